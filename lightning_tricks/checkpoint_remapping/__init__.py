@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         max_output_difference as max_output_difference,
     )
     from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys as remap_keys
-    from lightning_tricks.checkpoint_remapping.core.rule_file import read_rules as read_rules
     from lightning_tricks.checkpoint_remapping.core.rules import RemapRule as RemapRule
+    from lightning_tricks.checkpoint_remapping.core.rules import read_rules as read_rules
 
     __all__ = [
         "Alignment",
@@ -87,8 +87,7 @@ else:  # or a type checker would take any name for one of the package
             "core.head_replacement": ("replace_head",),
             "core.files.reading": ("Checkpoint", "read_checkpoint"),
             "core.remapping": ("remap_keys",),
-            "core.rule_file": ("read_rules",),
-            "core.rules": ("RemapRule",),
+            "core.rules": ("RemapRule", "read_rules"),
             "core.files.saving": ("save_weights",),
             "core.files.pickle_values": ("Placeholder",),
         },

@@ -24,7 +24,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
 from lightning_tricks.checkpoint_remapping.core.loading import load_tensors, load_weights
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import as_lightning_checkpoint
 
 

@@ -198,7 +198,7 @@ def _remap(arguments: argparse.Namespace) -> int:
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights
     from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys
-    from lightning_tricks.checkpoint_remapping.core.rule_file import read_rules
+    from lightning_tricks.checkpoint_remapping.core.rules import read_rules
 
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     remapped = remap_keys(checkpoint.state_dict, read_rules(arguments.rules))

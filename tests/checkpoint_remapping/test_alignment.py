@@ -23,10 +23,14 @@ from lightning_tricks.checkpoint_remapping import (
     max_output_difference,
     read_rules,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, group_layers
-from lightning_tricks.checkpoint_remapping.core.matching.layer_order import are_numbered_in_order, is_ordered
-from lightning_tricks.checkpoint_remapping.core.matching.neighbor_matching import NeighborMatching
-from lightning_tricks.checkpoint_remapping.core.matching.sides import Fork
+from lightning_tricks.checkpoint_remapping.core.matching.context_matching import norms_as_registered, norms_by_name
+from lightning_tricks.checkpoint_remapping.core.matching.layers import (
+    Layer,
+    are_numbered_in_order,
+    group_layers,
+    is_ordered,
+)
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import Fork
 from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized, without_initial_values
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
@@ -336,7 +340,7 @@ def _square_block(*names):
 )
 def test_norms_follow_their_convolutions_or_have_their_numbers(names, ordered, expected):
     layers = _square_block(*names)
-    found, _ = NeighborMatching((layers, layers), (ordered, ordered)).norms
+    found = norms_as_registered(layers) if ordered else norms_by_name(layers)
     assert {convolution.name: norm.name for convolution, norm in found.items()} == expected
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_tricks import remap_keys
 from lightning_tricks.checkpoint_remapping import RemapRule
-from lightning_tricks.checkpoint_remapping.core.conversions.search import FAMILIES, find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import shapes_of
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import families, find_conversion
 from tests.checkpoint_remapping.other_projects import ARCHITECTURES
 from tests.checkpoint_remapping.pairs import CONTAINERS, PAIRS, TOLERANCE, Pair, model, unset
 
@@ -200,7 +200,7 @@ def test_every_table_is_tested():
         found = find_conversion(shapes(pair.architecture, pair.origin), shapes(pair.architecture, pair.target))
         tested.add(found.matches[0].reason.removeprefix("the conversion of "))
     # The tower of texts is that of CLIP; encoders with decoders are tested above, ConvNeXt is by timm's converter
-    assert FAMILIES.keys() - tested == {"CLIP's texts", "encoders with decoders", "ConvNeXt"}
+    assert families().keys() - tested == {"CLIP's texts", "encoders with decoders", "ConvNeXt"}
 
 
 @pytest.mark.parametrize("name", ["a." * 9999 + "weight", f"layers.{'9' * 9999}.attention.wq.weight", "weight", ""])

@@ -26,7 +26,7 @@ RIGHT_FILES = 163  # of 276, when this was written
 
 
 def test_each_tensor_is_in_its_place_or_refused():
-    records = [examine(name, follow_advice=False) for name in SAMPLE]
+    records = [examine(name, follow_every=None) for name in SAMPLE]
     ends = [case[0] for record in records for case in record["cases"].values()]
     tables = as_tables(records, most_wrong=20)
     assert [record["name"] for record in records if "not_built" in record] == []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +17,15 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     NothingLoadedError,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import ambiguous_cases, describe_ambiguity
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import in_words
+from lightning_tricks.checkpoint_remapping.core.matching.alignment import Mismatch
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import (
+    ambiguous_cases,
+    describe_ambiguity,
+    in_words,
+)
+
+if TYPE_CHECKING:
+    from lightning_tricks.checkpoint_remapping.core.load_plan import LoadPlan
 
 
 def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern]:
@@ -71,11 +78,6 @@ def is_position(name: str) -> bool:
     return re.search(r"pos|wpe(\.|$)", name) is not None
 
 
-def matches_any(patterns: Iterable[Pattern], name: str) -> bool:
-    """Whether one of several patterns matches a name."""
-    return any(pattern.matches(name) for pattern in patterns)
-
-
 @dataclass(frozen=True)
 class Allowed:
     """Patterns of the names that need not fit."""
@@ -84,60 +86,75 @@ class Allowed:
     unexpected: Sequence[Pattern]
     mismatched: Sequence[Pattern]
 
-    def check_ruled(self, source: str, model: str, ruled: Sequence[Mismatch]) -> None:
-        """Check that the tensors that rules lead to have the shapes and kinds of the model's.
 
-        Raises:
-            CheckpointError: If one has another shape or kind, and that is not allowed.
-        """
-        wrong = [mismatch for mismatch in ruled if not matches_any(self.mismatched, mismatch.target)]
-        if wrong:
+def check_fit(plan: LoadPlan, allowed: Allowed) -> None:
+    """Check that what would load fits the model, and that what does not fit is allowed.
+
+    Raises:
+        AmbiguousAlignmentError: If tensors are missing because they could be matched in several ways.
+        NothingLoadedError: If no tensor would load.
+        CheckpointError: If something that does not fit is not allowed, has no values, or differs in tied tensors.
+    """
+    with _explaining_shards(plan.source):
+        _check_names_and_shapes(plan, allowed)
+        _check_values(plan)
+        _check_tied(plan)
+
+
+def _check_names_and_shapes(plan: LoadPlan, allowed: Allowed) -> None:
+    found, model = plan.alignment, type(plan.module).__name__
+    wrong = [m for m in found.mismatched if not _matches_any(allowed.mismatched, m.target)]
+    ruled = [mismatch for mismatch in wrong if mismatch.source in plan.rules.pinned]
+    if ruled:
+        raise CheckpointError(
+            f"{plan.source} does not fit {model}, which was not modified: rules lead to tensors of other shapes or "
+            f"kinds: {list_names(map(str, ruled))}. Correct the rules; a RemapRule can transpose and reshape."
+        )
+    missing = [name for name in found.lacking if not _matches_any(allowed.missing, name)]
+    if ambiguous_cases(found, missing):
+        raise AmbiguousAlignmentError(f"{plan.source} does not load into {model}: {describe_ambiguity(found, missing)}")
+    unexpected = [name for name in found.unexpected if not _matches_any(allowed.unexpected, name)]
+    # What a model computes for itself may match a pattern
+    in_model = [name for name in found.names_in_model if name not in found.computed]
+    matched = [name for match in found.matches for name in match.ruled]
+    in_file = [*matched, *(mismatch.source for mismatch in found.mismatched), *found.unexpected]
+    problems = [
+        *_mismatch_problem(wrong, in_model),
+        *_problem("missing in the file", missing, "allow_missing", in_model),
+        *_problem("left over in the file", unexpected, "allow_unexpected", in_file),
+    ]
+    rule = found.proposals.for_the_rest() if missing or wrong else None
+    problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
+    if not plan.loaded:
+        others = f" ({'; '.join(problems[-1:] if rule else problems[:1])})" if wrong or rule else ""
+        raise NothingLoadedError(f"No tensor of {plan.source} fits {model}{others}: {found.diagnosis}")
+    if problems:
+        is_adapted = any(".lora_" in f".{name}" for name in unexpected)
+        remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. " * is_adapted
+        raise CheckpointError(
+            f"{plan.source} does not fit {model}, which was not modified. {'; '.join(problems)}. {remedy}"
+            f"{len(plan.loaded)} of {found.total} tensors would load: {found.diagnosis}"
+        )
+
+
+def _check_values(plan: LoadPlan) -> None:
+    without = [name for name, tensor in plan.loaded.items() if tensor.is_meta]
+    if without:
+        raise CheckpointError(
+            f"{plan.source} has no values for {list_names(without)}: its tensors are on the meta device. Nothing was "
+            "loaded. Save the model once it has values, and read the file without map_location='meta'."
+        )
+
+
+def _check_tied(plan: LoadPlan) -> None:
+    """Check that the names of one tied tensor get equal values."""
+    first: dict[int, str] = {}
+    for name in plan.loaded:
+        other = first.setdefault(id(plan.model_tensors[name]), name)
+        if other != name and not torch.equal(plan.loaded[name], plan.loaded[other]):
             raise CheckpointError(
-                f"{source} does not fit {model}, which was not modified: rules lead to tensors of other shapes or "
-                f"kinds: {list_names(map(str, wrong))}. Correct the rules; a RemapRule can transpose and reshape."
-            )
-
-    def check(self, source: str, model: str, alignment: Alignment, num_loaded: int) -> None:
-        """Check what does not fit.
-
-        Args:
-            source: Name of the file.
-            model: Name of the model's class.
-            alignment: What was found.
-            num_loaded: Number of tensors that would load.
-
-        Raises:
-            AmbiguousAlignmentError: If tensors are missing because they could be matched in several ways.
-            NothingLoadedError: If no tensor would load.
-            CheckpointError: If something that does not fit is not allowed.
-        """
-        missing = [n for n in alignment.missing if n not in alignment.computed and not matches_any(self.missing, n)]
-        if ambiguous_cases(alignment, missing):
-            raise AmbiguousAlignmentError(
-                f"{source} does not load into {model}: {describe_ambiguity(alignment, missing)}"
-            )
-        unexpected = [name for name in alignment.unexpected if not matches_any(self.unexpected, name)]
-        wrong = [mismatch for mismatch in alignment.mismatched if not matches_any(self.mismatched, mismatch.target)]
-        # What a model computes for itself may match a pattern
-        in_model = [name for name in alignment.names_in_model if name not in alignment.computed]
-        matched = [name for match in alignment.matches for name in match.sources]
-        in_file = [*matched, *(mismatch.source for mismatch in alignment.mismatched), *alignment.unexpected]
-        problems = [
-            *_mismatch_problem(wrong, in_model),
-            *_problem("missing in the file", missing, "allow_missing", in_model),
-            *_problem("left over in the file", unexpected, "allow_unexpected", in_file),
-        ]
-        rule = alignment.proposals.for_the_rest() if alignment.proposals and (missing or wrong) else None
-        problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
-        if not num_loaded:
-            others = f" ({'; '.join(problems[-1:] if rule else problems[:1])})" if wrong or rule else ""
-            raise NothingLoadedError(f"No tensor of {source} fits {model}{others}: {alignment.diagnosis}")
-        if problems:
-            is_adapted = any(".lora_" in f".{name}" for name in unexpected)
-            remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. " * is_adapted
-            raise CheckpointError(
-                f"{source} does not fit {model}, which was not modified. {'; '.join(problems)}. {remedy}{num_loaded} "
-                f"of {alignment.total} tensors would load: {alignment.diagnosis}"
+                f"{other} and {name} are one tensor in the model and two different ones in the checkpoint: untie them, "
+                "or drop one with a rule."
             )
 
 
@@ -145,7 +162,7 @@ _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(\w+)")
 
 
 @contextmanager
-def explaining_shards(source: str) -> Iterator[None]:
+def _explaining_shards(source: str) -> Iterator[None]:
     """Add to an error that a file is one shard of several, with the name of the index that lists them all."""
     try:
         yield
@@ -161,18 +178,8 @@ def explaining_shards(source: str) -> Iterator[None]:
         ) from error
 
 
-def check_values(source: str, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Check that what would load has values.
-
-    Raises:
-        CheckpointError: If tensors are on the meta device.
-    """
-    without = [name for name, tensor in loaded.items() if tensor.is_meta]
-    if without:
-        raise CheckpointError(
-            f"{source} has no values for {list_names(without)}: its tensors are on the meta device. Nothing was "
-            "loaded. Save the model once it has values, and read the file without map_location='meta'."
-        )
+def _matches_any(patterns: Iterable[Pattern], name: str) -> bool:
+    return any(pattern.matches(name) for pattern in patterns)
 
 
 def _mismatch_problem(wrong: Sequence[Mismatch], known: Sequence[str]) -> list[str]:

@@ -70,7 +70,7 @@ def _grids_of(module: nn.Module, name: str) -> list[tuple[int, int]]:
     while True:
         try:
             around = module.get_submodule(path)
-        except AttributeError:  # a name that is none of a module's
+        except AttributeError:  # not the name of a module
             around = nn.Module()
         found = [size for inside in around.modules() for size in _grid_said_by(inside)]
         if found or not path:

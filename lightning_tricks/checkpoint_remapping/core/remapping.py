@@ -1,19 +1,28 @@
-"""`remap_keys`: apply rules to the names and shapes of a state dict."""
+"""`remap_keys`: apply rules to the names and shapes of a state dict, or strip what wrappers add to names."""
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_tricks._shared.text import format_shape
+from lightning_tricks._shared.checks import did_you_mean
+from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.rule_patterns import is_pattern, rename, source_expression
-from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, Rules, parse_steps
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.rules import (
+    RemapRule,
+    Rules,
+    is_pattern,
+    parse_steps,
+    read_rules,
+    rename,
+    source_expression,
+)
 
 FUSION = " + "  # between the names of tensors that are fused
 _MAX_NEW_NAME_LENGTH = 10_000  # characters of a name that rules make
@@ -75,7 +84,7 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
 
 
 def _without_wrappers(tensors: Remapped, deadline: float) -> Remapped:
-    """Strip what wrappers add to names, which is no rule of the caller."""
+    """Strip what wrappers add to names; names that only change here come from no rule of the caller."""
     clean = strip_wrappers(tensors)
     strip = [RemapRule(old, new) for old, new in clean.items() if new != old]
     if not strip:
@@ -243,3 +252,127 @@ def _in_shape(rule: RemapRule, name: str, tensor: Any) -> Any:
         raise CheckpointError(
             f"{name} ({format_shape(tensor.shape)}) cannot be reshaped to {format_shape(rule.shape)}: {rule}."
         ) from error
+
+
+# What wrappers add to names, and who does; `module` alone may also be a module's own name
+WRAPPERS = {
+    "module": "saved from DataParallel, DistributedDataParallel or an averaged model",
+    "_orig_mod": "saved from a compiled model (torch.compile)",
+    "_forward_module": "saved from a model wrapped by Fabric or a strategy",
+    "_fsdp_wrapped_module": "saved from FullyShardedDataParallel",
+    "_checkpoint_wrapped_module": "saved with activation checkpointing",
+    "_fpw_module": "saved from FullyShardedDataParallel",
+}
+_COUNTERS = ("total_ops", "total_params", "n_averaged")
+
+
+def strip_wrappers(names: Iterable[str]) -> dict[str, str | None]:
+    """Return each name without the parts that wrappers add, None for the counters of thop and of averaged models.
+
+    The parts are removed at any depth. `module` is removed only if all names stay distinct, and so are the others.
+    """
+    whole = {name: None if name.rpartition(".")[2] in _COUNTERS else name for name in names}
+    clean = _distinct(
+        {name: new and (_without(new, WRAPPERS.keys() - {"module"}) or new) for name, new in whole.items()}, whole
+    )
+    return _distinct({name: new and (_without(new, ("module",)) or new) for name, new in clean.items()}, clean)
+
+
+def _distinct(shorter: dict[str, str | None], names: dict[str, str | None]) -> dict[str, str | None]:
+    """Return the shorter names, unless two of them are equal."""
+    kept = [new for new in shorter.values() if new is not None]
+    return shorter if len(set(kept)) == len(kept) else names
+
+
+def _without(name: str, wrappers: Iterable[str]) -> str:
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+RulesArgument = Rules | str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class AppliedRules:
+    """What rules made of the tensors of a file.
+
+    Attributes:
+        tensors: The tensors under their new names.
+        pinned: The names that rules made and that the model has.
+        search: Whether the rest is matched.
+        steps: The steps that were applied.
+        origins: The names in the file by the new ones.
+        ruled: Those of `origins` that rules made.
+        notes: What should be said about the rules.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    pinned: frozenset[str]
+    search: bool
+    steps: list[Any]
+    origins: Mapping[str, str]
+    ruled: Mapping[str, str]
+    notes: list[str]
+
+
+def apply_rules(
+    tensors: Mapping[str, torch.Tensor], rules: RulesArgument, model_names: Collection[str]
+) -> AppliedRules:
+    """Apply rules to the tensors of a file.
+
+    Rules see the names in the file or, if they fit better, those without wrappers' parts, which messages show.
+
+    Raises:
+        CheckpointError: If none of the names that a rule makes is one of the model, and the rest is matched; and as
+            `remap_keys` and `read_rules` do.
+    """
+    steps, search = _steps_of(rules)
+    known = {*model_names, *(new for new in strip_wrappers(model_names).values() if new)}
+    remapped = remap_keys(tensors, steps)
+    if search and steps and steps[0] != "wrappers" and _misfits(remapped, known):
+        again = remap_keys(tensors, ["wrappers", *steps])
+        if _misfits(again, known) < _misfits(remapped, known):
+            steps, remapped = ["wrappers", *steps], again
+    if search:
+        _check_targets(remapped, known)
+    pinned = frozenset(name for name in remapped.rules_of if name in known) if search else frozenset()
+    return AppliedRules(
+        tensors=dict(remapped),
+        pinned=pinned,
+        search=search,
+        steps=steps,
+        origins=remapped.origins,
+        ruled={name: remapped.origins[name] for name in remapped.rules_of},
+        notes=[f"rules lead to {list_names(sorted(pinned))}"] * bool(pinned)
+        + [f"the rule {rule} matched nothing" for rule in remapped.unmatched],
+    )
+
+
+def _steps_of(rules: RulesArgument) -> tuple[list[Any], bool]:
+    """Return the steps of an argument, and whether what they leave is matched."""
+    if rules is None or rules == "auto":
+        return [], rules == "auto"
+    if rules == "wrappers":
+        return ["wrappers"], False
+    steps = parse_steps(read_rules(rules) if isinstance(rules, str | os.PathLike) else rules)
+    return steps, steps[-1:] != ["only"]
+
+
+def _misfits(remapped: Remapped, known: set[str]) -> int:
+    """Return the number of rules that match nothing, and of names that rules make and the model does not have."""
+    unmatched = [rule for rule in remapped.unmatched if rule != "wrappers"]
+    return len(unmatched) + len(remapped.rules_of.keys() - known)
+
+
+def _check_targets(remapped: Remapped, known: set[str]) -> None:
+    """Refuse a rule that makes names of which the model has none."""
+    made: dict[RemapRule, list[str]] = {}
+    for name, rules in remapped.rules_of.items():
+        for rule in rules:
+            made.setdefault(rule, []).append(name)
+    for rule, names in made.items():
+        if rule.target is not None and known.isdisjoint(names):
+            raise CheckpointError(
+                f"the rule {rule} makes {list_names(names)}, which the model does not have."
+                f"{did_you_mean(names[0], known)} A rule must lead to names of the model, unless the last rule is "
+                "'only': then nothing else is matched."
+            )

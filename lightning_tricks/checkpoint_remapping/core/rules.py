@@ -1,13 +1,22 @@
-"""`RemapRule`: one step from the names and shapes of a file to those of a model."""
+"""`RemapRule`, one step from the names and shapes of a file to those of a model, and files of such rules."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from lightning_tricks.checkpoint_remapping.core.rule_patterns import source_expression
+from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.files import atomic_write
+from lightning_tricks._shared.patterns import MAX_REPEATS, check_repeats
+from lightning_tricks._shared.plain_yaml import read_yaml
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, MissingCheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import MAX_NAME_LENGTH
 
 
 @dataclass(frozen=True)
@@ -137,3 +146,106 @@ def _parse_step(rule: Any) -> Any:
 
 def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return value if isinstance(value, tuple) else () if value is None else (value,)
+
+
+def is_pattern(source: str) -> bool:
+    """Whether a source is a glob or a regular expression, not a name or the beginning of one."""
+    return source.startswith("re:") or re.search(r"[*?[]", source) is not None
+
+
+@lru_cache(maxsize=4096)
+def source_expression(source: str) -> re.Pattern[str]:
+    """Return the regular expression for the part of a name that a rule replaces.
+
+    Raises:
+        ValueError: If the source is not a valid regular expression.
+    """
+    try:
+        if source.startswith("re:"):
+            return re.compile(source[3:])
+        if is_pattern(source):
+            stars = [translate(part)[:-2].removeprefix("(?s:").removesuffix(")") for part in source.split("*")]
+            return re.compile("^(?:" + "(.*)".join(stars) + r")\Z", re.DOTALL)
+        return re.compile("^" + re.escape(source) + ("" if source.endswith(".") else r"(?=\.|\Z)"))
+    except re.error as error:
+        raise ValueError(f"{source!r} is not a valid regular expression: {error}.") from error
+
+
+def rename(source: str, target: str, name: str) -> str:
+    """Return what a name becomes when the part that matches `source` is replaced by `target`."""
+    expression = source_expression(source)
+    if source.startswith("re:"):
+        return expression.sub(target, name)
+
+    def fill_stars(found: re.Match[str]) -> str:
+        stars = iter(found.groups())
+        return re.sub(r"\*", lambda _: next(stars), target) if found.groups() else target
+
+    new = expression.sub(fill_stars, name, count=1)
+    return new.removeprefix(".") if not target else new
+
+
+_MAX_DEPTH = 8  # nested lists and dicts in a file of rules
+
+
+def read_rules(path: str | os.PathLike[str]) -> Rules:
+    """Read rules from a YAML file of at most 1 MiB, such as `Alignment.save` writes.
+
+    A file is trusted less than code: its globs have at most three `*`, its regular expressions at most three repeats
+    and no repeat of a group, so that no name makes a match take very long.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The rules, as `remap_keys` and `load_weights` take them.
+
+    Raises:
+        CheckpointError: If the file does not exist, or is not a list of such rules.
+    """
+    import yaml
+
+    check_path("path", path, "a file of rules")
+    try:
+        rules: Any = read_yaml(path, max_depth=_MAX_DEPTH, max_scalar_length=MAX_NAME_LENGTH)
+        for step in parse_steps(rules):
+            for rule in step if isinstance(step, list) else ():
+                _check_patterns(rule)
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"{os.fspath(path)} does not exist.") from error
+    except (OSError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{os.fspath(path)} is not a file of rules: {str(error)[:1000]}") from error
+    checked: Rules = rules
+    return checked
+
+
+def write_rules(path: str | os.PathLike[str], rules: Sequence[Any], comment: str) -> None:
+    """Write rules to a YAML file, with a comment in its first line."""
+    lines = [f"# {comment}", *(_yaml(step) for step in rules)] + ["[]"] * (not rules)
+    with atomic_write(Path(check_path("path", path, "a file of rules"))) as staged:
+        staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _check_patterns(rule: RemapRule) -> None:
+    for source in rule.sources:
+        if source.startswith("re:"):
+            check_repeats(source[3:])
+        elif source.count("*") > MAX_REPEATS:
+            raise ValueError(f"{rule}: a glob in a file has at most {MAX_REPEATS} '*', as more can take very long.")
+
+
+def _yaml(step: Any) -> str:
+    import yaml
+
+    if isinstance(step, list):
+        return "- " + ("\n  ".join(map(_yaml, step)) or "[]")
+    if isinstance(step, RemapRule):
+        plain: dict[str, Any] = {"from": step.source, "to": step.target, "transpose": step.transpose}
+        plain |= {"shape": step.shape, "dim": step.dim or None, "sizes": step.sizes}
+        step = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in plain.items()
+            if value not in (None, False) or name == "to"
+        }
+    text: str = yaml.safe_dump(step, sort_keys=False, default_flow_style=True, width=10**6)
+    return "- " + text.removesuffix("...\n").strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import Naming
 
 # Rotary embeddings rotate pairs of elements: neighbors, or the elements of two halves of a head
 _NEIGHBORS, _HALVES = "rotary neighbors", "rotary halves"

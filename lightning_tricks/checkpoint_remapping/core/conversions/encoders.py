@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import Naming
 
 # Torch's second norm is that of the feed-forward in an encoder, and that of the cross-attention in a decoder
 _TORCH_LAYER = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import Naming
 
 _OPENAI_LAYER = """
     q,k,v attn.in_proj_{leaf}

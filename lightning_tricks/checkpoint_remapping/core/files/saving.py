@@ -13,7 +13,7 @@ from torch import nn
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 
 
 def save_weights(

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.text import format_shape
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import alignment_table, summary_line
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import (
+    Proposals,
+    alignment_table,
+    summary_line,
+)
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
-from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys, renamed_from
-from lightning_tricks.checkpoint_remapping.core.rule_file import write_rules
-from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys, renamed_from, strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, write_rules
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from lightning_tricks.checkpoint_remapping.core.rule_application import AppliedRules
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,6 @@ class Alignment:
         mismatched: Tensors whose shapes differ.
         ambiguous: (names in the checkpoint, names in the model) that could be matched in several ways.
         diagnosis: What was found, in words.
-        loaded: Number of tensors of the model that have a match.
-        total: Number of tensors of the model.
-        loaded_parameters: Number of elements in the tensors that have a match.
-        total_parameters: Number of elements in all tensors of the model.
         computed: Those missing that the model computes for itself, such as BatchNorm's counters.
         proposals: Rules for what has no match.
     """
@@ -67,16 +62,33 @@ class Alignment:
     mismatched: tuple[Mismatch, ...]
     ambiguous: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
     diagnosis: str
-    loaded: int
-    total: int
-    loaded_parameters: int
-    total_parameters: int
-    computed: tuple[str, ...] = ()
-    proposals: Proposals | None = field(default=None, repr=False, compare=False)
-    _clean_names: Mapping[str, str | None] = field(repr=False, default_factory=dict)
-    _prefixes: tuple[str, str] | None = None
-    _first: tuple[Any, ...] = ()  # the steps of rules that were applied before
-    _origins: Mapping[str, str] = field(repr=False, default_factory=dict)  # names in the file by what these steps made
+    computed: tuple[str, ...]
+    proposals: Proposals = field(repr=False, compare=False)
+    _shapes: Mapping[str, Shape] = field(repr=False)  # of the model's tensors
+    _clean_names: Mapping[str, str | None] = field(repr=False)
+    _prefixes: tuple[str, str] | None
+    _first: tuple[Any, ...]  # the steps of rules that were applied before
+    _origins: Mapping[str, str] = field(repr=False)  # names in the file by what these steps made
+
+    @property
+    def loaded(self) -> int:
+        """Number of tensors of the model that have a match."""
+        return sum(len(match.targets) for match in self.matches)
+
+    @property
+    def total(self) -> int:
+        """Number of tensors of the model."""
+        return len(self._shapes)
+
+    @property
+    def loaded_parameters(self) -> int:
+        """Number of elements in the tensors that have a match."""
+        return sum(math.prod(self._shapes[name]) for match in self.matches for name in match.targets)
+
+    @property
+    def total_parameters(self) -> int:
+        """Number of elements in all tensors of the model."""
+        return sum(map(math.prod, self._shapes.values()))
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -95,6 +107,11 @@ class Alignment:
     @cached_property
     def _names_in_file(self) -> dict[str | None, str]:
         return {clean: name for name, clean in self._clean_names.items()}
+
+    @property
+    def lacking(self) -> list[str]:
+        """The missing names that the model does not compute for itself."""
+        return [name for name in self.missing if name not in self.computed]
 
     @property
     def names_in_model(self) -> list[str]:
@@ -143,40 +160,15 @@ class Alignment:
 
     def apply(self, state_dict: Mapping[str, Any]) -> Remapped:
         """Return the tensors that have a match, under the model's names and in its shapes."""
+        return self.apply_to_ruled(remap_keys(state_dict, self._first) if self._first else state_dict)
+
+    def apply_to_ruled(self, tensors: Mapping[str, Any]) -> Remapped:
+        """Do the same with tensors that the caller's rules were applied to before."""
         used = {name for match in self.matches for name in match.ruled}
-        made = remap_keys(state_dict, self._first) if self._first else state_dict
-        clean = {self._clean_names.get(name, name): tensor for name, tensor in made.items()}
+        clean = {self._clean_names.get(name, name): tensor for name, tensor in tensors.items()}
         return remap_keys(
             {name: tensor for name, tensor in clean.items() if name in used}, [[_rule(match) for match in self.matches]]
         )
-
-    def without(self, others: Sequence[Mismatch]) -> Alignment:
-        """Return the alignment without the matches of tensors of another kind, which become mismatches."""
-        names = {mismatch.target for mismatch in others}
-        kept = tuple(match for match in self.matches if names.isdisjoint(match.targets))
-        return self._with(kept, (*others, *self.mismatched), -1, others)
-
-    def with_resized(self, resized: Sequence[Mismatch]) -> Alignment:
-        """Return the alignment with matches in place of the mismatches whose tensors are resized."""
-        made = [Match((one.source,), (one.target,), reason="positions, resized to their new number") for one in resized]
-        kept = tuple(mismatch for mismatch in self.mismatched if mismatch not in resized)
-        return self._with((*self.matches, *made), kept, +1, resized)
-
-    def _with(
-        self, matches: tuple[Match, ...], mismatched: tuple[Mismatch, ...], sign: int, changed: Sequence[Mismatch]
-    ) -> Alignment:
-        return replace(
-            self,
-            matches=matches,
-            mismatched=mismatched,
-            loaded=self.loaded + sign * len(changed),
-            loaded_parameters=self.loaded_parameters + sign * sum(math.prod(one.target_shape) for one in changed),
-        )
-
-    def after(self, rules: AppliedRules) -> Alignment:
-        """Return the alignment of a file with names that rules made, with the names in the file and these rules."""
-        matches = tuple(match.with_names_in_file(rules.ruled) for match in self.matches)
-        return replace(self, matches=matches, _first=tuple(rules.steps), _origins=rules.origins)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rules to a YAML file, to be read, edited and given to `load_weights(model, path, rules=...)`."""

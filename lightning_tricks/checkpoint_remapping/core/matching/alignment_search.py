@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks.checkpoint_remapping.core.conversions.search import find_conversion
+from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import describe_ambiguity, diagnose
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import Proposals, describe_ambiguity, diagnose
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
     Prefixes,
     match_by_name,
+    refuse_against_rules,
     replace_prefix,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
-from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
-from lightning_tricks.checkpoint_remapping.core.matching.rule_evidence import refuse_against_rules
-from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
+from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import find_resized, match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
-from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument, apply_rules
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import (
+    AppliedRules,
+    RulesArgument,
+    apply_rules,
+    strip_wrappers,
+)
 
 
 def align(
@@ -64,80 +67,143 @@ def align(
     """
     if isinstance(rules, str | os.PathLike):
         check_path("rules", rules, "a file of rules")
-    target, tensors = shapes_of(model_or_state_dict), _tensors_of(checkpoint)
-    applied = apply_rules(tensors, rules, target)
-    found = find_alignment(target, shapes_of(applied.tensors), not applied.search, applied.pinned).after(applied)
+    target = shapes_of(tensors_of(model_or_state_dict))
+    found = AlignmentSearch(target, apply_rules(tensors_of(checkpoint), rules, target)).run()
     if found.ambiguous:
         raise AmbiguousAlignmentError(describe_ambiguity(found))
     return found
 
 
-def shapes_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict[str, Shape]:
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
     """Return the shapes of tensors by name."""
-    return {name: tuple(tensor.shape) for name, tensor in _tensors_of(tensors).items()}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _tensors_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    if isinstance(tensors, Checkpoint | torch.nn.Module):
-        tensors = tensors.state_dict if isinstance(tensors, Checkpoint) else tensors.state_dict()
-    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+def tensors_of(holder: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors by name of a model, of a checkpoint, or among other values."""
+    if isinstance(holder, Checkpoint | torch.nn.Module):
+        holder = holder.state_dict if isinstance(holder, Checkpoint) else holder.state_dict()
+    return {name: tensor for name, tensor in holder.items() if isinstance(tensor, torch.Tensor)}
 
 
-def find_alignment(
-    target: Mapping[str, Shape],
-    source: Mapping[str, Shape],
-    by_name: bool = False,
-    pinned: Collection[str] = (),
-    origins: Mapping[str, str] | None = None,
-) -> Alignment:
-    """Return the best alignment, with what is ambiguous.
+class Found(NamedTuple):
+    """What a model takes of a file.
+
+    Attributes:
+        alignment: Which tensor became which.
+        tensors: Those of the file, under the model's names.
+        rules: What the caller's rules made of the file.
+        aliases: Names of tied tensors that the file does not have, with the names that are loaded for them.
+        notes: What should be said.
+    """
+
+    alignment: Alignment
+    tensors: dict[str, Any]
+    rules: AppliedRules
+    aliases: dict[str, str]
+    notes: list[str]
+
+
+def find_tensors(
+    own: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    rules: RulesArgument,
+    left_over: Sequence[Pattern],
+) -> Found:
+    """Find what a model takes of a file: the rules first, then what they do not name; of tied tensors one name alone.
+
+    Args:
+        own: The model's tensors.
+        given: The file's.
+        rules: As in `load_weights`.
+        left_over: Patterns of names that are left out if a file has too much to tell what is meant, and everything
+            else fits: so a file of a student and its teacher, or of an encoder and a decoder, is one of either.
+    """
+    applied = apply_rules(given, rules, own)
+    tied = tied_names(own)
+    named = AlignmentSearch(shapes_of(own), applied).names_in_file() if tied else {}
+    aliases = _find_aliases(tied, named)
+    repeated = [*_leave_out_repeated(applied.tensors, {own[name].shape for name in aliases}, {*named.values()})]
+    target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
+    search = AlignmentSearch(target, applied)
+    alignment = search.run()
+    if alignment.lacking and left_over and applied.search:
+        clean = {old: new for old, new in search.clean_names.items() if new is not None}
+        less = {old: new for old, new in clean.items() if any(pattern.matches(new) for pattern in left_over)}
+        kept = {name: tensor for name, tensor in applied.tensors.items() if name not in less}
+        other = AlignmentSearch(target, replace(applied, tensors=kept)).run() if less and kept else alignment
+        if not other.lacking:
+            alignment = replace(other, unexpected=(*other.unexpected, *less.values()))
+    tensors = dict(alignment.apply_to_ruled(applied.tensors))
+    return Found(alignment, tensors, applied, aliases, [*applied.notes, *repeated])
+
+
+def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the groups of names that stand for one tensor, such as an embedding and the output of a language model."""
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        names_of[id(tensor)].append(name)
+    return [names for names in names_of.values() if len(names) > 1]
+
+
+def _find_aliases(tied: list[list[str]], named: Collection[str]) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for names in tied:
+        first = next((name for name in names if name in named), names[0])
+        aliases |= {name: first for name in names if name != first and name not in named}
+    return aliases
+
+
+def _leave_out_repeated(
+    tensors: dict[str, torch.Tensor], shapes: Collection[torch.Size], named: Collection[str]
+) -> Iterator[str]:
+    """Leave out the further names of one tensor in a file where the model has other names for such ones; say which."""
+    names_at: dict[object, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.shape in shapes and tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
+            names_at[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)
+    for names in map(sorted, names_at.values()):
+        kept = [name for name in names if name in named] or names[:1]
+        for name in names:
+            if name not in kept:
+                del tensors[name]
+                yield f"{name} is the same tensor as {kept[0]} in the file"
+
+
+class AlignmentSearch:
+    """The tensors of a file and a model under names without wrappers' parts.
 
     Args:
         target: Shapes of the model's tensors.
-        source: Shapes of the file's tensors.
-        by_name: Whether names must be equal as they are.
-        pinned: Names of the file that are those of the same tensors in the model; only the rest is searched.
-        origins: The names that pinned ones had before rules changed them.
+        rules: What the caller's rules made of the file's. Names that they lead to are those of the same tensors in the
+            model, and only the rest is searched.
     """
-    return _AlignmentSearch(target, source, by_name, pinned, origins or {}).run()
 
-
-def names_in_file(
-    target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool, pinned: Collection[str]
-) -> dict[str, str]:
-    """Return the names in the file by the equal ones of the model, with one prefix on either side if needed."""
-    return _AlignmentSearch(target, source, by_name, pinned, {}).names_in_file()
-
-
-class _AlignmentSearch:
-    """The tensors of a file and a model under names without wrappers' parts."""
-
-    def __init__(
-        self,
-        target: Mapping[str, Shape],
-        source: Mapping[str, Shape],
-        by_name: bool,
-        pinned: Collection[str],
-        origins: Mapping[str, str],
-    ) -> None:
+    def __init__(self, target: Mapping[str, Shape], rules: AppliedRules) -> None:
+        self.rules, self.by_name = rules, not rules.search
         # The order of a file says nothing; in messages, a weight stands before its bias
-        source = {name: source[name] for name in sorted(source, key=lambda name: (name.removesuffix("weight"), name))}
-        self.by_name = by_name
+        ordered = sorted(rules.tensors, key=lambda name: (name.removesuffix("weight"), name))
+        source = shapes_of({name: rules.tensors[name] for name in ordered})
         self.model_names = {
-            (old if by_name and old in source else new): old
+            (old if self.by_name and old in source else new): old
             for old, new in strip_wrappers(target).items()
             if new is not None
         }
         clean_of = {old: new for new, old in self.model_names.items()}
-        self.pinned = {name: clean_of.get(name, name) for name in source if name in pinned}
+        self.pinned = {name: clean_of.get(name, name) for name in source if name in rules.pinned}
         rest = [name for name in source if name not in self.pinned]
-        clean_names: dict[str, str | None] = {name: name for name in rest} if by_name else strip_wrappers(rest)
+        clean_names: dict[str, str | None] = {name: name for name in rest} if self.by_name else strip_wrappers(rest)
         self.clean_names: dict[str, str | None] = {name: name for name in self.pinned}
         self.clean_names |= {name: name if new in self.pinned else new for name, new in clean_names.items()}
-        before = strip_wrappers(origins[name] for name in self.pinned if name in origins)
-        self.ruled = {before[origins[name]] or "": new for name, new in self.pinned.items() if name in origins}
+        before = strip_wrappers(rules.origins[name] for name in self.pinned)
+        self.ruled = {before[rules.origins[name]] or "": new for name, new in self.pinned.items()}
         self.source_shapes = {new: source[old] for old, new in self.clean_names.items() if new is not None}
         self.target_shapes = {new: target[old] for new, old in self.model_names.items()}
+        sides = self.source_shapes, self.target_shapes
+        # What models compute for themselves
+        self.computed_in_file, self.computed = (
+            {name for name, shape in shapes.items() if is_computed(name, shape)} for shapes in sides
+        )
 
     def names_in_file(self) -> dict[str, str]:
         """Return the names in the file by the equal ones of the model."""
@@ -148,20 +214,18 @@ class _AlignmentSearch:
 
     def run(self) -> Alignment:
         """Match by names and, where these are not enough, by structure; return also what is ambiguous."""
-        found, prefixes, mismatched = self._match_names()
-        if self._needs_structure(found):
-            best = self._best(found, prefixes, mismatched)
-            if best is not found:
-                return self._result(refuse_against_rules(best, self.ruled), None, mismatched)
-        return self._result(refuse_against_rules(found, self.ruled), prefixes, mismatched)
+        by_names, prefixes, mismatched = self._match_names()
+        found = self._best(by_names, prefixes, mismatched) if self._needs_structure(by_names) else by_names
+        return self._result(
+            refuse_against_rules(found, self.ruled), prefixes if found is by_names else None, mismatched
+        )
 
     def _match_names(self) -> NameMatching:
         return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)
 
     def _needs_structure(self, by_names: Matching) -> bool:
-        lacking = self.target_shapes.keys() - by_names.targets() - set(self.pinned.values())
-        learned = any(not is_computed(name, self.target_shapes[name]) for name in lacking)
-        return not self.by_name and bool(by_names.ambiguous or learned)
+        lacking = self.target_shapes.keys() - by_names.targets() - set(self.pinned.values()) - self.computed
+        return not self.by_name and bool(by_names.ambiguous or lacking)
 
     def _best(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
         """Return a conversion that fits, or the matching by names, completed by structure, or by structure alone."""
@@ -179,7 +243,7 @@ class _AlignmentSearch:
         return max((completed, by_structure), key=lambda matching: len(matching.targets()))  # the first of equals
 
     def _completed(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
-        """Return what names match and, of what is left, what structure does.
+        """Return the matches by names, and those by structure of the rest.
 
         A bias is no evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
         Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
@@ -224,33 +288,36 @@ class _AlignmentSearch:
         unmatched_sources, unmatched_targets = self._left(
             sources | {source for source, _ in mismatched}, targets | {target for _, target in mismatched}
         )
-        missing = tuple(self.model_names[name] for name in unmatched_targets)
-        computed = [self.model_names[name] for name, shape in unmatched_targets.items() if is_computed(name, shape)]
+        left = self._left(sources, targets)
+        computed = [own for name, own in self.model_names.items() if name in self.computed & unmatched_targets.keys()]
         # Rules for prefixes would lead to the names without wrappers' parts, and change the names that rules made
         rules_are_prefixes = not self.pinned and all(clean == name for clean, name in self.model_names.items())
         return Alignment(
             matches=self._in_model_order(found),
-            missing=missing,
-            unexpected=tuple(name for name, shape in unmatched_sources.items() if not is_computed(name, shape)),
+            missing=tuple(self.model_names[name] for name in unmatched_targets),
+            unexpected=tuple(name for name in unmatched_sources if name not in self.computed_in_file),
             mismatched=tuple(self._mismatch(*pair) for pair in mismatched),
             ambiguous=tuple((tuple(sources), tuple(targets)) for sources, targets in found.ambiguous),
             diagnosis=diagnose(found, self.source_shapes, self.target_shapes, self.clean_names, prefixes, computed),
-            loaded=len(targets),
-            total=len(self.target_shapes),
-            loaded_parameters=sum(math.prod(self.target_shapes[name]) for name in targets),
-            total_parameters=sum(map(math.prod, self.target_shapes.values())),
             computed=tuple(computed),
-            proposals=Proposals(self.source_shapes, self.target_shapes, *self._left(sources, targets)),
+            proposals=Proposals(*left),
+            _shapes={own: self.target_shapes[name] for name, own in self.model_names.items()},
             _clean_names=self.clean_names,
             _prefixes=prefixes if rules_are_prefixes else None,
+            _first=tuple(self.rules.steps),
+            _origins=self.rules.origins,
         )
 
     def _in_model_order(self, found: Matching) -> tuple[Match, ...]:
         """Return the matches with the model's own names, in the order of its tensors."""
         positions = {name: position for position, name in enumerate(self.target_shapes)}
         matches = sorted(found.matches, key=lambda match: positions[match.targets[0]])
-        names = self.model_names
-        return tuple(replace(match, targets=tuple(names[name] for name in match.targets)) for match in matches)
+        return tuple(
+            replace(match, targets=tuple(map(self.model_names.__getitem__, match.targets))).with_names_in_file(
+                self.rules.ruled
+            )
+            for match in matches
+        )
 
     def _mismatch(self, source: str, target: str) -> Mismatch:
         shapes = self.source_shapes[source], self.target_shapes[target]
@@ -258,7 +325,7 @@ class _AlignmentSearch:
 
 
 def _shifted_starts(found: Matching, prefixes: Prefixes) -> tuple[str, ...]:
-    """Return what precedes the numbers in which names differ that were matched with each other."""
+    """Return the beginnings of matched names that differ in the number behind the beginning."""
     starts = set()
     for match in found.matches:
         other = re.split(r"(\d+)", match.targets[0])

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer
 from lightning_tricks.checkpoint_remapping.core.matching.numbering import Numbering
-from lightning_tricks.checkpoint_remapping.core.matching.sides import (
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     Fork,
     Parts,
     Side,
@@ -165,7 +165,7 @@ class Justification:
         )
 
     def _are_halves(self, one: Layer, other: Layer) -> bool:
-        """Whether the two are gate and input of a gated layer: what leads back from it stands beside either."""
+        """Whether the two are gate and input of a gated layer: the layer that leads back stands beside both."""
         siblings = [layer for layer in self.source.siblings(one) if layer.has_matrix]
         if other not in siblings or len(siblings) != 3:
             return False

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, Shape
 from lightning_tricks.checkpoint_remapping.core.remapping import FUSION
 
 SAME_NAME = "the same name"

@@ -8,9 +8,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.candidates import without_numbers
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
-from lightning_tricks.checkpoint_remapping.core.matching.sides import (
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, without_numbers
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     NO_NUMBER,
     Fork,
     Parts,
@@ -108,7 +107,7 @@ class Numbering:
         return all(_are_two_branches(side, *layers, fork) for side, layers, fork in sides)
 
     def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
-        if self.source.counts_backwards(source) != self.target.counts_backwards(target):
+        if self.target.counts_backwards(target):
             return False
         unknown = self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
         # Lists of one name are in one order: `up.0`, but not `up1`
@@ -120,7 +119,7 @@ class Numbering:
         ):
             return False
         layers = self.source.branches[source]
-        # A norm that was matched with that of another block shows nothing about the blocks
+        # A norm that was matched with a norm of another block says nothing about the blocks
         numbers = self._numbers_below(source, target, [layer for layer in layers if layer.has_matrix] or layers)
         return _never_falls(numbers) and not self._is_reversed_beside(source, target)
 
@@ -153,7 +152,7 @@ class Numbering:
         return [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
 
     def _is_reversed_beside(self, source: Parts, target: Parts) -> bool:
-        """Whether sizes match what is numbered beside two containers the other way round.
+        """Whether sizes match the numbered parts beside two containers in reverse order.
 
         The outputs of a pyramid are counted as its lateral convolutions are, from the finest or from the coarsest.
         """
@@ -206,7 +205,7 @@ def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:
 
 
 def _slots(path: str) -> list[_Slot]:
-    """Return what is before each number of a path."""
+    """Return the word before each number of a path, and whether the number is written at its end."""
     found = re.finditer(r"([^\W\d_]*)([._]?)\d+", path)
     return [(match[1], bool(match[1]) and not match[2]) for match in found]
 
@@ -237,7 +236,7 @@ def _are_two_branches(side: Side, one: Layer, other: Layer, fork: Fork) -> bool:
 
 
 def _changes_width(layer: Layer) -> bool:
-    """Whether a layer has more inputs than outputs or fewer, and is none of groups."""
+    """Whether a layer has different numbers of inputs and outputs, and is not a convolution of groups."""
     shapes = [shape for _, shape in layer.tensors.values() if len(shape) > 1]
     if len(shapes) != 1 or (len(shapes[0]) > 2 and shapes[0][0] % shapes[0][1] == 0):
         return False

@@ -41,59 +41,15 @@ _ROLES = {
     "position": r"pos",
     "segment": r"token\.type|segment",
 }
-# What is first and what is second means something where there are two
+# First and second mean something only where there are two
 ORDINAL_ROLES = frozenset({"first norm", "second norm", "third norm", "widening layer", "narrowing layer"})
 # Words that stand for different parts in different projects, or for any part
 VAGUE_WORDS = frozenset(
-    [
-        "block",
-        "blocks",
-        "conv",
-        "dense",
-        "down",
-        "fc",
-        "feature",
-        "features",
-        "final",
-        "first",
-        "in",
-        "input",
-        "inner",
-        "inputs",
-        "last",
-        "layer",
-        "layers",
-        "lin",
-        "linear",
-        "main",
-        "model",
-        "module",
-        "modules",
-        "net",
-        "norm",
-        "out",
-        "outer",
-        "output",
-        "outputs",
-        "post",
-        "pre",
-        "proj",
-        "project",
-        "projection",
-        "res",
-        "resnet",
-        "second",
-        "self",
-        "seq",
-        "sequential",
-        "stage",
-        "stages",
-        "stem",
-        "sub",
-        "unit",
-        "up",
-        "w",
-    ]
+    """
+    block blocks conv dense down fc feature features final first in input inner inputs last layer layers lin
+    linear main model module modules net norm out outer output outputs post pre proj project projection res
+    resnet second self seq sequential stage stages stem sub unit up w
+    """.split()  # noqa: SIM905  # a list of words
 )
 # Parts that one project counts from the first and another from the last: `up`, `upconv`, `decoder`, `dec`, `outputs`
 COUNTED_EITHER_WAY = re.compile(r"up|dec|expand|outputs?$", re.IGNORECASE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, layers_by_parent
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, GATED, joined_shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 
@@ -17,7 +17,16 @@ _EXPERT = re.compile(r"(.*experts)\.(?:expert_)?(\d+)\.(\w+)")
 _Made = list[tuple[Layer, list[Layer]]]  # layers that others could be in one, and these others
 
 
-def fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
+def unify_layouts(layers: list[Layer], others: list[Layer]) -> None:
+    """Give the layers of one side the layouts that the other side has, and mark those that are transposed or gates."""
+    _unify_positions(layers, others)
+    _stack_experts(layers, others)
+    _fuse_query_key_value(layers, others)
+    _mark_transposed(layers)
+    _name_gates(layers)
+
+
+def _fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
     """Replace the query, key and value of each attention by one layer, or two of them, if the other model has one.
 
     The parts may differ in their number of heads. What not all of them have, such as biases, remains as it is. A fused
@@ -51,7 +60,7 @@ def _replace(layers: list[Layer], members: list[Layer], made: list[Layer]) -> No
 
 
 def _fusible(layers: list[Layer], parts: tuple[str, ...]) -> _Made:
-    """Return what these parts of each attention would be in one layer."""
+    """Return the layer that would hold these parts of each attention, with the layers of the parts."""
     siblings: dict[str, dict[str, Layer]] = defaultdict(dict)
     for layer in layers:
         parent, _, name = layer.path.rpartition(".")
@@ -80,7 +89,7 @@ def _one_after_another(path: str, members: list[Layer]) -> Layer:
     return fused
 
 
-def stack_experts(layers: list[Layer], others: list[Layer]) -> None:
+def _stack_experts(layers: list[Layer], others: list[Layer]) -> None:
     """Replace the experts of a mixture by one layer for each of their matrices, if the other model has them in one.
 
     Three different sizes say which dimension is that of the experts, and that no matrix is transposed.
@@ -93,7 +102,7 @@ def stack_experts(layers: list[Layer], others: list[Layer]) -> None:
 
 
 def _stackable(layers: list[Layer]) -> _Made:
-    """Return what the matrices of experts would be in one tensor, gates with inputs first, and the layers of each."""
+    """Return the layers that would hold the matrices of all experts, gates with inputs first, and those of each."""
     experts: dict[str, dict[str, dict[int, Layer]]] = defaultdict(lambda: defaultdict(dict))
     for layer in layers:
         found = _EXPERT.fullmatch(layer.path)
@@ -118,7 +127,7 @@ def _stackable(layers: list[Layer]) -> _Made:
 
 
 def _gate_roles(name: str, names: list[str]) -> list[str]:
-    """Return what a matrix of a gated layer is: `w1`, beside `w2` and `w3`, is the gate."""
+    """Return the roles of a matrix in a gated layer: `w1`, beside `w2` and `w3`, is the gate."""
     if sorted(names) == ["w1", "w2", "w3"]:
         return [{"w1": "gate", "w2": "down", "w3": "up"}[name]]
     return [role for role in ("gate", "up", "down") if name in (role, f"{role}_proj")]
@@ -134,8 +143,8 @@ def _stacked(path: str, members: list[Layer], count: int, taken_for: str = "") -
     return stacked
 
 
-def unify_positions(layers: list[Layer], others: list[Layer]) -> None:
-    """Take an nn.Embedding of positions for a parameter, if that is what the other model has."""
+def _unify_positions(layers: list[Layer], others: list[Layer]) -> None:
+    """Treat an nn.Embedding of positions as a parameter, if the other model has a parameter."""
     if not any(list(layer.tensors) == [""] and _POSITIONS.search(layer.path) for layer in others):
         return
     for layer in layers:
@@ -143,7 +152,7 @@ def unify_positions(layers: list[Layer], others: list[Layer]) -> None:
             layer.tensors[""] = layer.tensors.pop("weight")
 
 
-def name_gates(layers: list[Layer]) -> None:
+def _name_gates(layers: list[Layer]) -> None:
     """Call w1 a gate where w2 leads back: w1 and w3 are then gate and input of a gated layer, as in Meta's Llama."""
     for family in layers_by_parent(layers).values():
         named = {layer.name: layer for layer in family}
@@ -159,7 +168,7 @@ def _says_its_layout(layer: Layer) -> bool:
     return len(set(weight)) == 2 and bias in (weight[:1], weight[1:])
 
 
-def mark_transposed(layers: list[Layer]) -> None:
+def _mark_transposed(layers: list[Layer]) -> None:
     """Mark the layers whose weight is (in, out), as of Hugging Face's Conv1D.
 
     The length of the bias shows it where a matrix is oblong; square matrices follow the others of their block.

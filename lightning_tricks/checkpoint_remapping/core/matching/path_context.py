@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, layers_by_parent
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
 
 Parts = tuple[str, ...]
@@ -86,10 +86,10 @@ class Side:
 
     Args:
         layers: The layers.
-        ordered: Whether they come in the order in which the model registers them.
+        ordered: Whether they come in the order in which the model registers them; that of a file says nothing.
     """
 
-    def __init__(self, layers: list[Layer], ordered: bool) -> None:
+    def __init__(self, layers: list[Layer], ordered: bool = False) -> None:
         self.ordered = ordered
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()
@@ -154,14 +154,14 @@ class Side:
         return frozenset(layers), frozenset(layer.signature for layer in layers)
 
     def counts_backwards(self, container: Parts) -> bool:
-        """Whether what a container numbers is registered from the last to the first, as far as that is known."""
+        """Whether the numbered parts of a container are registered from the last to the first, if that is known."""
         if not self.ordered:
             return False
         numbers = list(dict.fromkeys(int(part.removeprefix(".")) for part in self._numbered(container)))
         return len(numbers) > 1 and numbers == sorted(numbers, reverse=True)
 
     def containers_beside(self, container: Parts) -> list[Parts]:
-        """Return what is numbered in the same module as what a container numbers."""
+        """Return the containers of numbered parts in the module of a container."""
         return self._beside(_module_of(container))
 
     def _find_beside(self, module: Parts) -> list[Parts]:
@@ -183,7 +183,7 @@ class Side:
         return all(part.startswith(".") for part in self._numbered(container))
 
     def _numbered(self, container: Parts) -> Iterator[str]:
-        """Yield, for each layer in what a container numbers, the number, as it stands in the path."""
+        """Yield, for each layer in a numbered part of a container, the number as it stands in the path."""
         for layer in self.branches[container]:
             part = "".join(parts_of(layer.path)[len(container) :][:1])
             if part.removeprefix(".").isdecimal():

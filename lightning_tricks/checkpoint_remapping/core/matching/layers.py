@@ -1,13 +1,16 @@
-"""Layers of a model, grouped from the names and shapes of its tensors."""
+"""Layers of a model, grouped from the names and shapes of its tensors, in their order and in series."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
 
+from lightning_tricks._shared.patterns import LIST_NUMBER
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import element_order, words_of
 
 Shape = tuple[int, ...]
@@ -23,7 +26,7 @@ class Layer:
     transposed: bool = False
     said: frozenset[str] = frozenset()  # words that the layers beside it give to it
     parts: dict[str, list[Shape]] = field(default_factory=dict)  # the shapes of those that a tensor is made of
-    taken_for: str = ""  # what their order is taken for
+    taken_for: str = ""  # the order of its parts that is taken for granted, in words
     layout: tuple[object, ...] = ()  # where its sizes are one, if that tells it from others
 
     @property
@@ -141,3 +144,98 @@ def _without_ones(leaf: str, shape: Shape) -> Shape:
     is_kernel = leaf == "weight" and len(shape) > 3 and {1} not in ({*shape[2:]}, {*shape[:-1]})
     kernel = shape[2:] if is_kernel else ()
     return (*(size for size in shape[: len(shape) - len(kernel)] if size != 1), *kernel)
+
+
+def is_ordered(shapes: Mapping[str, Shape]) -> bool:
+    """Whether tensors are in the order in which their model registers them: module by module, not sorted by name.
+
+    A .safetensors is sorted within each dtype, so that its names step back in the alphabet at most a few times.
+    """
+    names = [name for name in shapes if not name.endswith(BATCH_COUNTER)]
+    if sum(one > other for one, other in pairwise(names)) <= 2:
+        return False
+    closed: set[str] = set()
+    before: list[str] = []
+    for name in names:
+        containers = [name[: found.start()] for found in re.finditer(r"\.", name)]
+        if not closed.isdisjoint(containers):
+            return False
+        closed.update(container for container in before if container not in containers)
+        before = containers
+    return True
+
+
+def sort_naturally(layers: list[Layer]) -> None:
+    """Sort layers by name, with 10 after 9, and renew their positions."""
+    layers.sort(
+        key=lambda layer: [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in _split(layer)]
+    )
+    for position, layer in enumerate(layers):
+        layer.position = position
+
+
+def are_numbered_in_order(layers: list[Layer]) -> bool:
+    """Whether each layer's path has a higher number, or a later letter, than the one before."""
+    return all(_is_numbered_before(one, other) for one, other in pairwise(layers))
+
+
+def _is_numbered_before(first: Layer, second: Layer) -> bool:
+    """Whether two paths first differ in numbers, or in letters from a to h, in rising order."""
+    for one, other in zip(_split(first), _split(second), strict=False):
+        if one != other:
+            if one.isdecimal() and other.isdecimal():
+                return int(one) < int(other)
+            return bool(re.fullmatch("[a-h]", one) and re.fullmatch("[a-h]", other)) and one < other
+    return False
+
+
+def _split(layer: Layer) -> list[str]:
+    return re.findall(r"\d+|[^\d.]+|\.", layer.path)
+
+
+T = TypeVar("T")
+Template = Callable[[Layer], str]
+Series = list[Layer]
+
+
+def equal_groups(
+    sources: Iterable[T], targets: Iterable[T], key: Callable[[T], object]
+) -> list[tuple[list[T], list[T]]]:
+    """Return the groups of (sources, targets) with equal keys, where both have some."""
+    groups: dict[object, tuple[list[T], list[T]]] = defaultdict(lambda: ([], []))
+    for side, values in enumerate((sources, targets)):
+        for value in values:
+            groups[key(value)][side].append(value)
+    return [(group, others) for group, others in groups.values() if group and others]
+
+
+def equal_series(sources: Sequence[Series], targets: Sequence[Series]) -> list[tuple[list[Series], list[Series]]]:
+    """Return the groups of series whose layers have the same tensors of the same sizes in the same order."""
+    return equal_groups(
+        sources, targets, lambda series: (series[0].tensor_kinds, tuple(layer.sizes for layer in series))
+    )
+
+
+def series_of(layers: list[Layer], template: Template) -> list[Series]:
+    """Return the series: layers of one kind whose names differ in numbers alone, in the order of these numbers."""
+    series: dict[object, Series] = defaultdict(list)
+    for layer in layers:
+        series[template(layer), layer.tensor_kinds].append(layer)
+    return [sorted(members, key=lambda layer: layer.numbers) for members in series.values()]
+
+
+def without_numbers(layer: Layer) -> str:
+    """Return the path of a layer with each number written as `#`."""
+    return re.sub(r"\d+", "#", layer.path)
+
+
+def _numbers_between_dots(layer: Layer) -> str:
+    return LIST_NUMBER.sub("#", layer.path)
+
+
+def _all_numbers_but_the_last(layer: Layer) -> str:
+    return re.sub(r"\d+(?=.*\d)", "#", layer.path)
+
+
+# Projects number blocks, layers in a block, or both; a series of one project may be that of another by any of these
+TEMPLATES: tuple[Template, ...] = (without_numbers, _numbers_between_dots, _all_numbers_but_the_last)

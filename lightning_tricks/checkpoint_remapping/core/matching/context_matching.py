@@ -5,42 +5,47 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise, permutations, starmap
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Pairs, layers_by_parent
-from lightning_tricks.checkpoint_remapping.core.matching.layer_order import are_numbered_in_order
+from lightning_tricks.checkpoint_remapping.core.matching.layers import (
+    Layer,
+    Pairs,
+    are_numbered_in_order,
+    layers_by_parent,
+)
 
 _MOST_IN_A_ROW = 5  # convolutions of which all orders are tried
 
 
-class NeighborMatching:
+class ContextMatching:
     """Ways to pair layers by the matches around them.
 
     Args:
-        sides: The layers of the file and of the model.
-        ordered: For each of the two, whether its layers come in the order in which the model registers them.
+        source: The layers of the file.
+        target: The layers of the model.
+        ordered: Whether those of the model come in the order in which it registers them.
 
     Attributes:
         matched: The layers of the model by those of the file that they were matched with; the caller fills it.
         ambiguous_norms: BatchNorms of a block that have one size and no order.
     """
 
-    def __init__(self, sides: tuple[list[Layer], list[Layer]], ordered: tuple[bool, bool]) -> None:
+    def __init__(self, source: list[Layer], target: list[Layer], ordered: bool) -> None:
         self.ordered = ordered
         self.matched: dict[Layer, Layer] = {}
         self.ambiguous_norms: set[Layer] = set()
-        self.norms = self._source_norms, self._target_norms = tuple(map(_norms_of_convolutions, sides, ordered))
-        self._source_containers, self._target_containers = map(_layers_by_container, sides)
+        self.norms = norms_by_name(source), norms_as_registered(target) if ordered else norms_by_name(target)
+        self._source_containers, self._target_containers = map(_layers_by_container, (source, target))
 
     def pair_norms_of_convolutions(self, source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
         """Pair the norms of convolutions that were matched."""
         sources, targets = set(source_layers), set(target_layers)
-        for convolution, source in self._source_norms.items():
-            target = self._target_norms.get(self.matched[convolution]) if convolution in self.matched else None
+        for convolution, source in self.norms[0].items():
+            target = self.norms[1].get(self.matched[convolution]) if convolution in self.matched else None
             if target in targets and source in sources and source.signature == target.signature:
                 targets.remove(target)
                 yield source, target, "the norm of the same convolution"
 
     def pair_in_containers(self, source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
-        """Pair what is left of a size in containers whose other layers were matched with each other.
+        """Pair the layers of one size that are left in containers whose other layers were matched with each other.
 
         That is one layer on each side, or the BatchNorms of a block, which follow each other as its convolutions do.
         """
@@ -60,10 +65,10 @@ class NeighborMatching:
             if len(sources) > 1:
                 if "running_mean" not in layer.tensors:
                     continue  # words tell the norms of a transformer's block apart
-                if not all(map(self._comes_in_order, (sources, targets), self.ordered)):
+                sources, targets = (sorted(group, key=lambda layer: layer.position) for group in (sources, targets))
+                if not (are_numbered_in_order(sources) and (self.ordered or are_numbered_in_order(targets))):
                     self.ambiguous_norms |= {*sources, *targets}
                     continue
-                sources, targets = (sorted(group, key=lambda layer: layer.position) for group in (sources, targets))
             left_sources -= set(sources)
             left_targets -= set(targets)
             for source, target in zip(sources, targets, strict=True):
@@ -87,10 +92,6 @@ class NeighborMatching:
                     return fitting
         return []
 
-    @staticmethod
-    def _comes_in_order(layers: list[Layer], ordered: bool) -> bool:
-        return ordered or are_numbered_in_order(sorted(layers, key=lambda layer: layer.position))
-
 
 def _layers_by_container(layers: list[Layer]) -> dict[str, list[Layer]]:
     containers: dict[str, list[Layer]] = defaultdict(list)
@@ -106,14 +107,8 @@ def _containers(layer: Layer) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
-def _norms_of_convolutions(layers: list[Layer], ordered: bool) -> dict[Layer, Layer]:
-    """Return the norm of each convolution: the next layer, unless names or the other layers beside it say otherwise.
-
-    Where the order is lost, it is the one beside it that names say.
-    """
-    by_name = _norms_by_name(layers)
-    if not ordered:
-        return by_name
+def norms_as_registered(layers: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norm of each convolution: the next layer, unless names or the other layers beside it say otherwise."""
     following = {
         layer: norm for layer, norm in pairwise(layers) if _is_norm_of(norm, layer) and _in_one_block(layer, norm)
     }
@@ -123,10 +118,11 @@ def _norms_of_convolutions(layers: list[Layer], ordered: bool) -> dict[Layer, La
         if norms.difference(following.values()) and convolutions - following.keys():
             for convolution in convolutions:
                 following.pop(convolution, None)
+    by_name = norms_by_name(layers)
     return {layer: norm for layer, norm in following.items() if by_name.get(layer, norm) is norm}
 
 
-def _norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
+def norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
     """Return the norms with the number of a convolution beside them, and those that are alone with one."""
     found: dict[Layer, Layer] = {}
     for family in layers_by_parent(layers).values():
