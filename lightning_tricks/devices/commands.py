@@ -106,9 +106,8 @@ def _select(n: int, form: str, limits: dict[str, Any]) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from lightning_tricks.devices.core.gpu_fields import gpu_fields
-    from lightning_tricks.devices.core.gpu_ids import pick_gpus
-    from lightning_tricks.devices.core.gpu_reading import list_gpus
+    from lightning_tricks.devices.core.gpu import list_gpus
+    from lightning_tricks.devices.core.gpu_table import gpu_fields, pick_gpus
     from lightning_tricks.devices.core.nvml import open_nvml
 
     if arguments.query is not None:
@@ -154,8 +153,7 @@ class _Output:
             self.live.stop()
 
     def __call__(self, gpus: list[Gpu]) -> None:
-        from lightning_tricks.devices.core.gpu_fields import DEFAULT_QUERY, csv_text, plain_values
-        from lightning_tricks.devices.core.gpu_table import GpuTable, QueryTable
+        from lightning_tricks.devices.core.gpu_table import DEFAULT_QUERY, GpuTable, csv_text, plain_values
 
         query, watch = self.arguments.query, self.arguments.watch is not None
         if self.arguments.json:
@@ -163,7 +161,7 @@ class _Output:
         elif self.arguments.csv:
             write_output(csv_text(gpus, query or DEFAULT_QUERY, header=self.header))
         else:
-            table = GpuTable(gpus) if query is None else QueryTable(gpus, query)
+            table = GpuTable(gpus, query)
             if self.live is None:
                 self.console.print(*[""] * (not self.header), table, sep="\n")
             else:

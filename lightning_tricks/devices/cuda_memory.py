@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,40 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.errors import observe_errors
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step, log_to_loggers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks._shared.checks import check_optional_count, check_path
+from lightning_tricks._shared.checks import check_optional_count, check_path, is_address
+from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.step_signatures import takes_dataloader_iter
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks._torch_compat.memory import dump_memory_snapshot, recording_memory_history
-from lightning_tricks.devices.core.memory_limit import check_fraction, limit_memory
-from lightning_tricks.devices.core.memory_peaks import EpochGrowth, StagePeaks
+from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks, check_fraction, limit_memory
 from lightning_tricks.devices.core.memory_report import MemoryReport, memory_report
-from lightning_tricks.devices.core.out_of_memory import memory_that_ran_out
-from lightning_tricks.devices.out_of_memory_report import RunningStep, report_folder, report_out_of_memory
+from lightning_tricks.devices.core.out_of_memory import (
+    OutOfMemory,
+    advise,
+    describe_batch,
+    is_of_worker,
+    memory_that_ran_out,
+    out_of_memory_text,
+    requested_bytes,
+)
 
 _GIB = 2**30
 _logger = logging.getLogger("lightning.pytorch")
+
+
+@dataclass(frozen=True)
+class RunningStep:
+    """The step that runs.
+
+    Attributes:
+        batch_idx: The index of its batch.
+        dataloader_idx: The index of the dataloader.
+        batch: The batch; None if the step fetches batches itself.
+    """
+
+    batch_idx: int
+    dataloader_idx: int
+    batch: Any
 
 
 class CudaMemory(TrickCallback):
@@ -289,3 +313,82 @@ def _log(trainer: Trainer, sizes: dict[str, int]) -> None:
     """Log sizes in GiB, without the synchronisation and the copies of `LightningModule.log`."""
     values = {f"cuda_memory/{name}_gib": size / _GIB for name, size in sizes.items()}
     log_to_loggers(trainer, values, epoch_end_step(trainer))
+
+
+def report_folder(trainer: Trainer, dirpath: str | os.PathLike[str] | None) -> Path:
+    """Return the folder for reports: `dirpath`, else that of the logger, else the Trainer's; each rank has to call it.
+
+    A folder that is not on a local disk, such as "s3://...", is passed over.
+    """
+    folders = (trainer.log_dir, trainer.default_root_dir) if dirpath is None else (dirpath,)
+    local = (folder for folder in folders if folder is not None and not is_address(folder))
+    return Path(os.path.abspath(next(local, os.curdir)))  # noqa: PTH100 - the working directory may change later
+
+
+def report_out_of_memory(
+    trainer: Trainer,
+    error: BaseException,
+    report: MemoryReport,
+    *,
+    step: RunningStep | None,
+    limit: float | None,
+    folder: Path | None,
+    dump_snapshot: Callable[[Path], None] | None,
+) -> None:
+    """Write the files of this rank, and add advice to the error. There is no communication: other ranks may hang.
+
+    Args:
+        trainer: The Trainer.
+        error: The error that is about to be raised again.
+        report: What the memory is used for.
+        step: The step that failed; None if it was none.
+        limit: The share of the device's memory that this process may use; None for all.
+        folder: The folder for the files; None for none.
+        dump_snapshot: Writes torch's snapshot to a path; None for none.
+    """
+    stage = str(trainer.state.stage.value) if trainer.state.stage is not None else str(trainer.state.fn)
+    precision, requested = str(trainer.precision), requested_bytes(error)
+    advice = advise(OutOfMemory(report, stage, requested, precision, limit, is_of_worker(error)))
+    where = _where(trainer, stage, step)
+    note = [f"CudaMemory: memory of {report.device} ran out on rank {trainer.global_rank}, {where}.", *advice]
+    if folder is not None:
+        lines = [where, f"rank {trainer.global_rank} of {trainer.world_size}, precision {precision}"]
+        if requested is not None:
+            lines.append(f"{format_bytes(requested)} were asked for")
+        batch = [] if step is None else describe_batch(step.batch)
+        text = out_of_memory_text(error, lines, batch, report, advice)
+        try:
+            written = write_files(folder, trainer.global_rank, text, dump_snapshot)
+            note.append(f"Written: {', '.join(map(str, written))}.")
+        except Exception as problem:
+            note.append(f"The report could not be written to {folder}: {type(problem).__name__}: {problem}.")
+    _add_note(error, "\n".join(note))
+
+
+def _where(trainer: Trainer, stage: str, step: RunningStep | None) -> str:
+    where = f"stage {stage}, epoch {trainer.current_epoch}"
+    if step is None:
+        return f"{where}, outside of a step"
+    loader = f" of dataloader {step.dataloader_idx}" if step.dataloader_idx else ""
+    return f"{where}, batch {step.batch_idx}{loader}"
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(text)
+    else:
+        _logger.error(text)
+
+
+def write_files(folder: Path, rank: int, text: str, dump_snapshot: Callable[[Path], None] | None = None) -> list[Path]:
+    """Write the report of a rank, and torch's snapshot if there is a function that writes it; return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"out_of_memory-rank{rank}.txt"
+    with atomic_write(path) as staged:
+        staged.write_text(text, encoding="utf-8")
+    if dump_snapshot is None:
+        return [path]
+    snapshot = path.with_suffix(".pickle")
+    with atomic_write(snapshot) as staged:
+        dump_snapshot(staged)
+    return [path, snapshot]

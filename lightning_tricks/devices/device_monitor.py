@@ -14,9 +14,8 @@ from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import DeviceUse
-from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report, device_use
-from lightning_tricks.devices.core.quantities import check_keys
-from lightning_tricks.devices.core.verdict import loader_settings
+from lightning_tricks.devices.core.bottleneck import loader_settings
+from lightning_tricks.devices.core.device_summary import DeviceSummary, check_keys, device_report, device_use
 from lightning_tricks.devices.monitored_run import MonitoredRun
 
 _LOADERS = {

@@ -11,15 +11,31 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_iterators
-from lightning_tricks.devices.core.background_sampler import BackgroundSampler
-from lightning_tricks.devices.core.cores import available_cores
-from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
-from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
-from lightning_tricks.devices.core.device_summary import DeviceSummary, joules_to_kwh
-from lightning_tricks.devices.core.load import GIB, GpuLoad, HostLoad
+from lightning_tricks.devices.core.bottleneck import (
+    DataWait,
+    IdleClock,
+    LoaderSettings,
+    WaitTotals,
+    judge_gpu,
+    judge_wait,
+    waits_for_data,
+)
+from lightning_tricks.devices.core.device_summary import (
+    GIB,
+    DeviceSummary,
+    Recorder,
+    generic_key,
+    joules_to_kwh,
+    quantity_of,
+)
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError, open_nvml
-from lightning_tricks.devices.core.quantities import Recorder, generic_key, quantity_of
-from lightning_tricks.devices.core.verdict import LoaderSettings, judge_gpu, judge_wait, waits_for_data
+from lightning_tricks.devices.core.utilization import (
+    BackgroundSampler,
+    GpuUtilization,
+    HostUtilization,
+    available_cores,
+    find_cuda_handles,
+)
 
 
 class MonitoredRun:
@@ -48,7 +64,7 @@ class MonitoredRun:
         self._latest: dict[str, float] = {}
         self._own = cuda_device_of(trainer)
         self._own_name = "" if self._own is None else f"gpu{self._own.index}"
-        self._host = HostLoad()
+        self._host = HostUtilization()
         self.wait = DataWait(None if self._own is None else IdleClock(self._own))
         with ExitStack() as nvml, ExitStack() as stack:
             self._gpus = self._open_gpus(trainer, nvml)
@@ -140,7 +156,7 @@ class MonitoredRun:
             values[f"{self._own_name}/data_wait"] = shares["idle"]
         return values | {f"{self._own_name}/peak_memory_gib": torch.cuda.max_memory_allocated(self._own) / GIB}
 
-    def _open_gpus(self, trainer: Trainer, stack: ExitStack) -> list[GpuLoad]:
+    def _open_gpus(self, trainer: Trainer, stack: ExitStack) -> list[GpuUtilization]:
         """Return the GPUs of the Trainer on this machine for rank zero, which logs, and the own one of other ranks."""
         if self._own is None:
             return []
@@ -153,9 +169,9 @@ class MonitoredRun:
         handles = find_cuda_handles(nvml, indices)
         if missing := [f"gpu{index}" for index in indices if index not in handles]:
             self.alerts.append(f"DeviceMonitor does not measure {', '.join(missing)}: NVML tells nothing about it.")
-        return [GpuLoad(nvml, handle, f"gpu{index}") for index, handle in handles.items()]
+        return [GpuUtilization(nvml, handle, f"gpu{index}") for index, handle in handles.items()]
 
-    def _alert(self, gpu: GpuLoad, temperature: float | None) -> None:
+    def _alert(self, gpu: GpuUtilization, temperature: float | None) -> None:
         limit = self._warn_temperature
         if gpu.problem is not None:
             self._tell_once("problem", f"DeviceMonitor: {gpu.name} does not answer any more ({gpu.problem}).")
@@ -168,7 +184,7 @@ class MonitoredRun:
 
     def _judge(
         self,
-        gpus: Sequence[GpuLoad],
+        gpus: Sequence[GpuUtilization],
         wait: WaitTotals,
         means: Mapping[str, float],
         loader: LoaderSettings | None,

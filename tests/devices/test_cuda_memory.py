@@ -18,8 +18,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.devices.core.memory_report import MemoryReport
-from lightning_tricks.devices.cuda_memory import CudaMemory
-from lightning_tricks.devices.out_of_memory_report import report_folder
+from lightning_tricks.devices.cuda_memory import CudaMemory, report_folder
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader, real_fp16
 
 GIB = 2**30

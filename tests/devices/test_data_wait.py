@@ -8,17 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.devices.core import cores as cores_module
-from lightning_tricks.devices.core.cores import available_cores
-from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
-from lightning_tricks.devices.core.verdict import (
+from lightning_tricks.devices.core import utilization
+from lightning_tricks.devices.core.bottleneck import (
+    DataWait,
+    IdleClock,
     LoaderSettings,
+    WaitTotals,
     judge_gpu,
     judge_wait,
     loader_settings,
     num_workers_needed,
     waits_for_data,
 )
+from lightning_tricks.devices.core.utilization import available_cores
 
 
 class Clock:
@@ -356,8 +358,8 @@ def test_workers_that_only_wait_may_be_more_than_cores(busy, words):
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("10000 100000", 1), ("", 8)])
 def test_the_quota_of_a_container_counts(quota, cores, tmp_path, monkeypatch):
-    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(cores_module, "_CONTAINER_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(utilization.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(utilization, "CONTAINER_QUOTA", tmp_path / "cpu.max")
     assert available_cores() == 8
     (tmp_path / "cpu.max").write_text(quota)
     assert available_cores() == cores

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_tricks import cli
 from lightning_tricks.devices import Gpu, GpuProcess, commands
-from lightning_tricks.devices.core.gpu_fields import FIELDS
+from lightning_tricks.devices.core.gpu_table import FIELDS
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml, FakeProcess
 from tests.documents.blocks import blocks_of
 

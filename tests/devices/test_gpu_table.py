@@ -10,9 +10,17 @@ import pytest
 from rich.console import Console
 
 from lightning_tricks.devices import Gpu, GpuProcess, list_gpus
-from lightning_tricks.devices.core.gpu_fields import FIELDS, cell_text, csv_text, gpu_fields, plain_values, printable
-from lightning_tricks.devices.core.gpu_ids import pick_gpus
-from lightning_tricks.devices.core.gpu_table import GpuTable, QueryTable, gpu_remarks
+from lightning_tricks.devices.core.gpu_table import (
+    FIELDS,
+    GpuTable,
+    cell_text,
+    csv_text,
+    gpu_fields,
+    gpu_remarks,
+    pick_gpus,
+    plain_values,
+    printable,
+)
 from lightning_tricks.devices.testing import (
     CONSUMER_BOARD,
     LOST,
@@ -193,7 +201,7 @@ def test_names_of_nvidia_smi_have_its_units_and_spelling(gpus):
 
 def test_what_is_not_known_is_not_available(gpus):
     lost = gpus[2]
-    names = [name for name in FIELDS if name not in ("index", "timestamp", "driver_version", "error")]
+    names = ",".join({*FIELDS} - {"index", "timestamp", "driver_version", "error"})
     values = plain_values([lost], names)[0]
     told = {name for name, value in values.items() if value is not None}
     assert told <= {"mig_slices", "unreadable"}
@@ -248,11 +256,11 @@ def test_a_name_that_is_not_known(query, words):
 
 
 def test_query_table(gpus):
-    text = _printed(QueryTable(gpus, "index, memory.used ,processes"), 60)
+    text = _printed(GpuTable(gpus, "index, memory.used ,processes"), 60)
     assert "memory.used [MiB]" in text
     assert str(2**31 - 1) in text.replace("\n", "")
     assert text.endswith("\nGPU 2 does not answer: GPU is lost.\n")
-    assert "answer" not in _printed(QueryTable(gpus[:1], "index"))
+    assert "answer" not in _printed(GpuTable(gpus[:1], "index"))
 
 
 # Which GPUs

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.devices import Gpu, GpuProcess, NoGpuAvailableError, select_gpus
-from lightning_tricks.devices.core import lock_files
-from lightning_tricks.devices.core.gpu_choice import Load, Request, in_order, load_of
-from lightning_tricks.devices.core.gpu_selection import select
+from lightning_tricks.devices.core import gpu_locks
+from lightning_tricks.devices.core.scoring import Request, Usage, in_order, usage_of
+from lightning_tricks.devices.core.select import select
 from lightning_tricks.devices.core.visible_devices import VisibleDevice
 from lightning_tricks.devices.testing import (
     LOST,
@@ -331,7 +331,7 @@ def test_where_cuda_is_initialized_the_driver_tells_its_order(initialized, expec
 
 def test_where_cuda_sees_a_part_of_the_gpus_only_those_are_selected(monkeypatch):
     seen = ["00000002-0000-4000-8000-000000000000", "2"]
-    monkeypatch.setattr("lightning_tricks.devices.core.visible_machine.uuids_seen_by_cuda", lambda: seen)
+    monkeypatch.setattr("lightning_tricks.devices.core.visible_devices.uuids_seen_by_cuda", lambda: seen)
     gpus = [split_gpu(*SLICES), FakeGpu(), FakeGpu(utilization=50)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # too late
     with select_gpus(nvml=FakeNvml(gpus)) as selection:
@@ -374,7 +374,7 @@ def test_it_waits_until_a_gpu_is_free_and_says_once_why(lightning_log):
 
 def test_it_waits_no_longer_than_the_timeout(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("lightning_tricks.devices.core.gpu_selection.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lightning_tricks.devices.core.select.time.monotonic", lambda: now[0])
 
     def sleep(seconds):
         now[0] += seconds
@@ -396,7 +396,7 @@ def test_a_selection_is_plain_and_tells_what_it_is():
     copy = pickle.loads(pickle.dumps(selection))
     assert (copy.devices, copy.gpus) == (selection.devices, selection.gpus)
     copy.release()  # it is not the copy's
-    assert lock_files.is_locked(lock_files.lock_path(lock_files.lock_folder(), selection.gpus[0].uuid))
+    assert gpu_locks.is_locked(gpu_locks.lock_path(gpu_locks.lock_folder(), selection.gpus[0].uuid))
 
 
 def test_gpus_without_uuid_are_told_apart_by_their_address():
@@ -415,7 +415,7 @@ def test_a_real_gpu_is_selected_without_a_context():
     code = """
         import os
         from lightning_tricks.devices import select_gpus
-        from lightning_tricks.devices.core.cuda_state import uuids_seen_by_cuda
+        from lightning_tricks.devices.core.visible_devices import uuids_seen_by_cuda
         selection = select_gpus(min_free_memory=0, max_utilization=None)
         assert uuids_seen_by_cuda() is None
         import torch
@@ -435,7 +435,7 @@ def test_where_torch_has_only_asked_for_cuda_the_driver_tells_its_order():
     code = """
         import torch
         assert torch.cuda.is_available()
-        from lightning_tricks.devices.core.cuda_state import uuids_seen_by_cuda
+        from lightning_tricks.devices.core.visible_devices import uuids_seen_by_cuda
         seen = uuids_seen_by_cuda()
         assert not torch.cuda.is_initialized()
         told = [torch.cuda.get_device_properties(n).uuid for n in range(torch.cuda.device_count())]
@@ -447,12 +447,12 @@ def test_where_torch_has_only_asked_for_cuda_the_driver_tells_its_order():
 def test_what_a_process_uses_itself_does_not_count_on_a_gpu_that_it_holds():
     own, other = GpuProcess(pid=os.getpid(), kind="C", memory=30), GpuProcess(pid=1, kind="C", memory=5)
     gpu = Gpu(index=0, memory_total=100, memory_free=65, utilization=90, temperature=50, processes=(own, other))
-    assert load_of(VisibleDevice(gpu), held=False) == Load(65, 90, 50, (own, other))
-    assert load_of(VisibleDevice(gpu), held=True) == Load(95, 0, 50, (other,))
+    assert usage_of(VisibleDevice(gpu), held=False) == Usage(65, 90, 50, (own, other))
+    assert usage_of(VisibleDevice(gpu), held=True) == Usage(95, 0, 50, (other,))
     in_container = VisibleDevice(replace(gpu, processes=(other,)))  # whose own processes have other numbers
-    assert load_of(in_container, held=True) == Load(100, 0, 50, None)
+    assert usage_of(in_container, held=True) == Usage(100, 0, 50, None)
     silent = VisibleDevice(Gpu(index=0))
-    assert load_of(silent, held=True) == load_of(silent, held=False) == Load(None, None, None, None)
+    assert usage_of(silent, held=True) == usage_of(silent, held=False) == Usage(None, None, None, None)
 
 
 @pytest.mark.parametrize("field", ["memory_free", "utilization", "temperature"])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.sizes import parse_size
+from lightning_tricks.devices.core.scoring import parse_size
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.cores import allowed_cores
-from lightning_tricks.devices.core.gpu_reading import driver_version, gpu_handles, read_identity, read_load
+from lightning_tricks.devices.core.gpu import driver_version, gpu_handles, read_field
 from lightning_tricks.devices.core.nvml import DeviceReader, NvmlUnavailableError, open_nvml
+from lightning_tricks.devices.core.utilization import allowed_cores
 
 # Those that a report names in any case, and those that it names if they are there
 PACKAGES = ("lightning_tricks", "lightning", "torchmetrics", "torchensemble", "thop", "numpy", "nvidia-ml-py")
@@ -198,11 +198,10 @@ def _describe_gpu(nvml: Any, handle: Any) -> str:
     try:
         if isinstance(handle, nvml.NVMLError):
             raise handle
-        name, memory = read_identity(reader)["name"] or "unknown", read_load(reader).get("memory_total")
-        mig = (reader("MIG mode", "nvmlDeviceGetMigMode") or [0])[0]
+        name, memory, mig = (read_field(reader, field) for field in ("name", "memory_total", "mig_mode"))
     except nvml.NVMLError as error:
         return f"GPU that does not answer ({error})"
-    return name + (f", {format_bytes(memory)}" if memory is not None else "") + ", MIG" * bool(mig)
+    return (name or "unknown") + (f", {format_bytes(memory)}" if memory is not None else "") + ", MIG" * bool(mig)
 
 
 def _text_of_driver(nvml: Any) -> str | None:

@@ -1,17 +1,23 @@
-"""What allocators and the operating system say about memory, in bytes; None for what they do not say."""
+"""What allocators and the operating system say about memory: sizes, peaks and growth; and a limit to it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from lightning_tricks._shared.checks import check_number
+
+_FEW_EPOCHS = 4  # in which memory has to grow one after another
+_LEAST_GROWTH = 2**20  # bytes in these epochs together; the allocator hands out blocks of 512 bytes
+
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Sizes in bytes, as in `MemoryReport`."""
+    """Sizes in bytes, as in `MemoryReport`; None for what is not known."""
 
     allocated: int | None = None
     reserved: int | None = None
@@ -86,3 +92,110 @@ def _peak_resident() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class StagePeaks:
+    """The peaks of stages that interrupt each other, as validation interrupts training.
+
+    Args:
+        read_peak: Returns the peak since the last reset, in bytes.
+        reset_peak: Resets it.
+
+    Attributes:
+        overall: The peak since this object was created, in bytes.
+    """
+
+    def __init__(self, read_peak: Callable[[], int], reset_peak: Callable[[], None]) -> None:
+        self._read_peak, self._reset_peak = read_peak, reset_peak
+        self._stage = ""
+        self._peaks: dict[str, int] = {}
+        self.overall = 0
+
+    def enter(self, stage: str) -> None:
+        """Count what follows for a stage; "" for none."""
+        peak = self._read_peak()
+        self.overall = max(self.overall, peak)
+        if self._stage:
+            self._peaks[self._stage] = max(peak, self._peaks.get(self._stage, 0))
+        self._reset_peak()
+        self._stage = stage
+
+    def take(self) -> dict[str, int]:
+        """Return the peak of each stage since the last call, in bytes, and count what follows for none."""
+        self.enter("")
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+
+class EpochGrowth:
+    """How much memory was allocated at the ends of epochs."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._epochs = 0
+        self._last: list[int] = []
+
+    def add(self, allocated: int) -> None:
+        """Add the size at the end of an epoch, in bytes."""
+        if self._first is None:
+            self._first = allocated
+        self._epochs += 1
+        self._last = [*self._last[-_FEW_EPOCHS:], allocated]
+
+    @property
+    def per_epoch(self) -> int | None:
+        """The growth from the end of the first epoch, by epoch, in bytes; None before the end of the second."""
+        if self._first is None or self._epochs < 2:
+            return None
+        return round((self._last[-1] - self._first) / (self._epochs - 1))
+
+    def steady(self) -> list[int]:
+        """Return the sizes at the ends of the last epochs if they grew in each of them; else an empty list."""
+        grows = all(before < after for before, after in zip(self._last, self._last[1:], strict=False))
+        enough = len(self._last) > _FEW_EPOCHS and self._last[-1] - self._last[0] >= _LEAST_GROWTH
+        return list(self._last) if grows and enough else []
+
+
+def limit_memory(fraction: float, device: int | str | torch.device | None = None) -> None:
+    """Limit this process to a share of the memory of one CUDA device.
+
+    An allocation beyond it raises `torch.OutOfMemoryError`, also where the device has more memory left. The limit holds
+    for torch's allocator: the CUDA context, libraries and other processes need memory besides. It holds until the
+    process ends or until another one is set.
+
+    Before a Trainer runs, the current device of each rank of a job is the first one, so that without `device` each rank
+    would limit the first GPU and use another one without a limit. With a Trainer, give the limit to
+    `CudaMemory(limit=...)`, which applies it to the device of each rank.
+
+    Args:
+        fraction: The share of the device's whole memory, > 0 and <= 1. With 1.0 all of it may be used.
+        device: The CUDA device. None for the current one.
+
+    Raises:
+        TypeError: If `fraction` is not a number.
+        ValueError: If `fraction` is out of range, or `device` is not a CUDA device of this process.
+        RuntimeError: If there is no CUDA device.
+
+    Examples:
+        >>> if torch.cuda.is_available():
+        ...     limit_memory(0.5, "cuda:0")
+    """
+    share = check_fraction("fraction", fraction)
+    if device is not None:
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f'device must be a CUDA device such as "cuda:0", got {str(device)!r}.')
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "limit_memory needs a CUDA device, and torch finds none: check the driver (nvidia-smi), "
+            "CUDA_VISIBLE_DEVICES and that torch was built with CUDA, or do not call it on this machine."
+        )
+    count = torch.cuda.device_count()
+    if device is not None and device.index is not None and device.index >= count:
+        raise ValueError(f"device must be one of cuda:0 to cuda:{count - 1}, got {str(device)!r}.")
+    torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def check_fraction(name: str, value: object) -> float:
+    """Return `value` as a float, or raise an error if it is not a share of the memory in (0, 1]."""
+    return check_number(name, value, above=0, at_most=1, note="the share of the device's memory")

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.text import format_shape, list_names, render_text
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.live_tensors import live_storages
+from lightning_tricks.devices.core.live_tensors import live_storages, named_tensors
 from lightning_tricks.devices.core.memory_figures import memory_figures, resolve_device
-from lightning_tricks.devices.core.tensor_names import named_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table

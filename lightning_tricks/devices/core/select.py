@@ -11,32 +11,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tricks.devices.core.gpu_choice import Request, describe_owner, in_order, refusal
-from lightning_tricks.devices.core.lock_files import (
+from lightning_tricks._shared.file_locks import lock_holder
+from lightning_tricks.devices.core.gpu_locks import (
     GpuLockError,
     choosing,
     existing_lock_folder,
-    holder,
     is_locked,
     lock_folder,
     lock_path,
     try_lock,
 )
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError
-from lightning_tricks.devices.core.selection import NoGpuAvailableError, Selection, state
-from lightning_tricks.devices.core.selection_ranks import (
+from lightning_tricks.devices.core.rank_handoff import (
     CPU,
     RankError,
     await_choice,
     find_launch,
     inherited_choice,
     is_rank,
-    leave_choice,
     publish_choice,
     repeated_choice,
+    withdraw_choice,
 )
-from lightning_tricks.devices.core.visible_devices import VisibleDevice
-from lightning_tricks.devices.core.visible_machine import Machine, hidden_gpus, see_machine
+from lightning_tricks.devices.core.result import NoGpuAvailableError, Selection, state
+from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, refusal
+from lightning_tricks.devices.core.visible_devices import Machine, VisibleDevice, hidden_gpus, see_machine
 
 _log = logging.getLogger("lightning.pytorch.tricks.devices")
 _REMEDY = "Relax the limits that are named, wait by timeout=<seconds>, or train without a GPU by fallback='cpu'."
@@ -139,7 +138,7 @@ def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = 
         except BaseException:
             state.release()
             state.choice = None  # nobody uses it
-            leave_choice()
+            withdraw_choice()
             raise
     return selection
 
@@ -206,7 +205,7 @@ def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> s
         locked = descriptor is None
         if descriptor is not None:
             locks[key] = descriptor
-    return f"is selected by {describe_owner(holder(path))}" if locked else None
+    return f"is selected by {describe_owner(lock_holder(path))}" if locked else None
 
 
 def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, int], leads: bool = True) -> Selection:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_number
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.gpu import GpuProcess
-from lightning_tricks.devices.core.gpu_reading import owner_of
-from lightning_tricks.devices.core.sizes import parse_size
+from lightning_tricks.devices.core.gpu import GpuProcess, owner_of
 from lightning_tricks.devices.core.visible_devices import VisibleDevice
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}iB": 1024**_power, _letter: 1024**_power}
+_UNITS |= {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Load:
+class Usage:
     """What limits are compared with; None where driver or device do not tell."""
 
     memory_free: int | None
@@ -60,12 +66,12 @@ class Load:
     processes: tuple[GpuProcess, ...] | None
 
 
-def load_of(device: VisibleDevice, held: bool) -> Load:
-    """Return the load of a device.
+def usage_of(device: VisibleDevice, held: bool) -> Usage:
+    """Return the usage of a device.
 
     Args:
         device: The device.
-        held: Whether this process has selected it before, and may use it: then its own load does not count.
+        held: Whether this process has selected it before, and may use it: then its own usage does not count.
     """
     gpu, part = device.gpu, device.part
     memory = gpu if part is None else part
@@ -81,7 +87,7 @@ def load_of(device: VisibleDevice, held: bool) -> Load:
             free += sum(process.memory or 0 for process in own)
         elif not own:  # containers hide which process is this one
             free, processes = memory.memory_total, None
-    return Load(free, busy, gpu.temperature, processes)
+    return Usage(free, busy, gpu.temperature, processes)
 
 
 def refusal(device: VisibleDevice, request: Request, held: bool) -> str | None:
@@ -95,24 +101,24 @@ def refusal(device: VisibleDevice, request: Request, held: bool) -> str | None:
         return f"is a MIG slice, of which a CUDA process sees one only, and n={request.n}"
     if device.part is not None and device.uuid is None:
         return "is a MIG slice without a UUID, so CUDA cannot be told to use it"
-    load = load_of(device, held)
-    computing = [process for process in load.processes or () if "C" in process.kind]
+    usage = usage_of(device, held)
+    computing = [process for process in usage.processes or () if "C" in process.kind]
     if gpu.compute_mode == "Prohibited":
         return "is in compute mode Prohibited, which its administrator has set"
     if gpu.compute_mode in ("Exclusive_Process", "Exclusive_Thread") and computing:
         return f"is in compute mode {gpu.compute_mode}, and {_describe(computing[0])} uses it"
-    return _above_limits(load, request)
+    return _above_limits(usage, request)
 
 
-def _above_limits(load: Load, request: Request) -> str | None:
-    by = f", {_describe(load.processes[0])} uses it" if load.processes else ""
-    if load.memory_free is not None and load.memory_free < request.min_free_memory:
-        free, limit = format_bytes(load.memory_free), format_bytes(request.min_free_memory)
+def _above_limits(usage: Usage, request: Request) -> str | None:
+    by = f", {_describe(usage.processes[0])} uses it" if usage.processes else ""
+    if usage.memory_free is not None and usage.memory_free < request.min_free_memory:
+        free, limit = format_bytes(usage.memory_free), format_bytes(request.min_free_memory)
         return f"{free} free, less than min_free_memory={limit}{by}"
-    if _exceeds(load.utilization, request.max_utilization):
-        return f"{load.utilization:g} % busy, more than max_utilization={request.max_utilization:g}{by}"
-    if _exceeds(load.temperature, request.max_temperature):
-        return f"{load.temperature:g} °C, more than max_temperature={request.max_temperature:g}"
+    if _exceeds(usage.utilization, request.max_utilization):
+        return f"{usage.utilization:g} % busy, more than max_utilization={request.max_utilization:g}{by}"
+    if _exceeds(usage.temperature, request.max_temperature):
+        return f"{usage.temperature:g} °C, more than max_temperature={request.max_temperature:g}"
     return None
 
 
@@ -143,12 +149,12 @@ def in_order(devices: Sequence[VisibleDevice], request: Request, held: Collectio
 
     def key(device: VisibleDevice) -> tuple[Any, ...]:
         mine = device.key in held
-        load = load_of(device, mine)
-        limited: list[tuple[float | None, float | None]] = [(load.memory_free, request.min_free_memory or None)]
-        limited += [(load.utilization, request.max_utilization), (load.temperature, request.max_temperature)]
+        usage = usage_of(device, mine)
+        limited: list[tuple[float | None, float | None]] = [(usage.memory_free, request.min_free_memory or None)]
+        limited += [(usage.utilization, request.max_utilization), (usage.temperature, request.max_temperature)]
         untold = any(limit is not None and value is None for value, limit in limited)
         place = (bool(device.gpu.display_active), device.gpu.index, device.part.index if device.part else 0)
-        return (not mine, untold, *_KEYS[request.prefer](load), *place)
+        return (not mine, untold, *_KEYS[request.prefer](usage), *place)
 
     return sorted(devices, key=key)
 
@@ -157,17 +163,44 @@ def _known_first(value: float | None) -> tuple[bool, float]:
     return (value is None, value or 0)
 
 
-def _most_memory(load: Load) -> tuple[Any, ...]:
-    return _known_first(None if load.memory_free is None else -load.memory_free)
+def _most_memory(usage: Usage) -> tuple[Any, ...]:
+    return _known_first(None if usage.memory_free is None else -usage.memory_free)
 
 
-def _most_idle(load: Load) -> tuple[Any, ...]:
-    processes = None if load.processes is None else len(load.processes)
-    return (*_known_first(load.utilization), *_known_first(processes), *_most_memory(load))
+def _most_idle(usage: Usage) -> tuple[Any, ...]:
+    processes = None if usage.processes is None else len(usage.processes)
+    return (*_known_first(usage.utilization), *_known_first(processes), *_most_memory(usage))
 
 
-def _coolest(load: Load) -> tuple[Any, ...]:
-    return _known_first(load.temperature)
+def _coolest(usage: Usage) -> tuple[Any, ...]:
+    return _known_first(usage.temperature)
 
 
 _KEYS = {"free_memory": _most_memory, "idle": _most_idle, "cool": _coolest}
+
+
+def parse_size(name: str, value: object) -> int:
+    """Return a size in bytes from a number of bytes, or text such as "8GiB", "500 MB" or "8G" (binary).
+
+    Args:
+        name: The name of the argument, for the error.
+        value: The size.
+
+    Raises:
+        TypeError: If the value is neither a number nor text.
+        ValueError: If it is negative, or no size.
+
+    Examples:
+        >>> parse_size("size", "1.5 GiB"), parse_size("size", "2GB"), parse_size("size", 512)
+        (1610612736, 2000000000, 512)
+    """
+    must = f"{name} must be a number of bytes, or text such as '8GiB' or '500MB'"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"{must}, got {value!r}.")
+    if not isinstance(value, str) and 0 <= value < math.inf:
+        return round(value)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", str(value).strip())
+    unit = match and (_UNITS.get(match[2]) or _UNITS.get(match[2].lower()))
+    if not match or not unit or not isinstance(value, str):
+        raise ValueError(f"{must}, got {value!r}.")
+    return round(Decimal(match[1]) * unit)
