@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_optional_count, check_path, is_address
 from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.step_signatures import takes_dataloader_iter
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks._torch_compat.memory import dump_memory_snapshot, recording_memory_history
 from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks, check_fraction, limit_memory
@@ -166,16 +166,6 @@ class CudaMemory(TrickCallback):
         """Start to look for the peak of training."""
         self._enter("train")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember the batch, for the step alone."""
-        self._begin_step(batch, batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Forget the batch."""
-        self._step = None
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the peaks of the epoch, look for growth, and empty the cache if that is due."""
         if self._peaks is None:
@@ -198,17 +188,9 @@ class CudaMemory(TrickCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Remember the batch, for the step alone."""
-        self._begin_step(batch, batch_idx, dataloader_idx)
+        self._step = RunningStep(batch_idx, dataloader_idx, batch if self._keeps_batches else None)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Forget the batch."""
         self._step = None
 
@@ -227,8 +209,8 @@ class CudaMemory(TrickCallback):
         """Log the peak of test."""
         self._log_stage(trainer)
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_train_batch_start = on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the report of the fit."""
@@ -265,27 +247,49 @@ class CudaMemory(TrickCallback):
             return  # a Tuner takes the callbacks away while it tries whether the memory suffices
         self._has_reported = True
         device = torch.device("cpu") if owner == "host" else trainer.strategy.root_device
-        is_cuda = device.type == "cuda"
         try:
             self.report = self._make_report(trainer, pl_module, device)
-            report_out_of_memory(
-                trainer,
-                error,
-                self.report,
-                step=self._step,
-                limit=self.limit if is_cuda else None,
-                folder=self._folder,
-                dump_snapshot=dump_memory_snapshot if is_cuda and self.record_history else None,
-            )
+            note = "\n".join(self._explain(trainer, error, self.report))
+            if hasattr(error, "add_note"):  # since Python 3.11
+                error.add_note(note)
+            else:
+                _logger.error(note)
         except Exception as problem:  # it must not replace the user's error
             _logger.error("CudaMemory could not report on the memory that ran out: %r", problem)
+
+    def _explain(self, trainer: Trainer, error: BaseException, report: MemoryReport) -> list[str]:
+        """Write the files of this rank, and return advice. There is no communication: other ranks may hang."""
+        rank, requested, precision = trainer.global_rank, requested_bytes(error), str(trainer.precision)
+        is_cuda = report.device.startswith("cuda")
+        stage = str(trainer.state.stage.value) if trainer.state.stage is not None else str(trainer.state.fn)
+        limit = self.limit if is_cuda else None
+        advice = advise(OutOfMemory(report, stage, requested, precision, limit, is_of_worker(error)))
+        where = _where(trainer, stage, self._step)
+        lines = [f"CudaMemory: memory of {report.device} ran out on rank {rank}, {where}.", *advice]
+        if self._folder is None:
+            return lines
+        circumstances = [where, f"rank {rank} of {trainer.world_size}, precision {precision}"]
+        if requested is not None:
+            circumstances.append(f"{format_bytes(requested)} were asked for")
+        batch = [] if self._step is None else describe_batch(self._step.batch)
+        text = out_of_memory_text(error, circumstances, batch, report, advice)
+        path = self._folder / f"out_of_memory-rank{rank}.txt"
+        written = [path]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as staged:
+                staged.write_text(text, encoding="utf-8")
+            if is_cuda and self.record_history:
+                written.append(path.with_suffix(".pickle"))
+                with atomic_write(written[-1]) as staged:
+                    dump_memory_snapshot(staged)
+        except Exception as problem:
+            return [*lines, f"The report could not be written to {self._folder}: {describe_error(problem)}."]
+        return [*lines, f"Written: {', '.join(map(str, written))}."]
 
     def _enter(self, stage: str) -> None:
         if self._peaks is not None:
             self._peaks.enter(stage)
-
-    def _begin_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._step = RunningStep(batch_idx, dataloader_idx, batch if self._keeps_batches else None)
 
     def _log_stage(self, trainer: Trainer) -> None:
         if self._peaks is not None:
@@ -325,70 +329,9 @@ def report_folder(trainer: Trainer, dirpath: str | os.PathLike[str] | None) -> P
     return Path(os.path.abspath(next(local, os.curdir)))  # noqa: PTH100 - the working directory may change later
 
 
-def report_out_of_memory(
-    trainer: Trainer,
-    error: BaseException,
-    report: MemoryReport,
-    *,
-    step: RunningStep | None,
-    limit: float | None,
-    folder: Path | None,
-    dump_snapshot: Callable[[Path], None] | None,
-) -> None:
-    """Write the files of this rank, and add advice to the error. There is no communication: other ranks may hang.
-
-    Args:
-        trainer: The Trainer.
-        error: The error that is about to be raised again.
-        report: What the memory is used for.
-        step: The step that failed; None if it was none.
-        limit: The share of the device's memory that this process may use; None for all.
-        folder: The folder for the files; None for none.
-        dump_snapshot: Writes torch's snapshot to a path; None for none.
-    """
-    stage = str(trainer.state.stage.value) if trainer.state.stage is not None else str(trainer.state.fn)
-    precision, requested = str(trainer.precision), requested_bytes(error)
-    advice = advise(OutOfMemory(report, stage, requested, precision, limit, is_of_worker(error)))
-    where = _where(trainer, stage, step)
-    note = [f"CudaMemory: memory of {report.device} ran out on rank {trainer.global_rank}, {where}.", *advice]
-    if folder is not None:
-        lines = [where, f"rank {trainer.global_rank} of {trainer.world_size}, precision {precision}"]
-        if requested is not None:
-            lines.append(f"{format_bytes(requested)} were asked for")
-        batch = [] if step is None else describe_batch(step.batch)
-        text = out_of_memory_text(error, lines, batch, report, advice)
-        try:
-            written = write_files(folder, trainer.global_rank, text, dump_snapshot)
-            note.append(f"Written: {', '.join(map(str, written))}.")
-        except Exception as problem:
-            note.append(f"The report could not be written to {folder}: {type(problem).__name__}: {problem}.")
-    _add_note(error, "\n".join(note))
-
-
 def _where(trainer: Trainer, stage: str, step: RunningStep | None) -> str:
     where = f"stage {stage}, epoch {trainer.current_epoch}"
     if step is None:
         return f"{where}, outside of a step"
     loader = f" of dataloader {step.dataloader_idx}" if step.dataloader_idx else ""
     return f"{where}, batch {step.batch_idx}{loader}"
-
-
-def _add_note(error: BaseException, text: str) -> None:
-    if hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(text)
-    else:
-        _logger.error(text)
-
-
-def write_files(folder: Path, rank: int, text: str, dump_snapshot: Callable[[Path], None] | None = None) -> list[Path]:
-    """Write the report of a rank, and torch's snapshot if there is a function that writes it; return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"out_of_memory-rank{rank}.txt"
-    with atomic_write(path) as staged:
-        staged.write_text(text, encoding="utf-8")
-    if dump_snapshot is None:
-        return [path]
-    snapshot = path.with_suffix(".pickle")
-    with atomic_write(snapshot) as staged:
-        dump_snapshot(staged)
-    return [path, snapshot]

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -75,19 +76,19 @@ HOLD = """
 RACE = """
     import os, sys, time
     from pathlib import Path
-    from lightning_tricks.devices.core.scoring import Request
-    from lightning_tricks.devices.core.select import select
+    from lightning_tricks.devices import select_gpus
     from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(0.001)
     folder, n, gpus, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    request = Request(n, 0, None, None, "free_memory", 250.0, None, True)
     input()
     for _ in range(rounds):
-        with select(request, FakeNvml([FakeGpu() for _ in range(gpus)]), lambda seconds: time.sleep(0.001)) as found:
+        with select_gpus(n, timeout=250, nvml=FakeNvml([FakeGpu() for _ in range(gpus)])) as found:
             assert len(found.devices) == n
             for device in found.devices:
                 os.close(os.open(folder / str(device), os.O_CREAT | os.O_EXCL))  # fails if another process has it
-            time.sleep(0)
+            sleep(0)
             for device in found.devices:
                 (folder / str(device)).unlink()
     print("done")
@@ -150,11 +151,12 @@ def test_who_cannot_choose_for_a_minute_is_told_who_chooses(monkeypatch, tmp_pat
     def sleep(seconds):
         now[0] += seconds
 
+    monkeypatch.setattr(gpu_locks.time, "sleep", sleep)
     with choosing(tmp_path):
-        with pytest.raises(GpuLockError, match="has been choosing GPUs for 60 s"), choosing(tmp_path, sleep):
+        with pytest.raises(GpuLockError, match="has been choosing GPUs for 60 s"), choosing(tmp_path):
             pass
         assert lock_holder(tmp_path / "choosing.lock") == (os.getpid() if tells_holders(tmp_path) else None)
-    with choosing(tmp_path, sleep):
+    with choosing(tmp_path):
         pass
 
 
@@ -557,6 +559,17 @@ def test_the_folder_does_not_depend_on_the_temporary_folder_of_a_job(monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder, _ = gpu_locks.named_folder()
     assert os.name != "posix" or folder == Path("/tmp/lightning-tricks-gpus")
+
+
+def test_a_selection_is_plain_and_tells_what_it_is():
+    selection = select_gpus(2, nvml=FakeNvml([FakeGpu(), FakeGpu()]))
+    assert repr(selection) == (
+        "Selection(accelerator='cuda', devices=[0, 1]: GPU 0 (NVIDIA H100 80GB HBM3), GPU 1 (NVIDIA H100 80GB HBM3))"
+    )
+    copy = pickle.loads(pickle.dumps(selection))
+    assert (copy.devices, copy.gpus) == (selection.devices, selection.gpus)
+    copy.release()  # it is not the copy's
+    assert taken(0)
 
 
 WINDOWS = """

@@ -21,10 +21,6 @@ def nvml(count=4):
     return FakeNvml([FakeGpu() for _ in range(count)])
 
 
-def no_sleep(_):
-    raise AssertionError("it waits")
-
-
 def new_process(monkeypatch, **environment):
     """Let this process be another one, with this environment."""
     state.forget()
@@ -395,7 +391,7 @@ def test_a_program_that_the_first_rank_starts_does_not_change_what_the_others_us
     job = run("-c", code)
     assert job.stdout == "[1]\n", job.stderr
     launch = find_launch(of_rank(LAUNCHES[1], 1))
-    assert await_choice(launch, 0.0, no_sleep) == UUIDS[:1]
+    assert await_choice(launch, 0.0) == UUIDS[:1]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: " ".join(launch)[:30])
@@ -420,8 +416,9 @@ def waited(monkeypatch):
     def sleep(seconds):
         now[0] += seconds
 
+    monkeypatch.setattr(rank_handoff.time, "sleep", sleep)
     with pytest.raises(RankError, match="has waited 130 s for the GPUs that local rank 0"):
-        await_choice(LAUNCH, 10.0, sleep)
+        await_choice(LAUNCH, 10.0)
     return round(now[0])
 
 
@@ -443,7 +440,7 @@ def test_a_rank_does_not_wait_for_ever(monkeypatch):
 )
 def test_a_file_that_says_something_else_is_not_read(changes, monkeypatch):
     publish()
-    assert await_choice(LAUNCH, 0.0, no_sleep) == UUIDS[:1]
+    assert await_choice(LAUNCH, 0.0) == UUIDS[:1]
     publish(**changes)
     waited(monkeypatch)
 
@@ -475,7 +472,7 @@ def test_a_file_of_another_kind_or_user_is_not_read(kind, monkeypatch, tmp_path)
 def test_the_reason_of_a_first_rank_that_has_ended_is_read_but_not_that_of_an_earlier_one(monkeypatch):
     path = publish(pid=1 << 22, choice=[], error="no GPU")
     with pytest.raises(RankError, match="has failed: no GPU"):
-        await_choice(LAUNCH, 0.0, no_sleep)
+        await_choice(LAUNCH, 0.0)
     os.utime(path, (1, 1))
     waited(monkeypatch)
 

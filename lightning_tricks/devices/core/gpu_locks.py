@@ -7,7 +7,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def choosing(folder: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
+def choosing(folder: Path) -> Iterator[None]:
     """Let one process at a time choose, so that two that want the same two GPUs do not get one each.
 
     Raises:
@@ -120,7 +120,7 @@ def choosing(folder: Path, sleep: Callable[[float], None] = time.sleep) -> Itera
         if time.monotonic() > deadline:
             who = f"process {pid}" if (pid := lock_holder(path)) else "another process"
             raise GpuLockError(f"{who} has been choosing GPUs for {LONGEST_CHOICE:g} s, and holds {path}. End it.")
-        sleep(0.02)
+        time.sleep(0.02)
     try:
         yield
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -13,18 +12,6 @@ from lightning_tricks._shared.checks import check_number
 
 _FEW_EPOCHS = 4  # in which memory has to grow one after another
 _LEAST_GROWTH = 2**20  # bytes in these epochs together; the allocator hands out blocks of 512 bytes
-
-
-@dataclass(frozen=True)
-class MemoryFigures:
-    """Sizes in bytes, as in `MemoryReport`; None for what is not known."""
-
-    allocated: int | None = None
-    reserved: int | None = None
-    peak_allocated: int | None = None
-    peak_reserved: int | None = None
-    total: int | None = None
-    free: int | None = None
 
 
 def resolve_device(device: int | str | torch.device | None) -> torch.device:
@@ -47,41 +34,37 @@ def resolve_device(device: int | str | torch.device | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
-def memory_figures(device: torch.device) -> MemoryFigures:
-    """Return what is known of a device; what a report counts itself is None."""
+def memory_figures(device: torch.device) -> dict[str, int | None]:
+    """Return what is known of a device, in bytes, by the names that it has in `MemoryReport`."""
     if device.type == "cuda":
         return _of_cuda(device)
-    return _of_process() if device.type == "cpu" else MemoryFigures()
+    return _of_process() if device.type == "cpu" else {}
 
 
-def _of_cuda(device: torch.device) -> MemoryFigures:
+def _of_cuda(device: torch.device) -> dict[str, int | None]:
     reserved = torch.cuda.memory_reserved(device)
     free = total = None
     if reserved or torch.cuda.max_memory_reserved(device):  # otherwise asking would create a context on the device
         with suppress(RuntimeError):  # after some errors the device answers nothing any more
             free, total = torch.cuda.mem_get_info(device)
-    return MemoryFigures(
-        allocated=torch.cuda.memory_allocated(device),
-        reserved=reserved,
-        peak_allocated=torch.cuda.max_memory_allocated(device),
-        peak_reserved=torch.cuda.max_memory_reserved(device),
-        total=total,
-        free=free,
-    )
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": reserved,
+        "peak_allocated": torch.cuda.max_memory_allocated(device),
+        "peak_reserved": torch.cuda.max_memory_reserved(device),
+        "total": total,
+        "free": free,
+    }
 
 
-def _of_process() -> MemoryFigures:
+def _of_process() -> dict[str, int | None]:
     try:
         import psutil
     except ModuleNotFoundError:
-        return MemoryFigures(peak_reserved=_peak_resident())
+        return {"peak_reserved": _peak_resident()}
     memory, machine = psutil.Process().memory_info(), psutil.virtual_memory()
-    return MemoryFigures(
-        reserved=memory.rss,
-        peak_reserved=getattr(memory, "peak_wset", None) or _peak_resident(),  # peak_wset: on Windows
-        total=machine.total,
-        free=machine.available,
-    )
+    peak = getattr(memory, "peak_wset", None) or _peak_resident()  # peak_wset: on Windows
+    return {"reserved": memory.rss, "peak_reserved": peak, "total": machine.total, "free": machine.available}
 
 
 def _peak_resident() -> int | None:

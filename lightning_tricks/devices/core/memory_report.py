@@ -20,6 +20,8 @@ from lightning_tricks.devices.core.memory_figures import memory_figures, resolve
 if TYPE_CHECKING:
     from rich.table import Table
 
+_SIZES = ("reserved", "peak_allocated", "peak_reserved", "total", "free")  # which a device may not tell
+
 
 @dataclass(frozen=True)
 class TensorMemory:
@@ -163,12 +165,7 @@ def memory_report(
         by_kind[one.kind] = by_kind.get(one.kind, 0) + one.bytes
     return MemoryReport(
         device=str(device),
-        allocated=found if figures.allocated is None else figures.allocated,
-        reserved=figures.reserved,
-        peak_allocated=figures.peak_allocated,
-        peak_reserved=figures.peak_reserved,
-        total=figures.total,
-        free=figures.free,
+        **(dict.fromkeys(_SIZES) | {"allocated": found} | figures),
         found=found,
         found_by_kind=by_kind,
         in_graph=sum(one.bytes for one in storages if one.in_graph),

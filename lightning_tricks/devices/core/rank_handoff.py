@@ -16,7 +16,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +124,7 @@ def _follows_a_choice(environment: Mapping[str, str]) -> bool:
         return True
     if sys.platform != "win32" or leader < 0:
         return False
-    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
+    psutil = _psutil()
     with suppress(psutil.Error, OSError):  # the python.exe of a virtual environment starts another one
         return bool(psutil.Process(os.getppid()).ppid() == leader)
     return False
@@ -178,13 +178,12 @@ def publish_choice(launch: Launch, choice: Sequence[str], error: str | None = No
         raise GpuLockError(f"{path} cannot be written ({problem}). Set {FOLDER_VARIABLE} to another folder.") from None
 
 
-def await_choice(launch: Launch, timeout: float, sleep: Callable[[float], None] = time.sleep) -> list[str]:
+def await_choice(launch: Launch, timeout: float) -> list[str]:
     """Return what the first rank has selected.
 
     Args:
         launch: The launch.
         timeout: How long the first rank may wait for GPUs, in seconds.
-        sleep: Waits for some seconds.
 
     Raises:
         RankError: If it has failed, or says nothing for a long time.
@@ -198,7 +197,7 @@ def await_choice(launch: Launch, timeout: float, sleep: Callable[[float], None] 
                 "its launch selects. All ranks have to call select_gpus. A program that is no rank, and was started by "
                 "one, must not inherit LOCAL_RANK, SLURM_LOCALID or OMPI_COMM_WORLD_LOCAL_RANK."
             )
-        sleep(0.1)
+        time.sleep(0.1)
     if content["error"] is not None:
         raise RankError(f"Local rank 0, which selects the GPUs of this launch, has failed: {content['error']}")
     return list(content["choice"])
@@ -242,15 +241,18 @@ def start_of(pid: int) -> str | None:
             return file.read().rpartition(")")[2].split()[19]  # psutil's depends on the clock of the host
     except (OSError, IndexError):
         pass
-    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
+    psutil = _psutil()
     with suppress(psutil.Error, OSError):
         return str(psutil.Process(pid).create_time())
     return None
 
 
 def _own_start() -> float:
-    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
-    return float(psutil.Process().create_time()) - 1.0
+    return float(_psutil().Process().create_time()) - 1.0
+
+
+def _psutil() -> Any:
+    return import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
 
 
 def _user() -> int:

@@ -23,7 +23,12 @@ _UNITS |= {unit.lower(): size for unit, size in _UNITS.items()}
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `select_gpus`, checked."""
+    """The arguments of `select_gpus`, checked.
+
+    Raises:
+        TypeError: If one is of a wrong type.
+        ValueError: If one is out of range.
+    """
 
     n: int
     min_free_memory: int
@@ -34,26 +39,25 @@ class Request:
     fallback: str | None
     lock: bool
 
-    @classmethod
-    def of(cls, **arguments: Any) -> Request:
-        """Check the arguments.
+    def __post_init__(self) -> None:
+        check_count("n", self.n)
+        if self.max_utilization is not None:
+            check_not_negative("max_utilization", self.max_utilization)
+            check_number("max_utilization", self.max_utilization, at_most=100, note="percent")
+        if self.max_temperature is not None:
+            check_not_negative("max_temperature", self.max_temperature)
+        check_choice("prefer", self.prefer, _SCORES)
+        check_not_negative("timeout", self.timeout)
+        if self.fallback not in (None, "cpu"):
+            raise ValueError(f"fallback must be None or 'cpu', got {self.fallback!r}.")
 
-        Raises:
-            TypeError: If one is of a wrong type.
-            ValueError: If one is out of range.
-        """
-        check_count("n", arguments["n"])
-        arguments["min_free_memory"] = parse_size("min_free_memory", arguments["min_free_memory"])
-        if arguments["max_utilization"] is not None:
-            check_not_negative("max_utilization", arguments["max_utilization"])
-            check_number("max_utilization", arguments["max_utilization"], at_most=100, note="percent")
-        if arguments["max_temperature"] is not None:
-            check_not_negative("max_temperature", arguments["max_temperature"])
-        check_choice("prefer", arguments["prefer"], _KEYS)
-        check_not_negative("timeout", arguments["timeout"])
-        if arguments["fallback"] not in (None, "cpu"):
-            raise ValueError(f"fallback must be None or 'cpu', got {arguments['fallback']!r}.")
-        return cls(**arguments)
+    def limits(self, usage: Usage) -> tuple[tuple[float | None, float | None], ...]:
+        """Return each value of a device with its limit; None for what is not told, or not limited."""
+        return (
+            (usage.memory_free, self.min_free_memory or None),
+            (usage.utilization, self.max_utilization),
+            (usage.temperature, self.max_temperature),
+        )
 
 
 @dataclass(frozen=True)
@@ -150,11 +154,9 @@ def in_order(devices: Sequence[VisibleDevice], request: Request, held: Collectio
     def key(device: VisibleDevice) -> tuple[Any, ...]:
         mine = device.key in held
         usage = usage_of(device, mine)
-        limited: list[tuple[float | None, float | None]] = [(usage.memory_free, request.min_free_memory or None)]
-        limited += [(usage.utilization, request.max_utilization), (usage.temperature, request.max_temperature)]
-        untold = any(limit is not None and value is None for value, limit in limited)
+        untold = any(limit is not None and value is None for value, limit in request.limits(usage))
         place = (bool(device.gpu.display_active), device.gpu.index, device.part.index if device.part else 0)
-        return (not mine, untold, *_KEYS[request.prefer](usage), *place)
+        return (not mine, untold, *_SCORES[request.prefer](usage), *place)
 
     return sorted(devices, key=key)
 
@@ -176,7 +178,7 @@ def _coolest(usage: Usage) -> tuple[Any, ...]:
     return _known_first(usage.temperature)
 
 
-_KEYS = {"free_memory": _most_memory, "idle": _most_idle, "cool": _coolest}
+_SCORES = {"free_memory": _most_memory, "idle": _most_idle, "cool": _coolest}
 
 
 def parse_size(name: str, value: object) -> int:

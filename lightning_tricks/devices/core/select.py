@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from lightning_tricks.devices.core.rank_handoff import (
     withdraw_choice,
 )
 from lightning_tricks.devices.core.result import NoGpuAvailableError, Selection, state
-from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, refusal
+from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, parse_size, refusal
 from lightning_tricks.devices.core.visible_devices import Machine, VisibleDevice, hidden_gpus, see_machine
 
 _log = logging.getLogger("lightning.pytorch.tricks.devices")
@@ -99,21 +99,8 @@ def select_gpus(
         >>> select_gpus(lock=False, nvml=FakeNvml(gpus))
         Selection(accelerator='cuda', devices=[2]: GPU 2 (NVIDIA H100 80GB HBM3))
     """
-    request = Request.of(
-        n=n,
-        min_free_memory=min_free_memory,
-        max_utilization=max_utilization,
-        max_temperature=max_temperature,
-        prefer=prefer,
-        timeout=timeout,
-        fallback=fallback,
-        lock=bool(lock),
-    )
-    return select(request, nvml)
-
-
-def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = time.sleep) -> Selection:
-    """Do what `select_gpus` does, with a function that waits for some seconds."""
+    memory = parse_size("min_free_memory", min_free_memory)
+    request = Request(n, memory, max_utilization, max_temperature, prefer, timeout, fallback, bool(lock))
     repeated = repeated_choice(os.environ)
     if repeated is not None:
         return _use(repeated, replace(request, n=len(repeated)), nvml)
@@ -122,11 +109,11 @@ def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = 
         return _use(state.choice, request, nvml)
     choice = inherited_choice(os.environ)
     if choice is None and launch is not None and launch.local_rank > 0:
-        choice = await_choice(launch, request.timeout, sleep)
+        choice = await_choice(launch, request.timeout)
     if choice is not None:
         return _use(choice, request, nvml)
     try:
-        selection = _choose(request, nvml, sleep)
+        selection = _choose(request, nvml)
     except Exception as error:
         if launch is not None:
             with suppress(GpuLockError):  # the other ranks then wait in vain
@@ -143,13 +130,13 @@ def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = 
     return selection
 
 
-def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
+def _choose(request: Request, nvml: Any) -> Selection:
     deadline = time.monotonic() + request.timeout
     said = False
     while True:
         try:
             with state.changing():
-                return _choose_now(request, nvml, sleep)
+                return _choose_now(request, nvml)
         except NoGpuAvailableError as error:
             left = deadline - time.monotonic()
             if error.final or left <= 0:
@@ -161,10 +148,10 @@ def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Sele
             if not said:
                 _log.warning("select_gpus waits up to %g s. %s", request.timeout, error)
                 said = True
-        sleep(min(1.0, left))
+        time.sleep(min(1.0, left))
 
 
-def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
+def _choose_now(request: Request, nvml: Any) -> Selection:
     try:
         machine = see_machine(state.visible_value(), nvml)
     except NvmlUnavailableError as error:
@@ -175,7 +162,7 @@ def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> 
     if len(qualified) < request.n:
         raise _shortage(machine, problems, request)
     folder = lock_folder() if request.lock else existing_lock_folder()
-    with choosing(folder, sleep) if folder else nullcontext():
+    with choosing(folder) if folder else nullcontext():
         chosen: list[VisibleDevice] = []
         locks: dict[str, int] = {}
         for device in in_order(qualified, request, used):
