@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -14,7 +15,6 @@ from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_
 from lightning_tricks.devices.core.bottleneck import (
     DataWait,
     IdleClock,
-    LoaderSettings,
     WaitTotals,
     judge_gpu,
     judge_wait,
@@ -25,7 +25,6 @@ from lightning_tricks.devices.core.device_summary import (
     DeviceSummary,
     Recorder,
     generic_key,
-    joules_to_kwh,
     quantity_of,
 )
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError, open_nvml
@@ -36,6 +35,8 @@ from lightning_tricks.devices.core.utilization import (
     available_cores,
     find_cuda_handles,
 )
+
+_JOULES_IN_KWH = 3.6e6
 
 
 class MonitoredRun:
@@ -120,9 +121,9 @@ class MonitoredRun:
         }
         return {key: value for key, value in (self._latest | logged).items() if generic_key(key) in self._keys}
 
-    def summarize(self, trainer: Trainer, stage: str, loader: LoaderSettings | None) -> DeviceSummary:
+    def summarize(self, trainer: Trainer, stage: str, loaders: Sequence[Any]) -> DeviceSummary:
         """Stop the thread, and return what was measured in a stage, all in all."""
-        has_ended = self._sampler.stop()  # after a last measurement, for the energy
+        self._sampler.stop()  # after a last measurement, for the energy
         self.take(stage)
         means, maxima = dict(self._latest), dict(self._latest)
         for key, statistics in self._recorder.whole(stage).items():
@@ -142,8 +143,8 @@ class MonitoredRun:
             products={gpu.name: gpu.product for gpu in gpus if gpu.product},
             means={key: means[key] for key in chosen},
             maxima={key: maxima[key] for key in chosen},
-            energy={gpu.name: joules_to_kwh(gpu.energy) for gpu in gpus if gpu.energy is not None},
-            verdict=[*self._judge(gpus, wait, means, loader, trainer.num_devices), *self._problems(has_ended)],
+            energy={gpu.name: gpu.energy / _JOULES_IN_KWH for gpu in gpus if gpu.energy is not None},
+            verdict=self._judge(gpus, wait, means, loaders, trainer.num_devices),
         )
 
     def _own_values(self, stage: str) -> dict[str, float]:
@@ -187,21 +188,19 @@ class MonitoredRun:
         gpus: Sequence[GpuUtilization],
         wait: WaitTotals,
         means: Mapping[str, float],
-        loader: LoaderSettings | None,
+        loaders: Sequence[Any],
         ranks_here: int,
     ) -> list[str]:
         cores = max(1, available_cores() // ranks_here)
-        said = judge_wait(wait, loader, cores, means.get("host/cpu_utilization"))
-        sentences = [said] if said else []
+        sentences = judge_wait(wait, loaders, cores, means.get("host/cpu_utilization"))
         for gpu in gpus:
             utilization = means.get(f"{gpu.name}/utilization")
             sentences += judge_gpu(gpu.name, utilization, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))
+        if not self._sampler.stop():
+            sentences.append("The measurements ended early: the driver does not answer.")
+        elif self._sampler.error is not None:
+            sentences.append(f"The measurements ended early: {self._sampler.error!r}.")
         return sentences
-
-    def _problems(self, has_ended: bool) -> list[str]:
-        if not has_ended:
-            return ["The measurements ended early: the driver does not answer."]
-        return [] if self._sampler.error is None else [f"The measurements ended early: {self._sampler.error!r}."]
 
 
 def cuda_device_of(trainer: Trainer) -> torch.device | None:

@@ -175,54 +175,31 @@ class DataWait:
         self._since = now
 
 
-@dataclass(frozen=True)
-class LoaderSettings:
-    """The arguments of a DataLoader that decide how fast it is.
-
-    Attributes:
-        num_workers: Its number of worker processes.
-        persistent_workers: Whether they live on between epochs.
-    """
-
-    num_workers: int
-    persistent_workers: bool
-
-
-def loader_settings(loaders: Sequence[Any]) -> LoaderSettings | None:
-    """Return the settings of the only loader, or None if there are several, or it is no DataLoader."""
-    if len(loaders) != 1 or not isinstance(num_workers := getattr(loaders[0], "num_workers", None), int):
-        return None
-    return LoaderSettings(num_workers, bool(getattr(loaders[0], "persistent_workers", False)))
-
-
-def judge_wait(
-    wait: WaitTotals, loader: LoaderSettings | None, cores: int, cpu_utilization: float | None = None
-) -> str:
+def judge_wait(wait: WaitTotals, loaders: Sequence[Any], cores: int, cpu_utilization: float | None = None) -> list[str]:
     """Say which share of the time a stage waited for data, and what to try if that is much.
 
     With a GPU it is the time in which the GPU had nothing to do meanwhile.
 
     Args:
         wait: What was measured.
-        loader: The settings of the loader, if they are known.
+        loaders: The loaders, if they are known. A remedy that names their arguments needs that it is one DataLoader.
         cores: The cores that the workers of this rank may use.
         cpu_utilization: The mean utilization of all cores, in percent, if it is known.
 
     Returns:
-        A sentence; "" if there were too few batches.
+        A sentence; none if there were too few batches.
     """
     if wait.n_batches < _FEWEST_BATCHES or wait.seconds <= 0:
-        return ""
+        return []
     share = _percent(wait.lost / wait.seconds)
     if waits_for_data(wait):
-        said = f"Waited for data {share} of the time: the loader is the bottleneck"
-        return f"{said}; {_remedy(wait, loader, cores, cpu_utilization)}."
+        is_known = len(loaders) == 1 and isinstance(getattr(loaders[0], "num_workers", None), int)
+        remedy = _remedy(wait, loaders[0] if is_known else None, cores, cpu_utilization)
+        return [f"Waited for data {share} of the time: the loader is the bottleneck; {remedy}."]
     if wait.idle is not None and wait.waited >= _BOTTLENECK * wait.seconds:
-        return (
-            f"The host waited for data {_percent(wait.waited / wait.seconds)} of the time, and the GPU had work "
-            "meanwhile: the loader keeps up."
-        )
-    return f"Waited for data {share} of the time: the loader keeps up."
+        share = _percent(wait.waited / wait.seconds)
+        return [f"The host waited for data {share} of the time, and the GPU had work meanwhile: the loader keeps up."]
+    return [f"Waited for data {share} of the time: the loader keeps up."]
 
 
 def waits_for_data(wait: WaitTotals) -> bool:
@@ -230,10 +207,11 @@ def waits_for_data(wait: WaitTotals) -> bool:
     return wait.n_batches >= _FEWEST_BATCHES and wait.lost > 0 and wait.lost >= _BOTTLENECK * wait.seconds
 
 
-def _remedy(wait: WaitTotals, loader: LoaderSettings | None, cores: int, cpu_utilization: float | None) -> str:
+def _remedy(wait: WaitTotals, loader: Any, cores: int, cpu_utilization: float | None) -> str:
     if loader is None:
         return "load in worker processes, or make loading cheaper"
-    if wait.waited_first > wait.waited / 2 and loader.num_workers and not loader.persistent_workers:
+    lasting = getattr(loader, "persistent_workers", False)
+    if wait.waited_first > wait.waited / 2 and loader.num_workers and not lasting:
         return "most of it was at the start of epochs, where the workers start anew; try persistent_workers=True"
     per_batch = wait.waited / wait.n_batches
     if loader.num_workers == 0 and per_batch < _HAND_OVER:
@@ -241,7 +219,7 @@ def _remedy(wait: WaitTotals, loader: LoaderSettings | None, cores: int, cpu_uti
             f"loading a batch takes only {1000 * per_batch:.2g} ms, which worker processes would not make faster; use "
             "larger batches, or take each batch out of tensors in memory at once"
         )
-    needed = num_workers_needed(wait, loader)
+    needed = num_workers_needed(wait, loader.num_workers)
     if loader.num_workers >= cores:
         if cpu_utilization is not None and cpu_utilization < _BUSY:  # it computes little: more can wait at once
             return (
@@ -260,15 +238,15 @@ def _count(cores: int) -> str:
     return "1 core" if cores == 1 else f"{cores} cores"
 
 
-def num_workers_needed(wait: WaitTotals, loader: LoaderSettings) -> int:
+def num_workers_needed(wait: WaitTotals, num_workers: int) -> int:
     """Return how many workers load batches as fast as they are trained on.
 
     Without workers a batch takes the time that was waited for it. With n of them, which were always behind, n batches
     were loaded in the time of one step and its wait each.
     """
     working = max(wait.seconds - wait.lost, 1e-9)
-    loading = loader.num_workers * wait.seconds if loader.num_workers else wait.waited
-    return max(loader.num_workers + 1, math.ceil(loading / working))
+    loading = num_workers * wait.seconds if num_workers else wait.waited
+    return max(num_workers + 1, math.ceil(loading / working))
 
 
 def judge_gpu(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
-_JOULES_IN_KWH = 3.6e6
 
 
 @dataclass(frozen=True)
@@ -27,40 +26,33 @@ class Quantity:
         logged: What of the values since the last log is logged: their mean, or the largest.
         field: The field of `Gpu` that tells it; empty for others.
         divisor: What the field's value is divided by.
+        is_default: Whether it is logged unless others are named.
     """
 
     unit: str
     logged: Literal["mean", "max"]
     field: str = ""
     divisor: int = 1
+    is_default: bool = False
 
 
 QUANTITIES: Mapping[str, Quantity] = {
-    "gpu/utilization": Quantity("%", "mean", "utilization"),
-    "gpu/memory_used_gib": Quantity("GiB", "max", "memory_used", GIB),
-    "gpu/peak_memory_gib": Quantity("GiB", "max"),
-    "gpu/temperature": Quantity("°C", "max", "temperature"),
-    "gpu/power_w": Quantity("W", "mean", "power"),
+    "gpu/utilization": Quantity("%", "mean", "utilization", is_default=True),
+    "gpu/memory_used_gib": Quantity("GiB", "max", "memory_used", GIB, is_default=True),
+    "gpu/peak_memory_gib": Quantity("GiB", "max", is_default=True),
+    "gpu/temperature": Quantity("°C", "max", "temperature", is_default=True),
+    "gpu/power_w": Quantity("W", "mean", "power", is_default=True),
     "gpu/data_wait": Quantity("%", "mean"),
     "gpu/throttled": Quantity("%", "mean"),
     "gpu/memory_utilization": Quantity("%", "mean", "memory_utilization"),
     "gpu/sm_clock_mhz": Quantity("MHz", "mean", "sm_clock"),
     "gpu/fan": Quantity("%", "max", "fan"),
-    "host/cpu_utilization": Quantity("%", "mean"),
-    "host/ram_used_gib": Quantity("GiB", "max"),
-    "host/data_wait": Quantity("%", "mean"),
+    "host/cpu_utilization": Quantity("%", "mean", is_default=True),
+    "host/ram_used_gib": Quantity("GiB", "max", is_default=True),
+    "host/data_wait": Quantity("%", "mean", is_default=True),
     "host/process_ram_gib": Quantity("GiB", "max"),
 }
-DEFAULT_KEYS = (
-    "gpu/utilization",
-    "gpu/memory_used_gib",
-    "gpu/peak_memory_gib",
-    "gpu/temperature",
-    "gpu/power_w",
-    "host/cpu_utilization",
-    "host/ram_used_gib",
-    "host/data_wait",
-)
+DEFAULT_KEYS = tuple(key for key, quantity in QUANTITIES.items() if quantity.is_default)
 
 
 def check_keys(keys: object) -> tuple[str, ...]:
@@ -158,11 +150,6 @@ class DeviceSummary:
     maxima: Mapping[str, float] = field(default_factory=dict)
     energy: Mapping[str, float] = field(default_factory=dict)
     verdict: Sequence[str] = ()
-
-
-def joules_to_kwh(joules: float) -> float:
-    """Return an energy in kWh."""
-    return joules / _JOULES_IN_KWH
 
 
 def device_use(summary: DeviceSummary) -> DeviceUse:
