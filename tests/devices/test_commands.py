@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from lightning_tricks import devices
 from lightning_tricks.cli import main
-from lightning_tricks.devices import commands
 from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
 
 
@@ -133,7 +133,7 @@ def ctrl_c(monkeypatch):
             raise KeyboardInterrupt
 
     waited = []
-    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(time, "sleep", wait)
     return waited
 
 
@@ -167,7 +167,7 @@ def test_a_driver_that_fails_while_it_is_watched(nvml, capsys, monkeypatch):
     def wait(seconds):
         nvml.fails = {"nvmlDeviceGetCount": "UNKNOWN"}
 
-    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(time, "sleep", wait)
     with pytest.raises(SystemExit, match="1"):
         main(["gpus", "--watch"])
     assert "NVML does not tell how many GPUs there are (Unknown Error)" in capsys.readouterr().err

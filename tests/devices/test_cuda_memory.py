@@ -6,7 +6,6 @@ import pickle
 import re
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +16,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_tricks.devices.core.memory_report import MemoryReport
-from lightning_tricks.devices.cuda_memory import CudaMemory, report_folder
+from lightning_tricks.devices import CudaMemory, MemoryReport
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader, real_fp16
 
 GIB = 2**30
@@ -189,12 +187,16 @@ def test_the_folder_is_the_trainers_without_a_logger_and_stays_when_the_director
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_folder_that_is_not_on_a_disk_is_passed_over(tmp_path):
-    trainer = SimpleNamespace(log_dir="s3://bucket/logs", default_root_dir=str(tmp_path))
-    assert report_folder(trainer, None) == tmp_path
-    trainer.default_root_dir = "gs://bucket"
-    assert report_folder(trainer, None) == Path.cwd()
-    assert report_folder(trainer, "here") == Path.cwd() / "here"
+def test_a_folder_that_is_not_on_a_disk_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Trainer, "log_dir", "s3://bucket/logs")
+    run(Hungry(), CudaMemory(), default_root_dir="runs")
+    assert (tmp_path / "runs" / "out_of_memory-rank0.txt").exists()
+    monkeypatch.setattr(Trainer, "default_root_dir", "gs://bucket")
+    run(Hungry(), CudaMemory())
+    assert (tmp_path / "out_of_memory-rank0.txt").exists()
+    run(Hungry(), CudaMemory(dirpath="here"))
+    assert (tmp_path / "here" / "out_of_memory-rank0.txt").exists()
 
 
 def test_nothing_is_created_before(tmp_path):
