@@ -4,8 +4,8 @@ When to use it: on machines that several people or jobs share (`select_gpus`, `l
 run is slower or takes more memory than it should (`DeviceMonitor`, `CudaMemory`, `NvtxRanges`).
 
 What it does that nvidia-smi and Lightning do not: a choice takes a lock, so that two jobs that start at once get two
-GPUs; it honours CUDA_VISIBLE_DEVICES and creates no CUDA context on a card that is not used; what is logged is a few
-keys with units, sampled beside the steps, and a sentence at the end that says what the run waited for.
+GPUs; it honours CUDA_VISIBLE_DEVICES and creates no CUDA context on a GPU that is not used; it logs a few keys
+with units, sampled beside the steps, and says at the end what the run waited for.
 
 Caveats: NVIDIA GPUs only, as NVML tells of no others. Locks hold between processes that share their folder, which is
 /tmp/lightning-tricks-gpus or what LIGHTNING_TRICKS_LOCK_DIR names: containers have to mount it.

@@ -243,7 +243,7 @@ class CudaMemory(TrickCallback):
     def _on_error(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
         """Report what the memory is used for if it has run out, once; this raises nothing."""
         owner = memory_that_ran_out(error)
-        if not owner or self._has_reported or not any(one is self for one in callbacks_of(trainer)):
+        if not owner or self._has_reported or not any(callback is self for callback in callbacks_of(trainer)):
             return  # a Tuner takes the callbacks away while it tries whether the memory suffices
         self._has_reported = True
         device = torch.device("cpu") if owner == "host" else trainer.strategy.root_device
@@ -270,7 +270,7 @@ class CudaMemory(TrickCallback):
             return lines
         circumstances = [where, f"rank {rank} of {trainer.world_size}, precision {precision}"]
         if requested is not None:
-            circumstances.append(f"{format_bytes(requested)} were asked for")
+            circumstances.append(f"{format_bytes(requested)} were requested")
         batch = [] if self._step is None else describe_batch(self._step.batch)
         text = out_of_memory_text(error, circumstances, batch, report, advice)
         path = self._folder / f"out_of_memory-rank{rank}.txt"

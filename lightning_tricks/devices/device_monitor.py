@@ -29,7 +29,7 @@ class DeviceMonitor(TrickCallback):
     * `host/cpu_utilization` (%), `host/ram_used_gib` and `host/data_wait`: the share of the time, in %, in which rank
       zero waited for batches, and for worker processes that start. The wait for the very first batch does not count.
 
-    Those of validation are called `gpu0/val_utilization` and so on. What a driver does not tell is left out.
+    Those of validation are called `gpu0/val_utilization` and so on. A value that a driver does not report is left out.
 
     At the end of a fit a table shows mean and maximum of each rank, the energy in kWh and a verdict: whether the loader
     was the bottleneck, with the number of workers that would keep up, and whether GPUs were slowed down by heat or a
@@ -82,7 +82,7 @@ class DeviceMonitor(TrickCallback):
         return super().__getstate__() | {"_run": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start to measure."""
+        """Start measuring."""
         super().setup(trainer, pl_module, stage)
         self._close()
         self.summary = None
@@ -98,7 +98,7 @@ class DeviceMonitor(TrickCallback):
         self._running.wait.enter("train")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log what was measured since the last log, if it is time."""
+        """Log the measurements since the last log, if it is time."""
         step = trainer.global_step
         is_due = step // self.every_n_train_steps > self._last_step // self.every_n_train_steps
         self._last_step = step  # a batch may have several, as with several optimizers
@@ -107,7 +107,7 @@ class DeviceMonitor(TrickCallback):
         self._tell_alerts()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not measure what lies between epochs."""
+        """Do not measure the time between epochs."""
         self._running.wait.leave("train")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -120,7 +120,7 @@ class DeviceMonitor(TrickCallback):
             self._running.wait.enter(_stage_of(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was measured."""
+        """Log the measurements."""
         if trainer.sanity_checking:
             return
         stage = _stage_of(trainer)
@@ -133,7 +133,7 @@ class DeviceMonitor(TrickCallback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop to measure, and show the table of this rank if the run was interrupted on purpose."""
+        """Stop measuring, and show the table of this rank if the run was interrupted on purpose."""
         run = self._run
         try:
             if run is not None and not isinstance(exception, Exception) and "train" in run.wait.totals:
@@ -143,7 +143,7 @@ class DeviceMonitor(TrickCallback):
             self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop to measure."""
+        """Stop measuring."""
         self._close()
 
     def report_parts(self, trainer: Trainer) -> list[DeviceUse]:

@@ -1,4 +1,4 @@
-"""What `DeviceMonitor` measures with while a Trainer runs."""
+"""The measurements of `DeviceMonitor` while a Trainer runs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class MonitoredRun:
         warn_temperature: The temperature in degrees Celsius that is an alert; None for none.
 
     Attributes:
-        wait: What measures how long the run waits for data.
-        alerts: Sentences that the user has not been told yet, about this rank's own GPU.
+        wait: Measures how long the run waits for data.
+        alerts: Warnings that are still to be given, about this rank's own GPU.
 
     Raises:
         ModuleNotFoundError: If a package of the extra is missing.
@@ -58,7 +58,7 @@ class MonitoredRun:
 
     def __init__(self, trainer: Trainer, keys: Sequence[str], interval: float, warn_temperature: float | None) -> None:
         self.alerts: deque[str] = deque()
-        self._told: set[str] = set()  # what must not be an alert again
+        self._told: set[str] = set()  # kinds of alerts that were given
         self._keys = keys
         self._warn_temperature = warn_temperature
         self._recorder = Recorder()
@@ -112,7 +112,7 @@ class MonitoredRun:
             self.alerts.append(sentence)
 
     def take(self, stage: str) -> dict[str, float]:
-        """Return what is logged of a stage now: each key's mean or maximum since this was last called."""
+        """Return the values of a stage to log now: each key's mean or maximum since this was last called."""
         self._recorder.add(stage, self._own_values(stage))
         recent = self._recorder.take_recent(stage)
         logged = {
@@ -122,7 +122,7 @@ class MonitoredRun:
         return {key: value for key, value in (self._latest | logged).items() if generic_key(key) in self._keys}
 
     def summarize(self, trainer: Trainer, stage: str, loaders: Sequence[Any]) -> DeviceSummary:
-        """Stop the thread, and return what was measured in a stage, all in all."""
+        """Stop the thread, and return a summary of all that was measured in a stage."""
         self._sampler.stop()  # after a last measurement, for the energy
         self.take(stage)
         means, maxima = dict(self._latest), dict(self._latest)
@@ -133,7 +133,7 @@ class MonitoredRun:
             if seconds is not None and wait.seconds > 0:
                 means[f"{device}/data_wait"] = 100 * seconds / wait.seconds  # exact, as intervals are unequal
         gpus = [gpu for gpu in self._gpus if trainer.world_size == 1 or gpu.name == self._own_name]
-        of_others = {gpu.name for gpu in self._gpus if gpu not in gpus}  # which their own ranks tell
+        of_others = {gpu.name for gpu in self._gpus if gpu not in gpus}  # whose own ranks report them
         chosen = [key for key in means if generic_key(key) in self._keys and key.partition("/")[0] not in of_others]
         chosen.sort(key=lambda key: (key.partition("/")[0], self._keys.index(generic_key(key))))
         return DeviceSummary(
@@ -148,7 +148,7 @@ class MonitoredRun:
         )
 
     def _own_values(self, stage: str) -> dict[str, float]:
-        """Return what only this process knows: how it waited, and the memory of its tensors."""
+        """Return the values that only this process knows: its waiting, and the memory of its tensors."""
         shares = self.wait.take(stage)
         values = {"host/data_wait": shares["waited"]} if shares else {}
         if self._own is None:
@@ -169,18 +169,18 @@ class MonitoredRun:
         indices = trainer.device_ids if trainer.is_global_zero else [self._own.index]
         handles = find_cuda_handles(nvml, indices)
         if missing := [f"gpu{index}" for index in indices if index not in handles]:
-            self.alerts.append(f"DeviceMonitor does not measure {', '.join(missing)}: NVML tells nothing about it.")
+            self.alerts.append(f"DeviceMonitor does not measure {', '.join(missing)}: NVML reports nothing about it.")
         return [GpuUtilization(nvml, handle, f"gpu{index}") for index, handle in handles.items()]
 
     def _alert(self, gpu: GpuUtilization, temperature: float | None) -> None:
         limit = self._warn_temperature
         if gpu.problem is not None:
-            self._tell_once("problem", f"DeviceMonitor: {gpu.name} does not answer any more ({gpu.problem}).")
+            self._tell_once("problem", f"DeviceMonitor: {gpu.name} no longer responds ({gpu.problem}).")
         if temperature is not None and limit is not None and temperature >= limit:
             self._tell_once(
                 "heat",
-                f"DeviceMonitor: {gpu.name} has {temperature:.0f} °C, and warn_temperature={limit:g}. From some 85 to "
-                "95 °C on, GPUs slow down by themselves: look after its fan and the air around it.",
+                f"DeviceMonitor: {gpu.name} has {temperature:.0f} °C, and warn_temperature={limit:g}. At about 85 to "
+                "95 °C, GPUs slow down by themselves: check its fan and the airflow.",
             )
 
     def _judge(

@@ -27,7 +27,7 @@ _pynvml = import_extra("pynvml", "devices", "FakeNvml needs nvidia-ml-py")
 _GPU_NOT_FOUND = 28
 _ABSENT = object()  # None in sys.modules stands for a module that must not be imported
 
-# What kinds of boards and drivers do not tell: function -> error, for `FakeGpu(fails=...)`
+# Values that kinds of boards and drivers do not report: function -> error, for `FakeGpu(fails=...)`
 CONSUMER_BOARD = {
     "nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED",
     "nvmlDeviceGetMigMode": "NOT_SUPPORTED",
@@ -57,8 +57,8 @@ class FakeProcess:
     """A process on a `FakeGpu`.
 
     Attributes:
-        pid: Its number; that of a process of this machine has a user and a command.
-        memory: The device memory that it uses: bytes, text such as "2GiB", or None where the driver does not tell.
+        pid: Its number; that of a process of this machine also gives its user and command.
+        memory: The device memory that it uses: bytes, text such as "2GiB", or None where the driver does not report it.
         kind: "C", "G" or "C+G".
         gpu_instance: The GPU instance that it runs on, if the GPU is split by MIG.
     """
@@ -201,7 +201,7 @@ _READINGS: dict[str, Any] = {
 
 
 class FakeNvml:
-    """Has the functions of the module `pynvml` that this package calls, and tells what it was given.
+    """Has the functions of the module `pynvml` that this package calls, and returns the values of its `FakeGpu`s.
 
     It is passed as `nvml=...`, or used as a context manager: then `import pynvml` finds it. A module that has imported
     the real one before keeps that.
@@ -312,7 +312,9 @@ class FakeNvml:
         reading = _READINGS.get(_without_version(first))
         if reading is not None:
             return reading(device, *arguments, **keywords)
-        value = getattr(device, attribute)
+        value = getattr(device, attribute, _ABSENT)
+        if value is _ABSENT:
+            raise _error("NOT_SUPPORTED")
         return int(value) if isinstance(value, bool) else value
 
     def _check(self, name: str, device: FakeGpu | FakeMigSlice | None = None) -> None:

@@ -115,7 +115,7 @@ def test_without_the_extra(monkeypatch, capsys):
 def test_a_driver_without_gpus(capsys):
     with FakeNvml():
         assert main(["gpus"]) == 0
-        assert capsys.readouterr().out == "There is a driver, and no GPU.\n"
+        assert capsys.readouterr().out == "There is a driver, but no GPU.\n"
         assert main(["gpus", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == []
 
@@ -170,7 +170,7 @@ def test_a_driver_that_fails_while_it_is_watched(nvml, capsys, monkeypatch):
     monkeypatch.setattr(time, "sleep", wait)
     with pytest.raises(SystemExit, match="1"):
         main(["gpus", "--watch"])
-    assert "NVML does not tell how many GPUs there are (Unknown Error)" in capsys.readouterr().err
+    assert "NVML does not report how many GPUs there are (Unknown Error)" in capsys.readouterr().err
 
 
 _SCRIPT = """

@@ -80,7 +80,7 @@ def test_memory_that_really_runs_out_in_training(tmp_path, told):
     for line in (
         "stage train, epoch 0, batch 3",
         "rank 0 of 1, precision 32-true",
-        "4096 TiB were asked for",
+        "4096 TiB were requested",
         "batch: list of 2",
         "  [0]: float32 4x64 on cpu, 1 KiB",
         "  [1]: int64 4 on cpu, 32 B",
@@ -382,7 +382,7 @@ def test_a_worker_of_the_loader_that_runs_out(tmp_path, told):
     with pytest.raises(RuntimeError) as caught:
         Trainer(callbacks=[CudaMemory(dirpath=tmp_path)], max_epochs=1, **QUIET).fit(Net(), data)
     assert "more than all memory" in told(caught.value)
-    assert "8192 TiB were asked for" in (tmp_path / "out_of_memory-rank0.txt").read_text()
+    assert "8192 TiB were requested" in (tmp_path / "out_of_memory-rank0.txt").read_text()
 
 
 def test_a_module_that_cannot_be_looked_into_ends_no_fit(tmp_path):
@@ -616,7 +616,7 @@ def test_a_gpu_that_is_full(gpu, tmp_path, told):
     text = (tmp_path / "oom" / "out_of_memory-rank0.txt").read_text()
     for words in (
         "Memory of cuda:1",
-        "2 GiB were asked for",
+        "2 GiB were requested",
         "allocated: 1 GiB (peak 4 GiB)",
         "raise limit=0.5",
         "hold 77 GiB",

@@ -376,7 +376,7 @@ def test_the_quota_of_a_container_counts(quota, cores, tmp_path, monkeypatch):
         (
             (20.0, {}, 100, True),
             [
-                "gpu0 worked 20 % of the time although data were there: the host starts kernels too slowly, or "
+                "gpu0 worked 20 % of the time although data was available: the host starts kernels too slowly, or "
                 "something else runs between the steps; try larger batches or torch.compile."
             ],
         ),

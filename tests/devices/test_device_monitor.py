@@ -248,7 +248,7 @@ def test_gpus(on_gpus, tmp_path, capsys):
     }
     assert {key: value for key, value in row.items() if key.startswith("gpu")} == expected
     assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
-    assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data were there")
+    assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data was available")
     assert "gpu1 Fake B" in capsys.readouterr().out
     assert on_gpus._users == 0, "NVML is shut down"
 
@@ -307,14 +307,14 @@ def test_a_gpu_that_is_lost_is_told_once(on_gpus):
     with pytest.warns(UserWarning, match="DeviceMonitor") as warned:
         fit(Loses(), Samples(monitor), monitor)
     (lost,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
-    assert lost == "DeviceMonitor: gpu0 does not answer any more (GPU is lost)."
+    assert lost == "DeviceMonitor: gpu0 no longer responds (GPU is lost)."
     assert "gpu1/utilization" in monitor.summary[0].means
 
 
 def test_a_gpu_that_is_lost_from_the_start(on_gpus):
     on_gpus.gpus[1].fails = LOST
     monitor = DeviceMonitor()
-    with pytest.warns(UserWarning, match="does not measure gpu1: NVML tells nothing about it"):
+    with pytest.warns(UserWarning, match="does not measure gpu1: NVML reports nothing about it"):
         fit(monitor)
     assert monitor.summary[0].products == {"gpu0": "Fake A"}
 
@@ -329,7 +329,7 @@ def test_what_one_gpu_does_not_tell_takes_nothing_from_the_other(on_gpus, functi
         warnings.simplefilter("always")
         fit(monitor)
     said = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
-    assert said == ["DeviceMonitor does not measure gpu1: NVML tells nothing about it."] * unknown
+    assert said == ["DeviceMonitor does not measure gpu1: NVML reports nothing about it."] * unknown
     assert monitor.summary[0].means["gpu0/utilization"] == 20
 
 

@@ -55,33 +55,13 @@ _HOT = FakeGpu(temperature=90, throttle_reasons=0x68, compute_mode=3, ecc_errors
 
 
 _ALL = [_BUSY, _DESKTOP, FakeGpu(fails=LOST), _SHARED, _SLICED, _HOT]
-_SMI = [
-    "index",
-    "name",
-    "uuid",
-    "pci.bus_id",
-    "memory.total",
-    "memory.used",
-    "memory.free",
-    "utilization.gpu",
-    "utilization.memory",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
-    "fan.speed",
-    "pstate",
-    "persistence_mode",
-    "compute_mode",
-    "display_active",
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks.sm",
-    "clocks.mem",
-    "driver_version",
-    "vbios_version",
-    "mig.mode.current",
-    "clocks_throttle_reasons.sw_power_cap",
-    "clocks_event_reasons.hw_slowdown",
-]
+_QUERY = (
+    "index,name,uuid,pci.bus_id,memory.total,memory.used,memory.free,utilization.gpu,utilization.memory,"
+    "temperature.gpu,power.draw,power.limit,fan.speed,pstate,persistence_mode,compute_mode,display_active,"
+    "ecc.errors.uncorrected.volatile.total,clocks.sm,clocks.mem,driver_version,vbios_version,mig.mode.current,"
+    "clocks_throttle_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown"
+)
+_SMI = _QUERY.split(",")
 _OWN = [field.name for field in fields(Gpu)]
 
 
@@ -171,14 +151,14 @@ def test_colours_only_where_there_are_colours(printed, monkeypatch):
 
 
 def test_no_gpus(printed):
-    assert printed([]) == "There is a driver, and no GPU.\n"
+    assert printed([]) == "There is a driver, but no GPU.\n"
 
 
 def test_nothing_is_known(printed):
     lines = printed([FakeGpu()], missing=_Nothing()).splitlines()
     assert lines[0].rstrip() == "1 GPU, driver unknown"
     assert lines[3].split() == ["0", *["-"] * 6]
-    assert lines[-1] == "GPU 0 does not tell its processes."
+    assert lines[-1] == "GPU 0 does not report its processes."
 
 
 def test_mig_mode_without_slices(printed):
@@ -215,7 +195,7 @@ def test_text_of_others_is_shown_and_not_acted_on(text, shown, printed, monkeypa
 
 
 def test_names_of_nvidia_smi_have_its_units_and_spelling(printed):
-    text = printed(_ALL[:1], "--csv", "--query", ",".join(_SMI))
+    text = printed(_ALL[:1], "--csv", "--query", _QUERY)
     ((title, *values),) = [list(zip(*csv.reader(text.splitlines()), strict=True))]
     assert dict([title, *values]) == {
         "index": "0",

@@ -15,7 +15,7 @@ from lightning_tricks.devices.testing import FakeGpu, FakeNvml
         ("LIBRARY_NOT_FOUND", "has no NVIDIA driver, or the container was started without its GPUs"),
         ("DRIVER_NOT_LOADED", "is installed, but not loaded"),
         ("LIB_RM_VERSION_MISMATCH", "was updated while it was loaded; the machine has to be restarted"),
-        ("NO_PERMISSION", "may not talk to the NVIDIA driver"),
+        ("NO_PERMISSION", "has no permission to use the NVIDIA driver"),
         ("UNKNOWN", r"\(Unknown Error\): see nvidia-smi"),
     ],
 )

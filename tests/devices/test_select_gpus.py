@@ -190,7 +190,7 @@ def test_no_driver_is_said_or_the_cpu_is_selected(init_error, lock_folder):
 
 
 def test_a_driver_without_gpus_and_too_few_gpus_do_not_make_it_wait():
-    assert "knows of none" in refused([], timeout=1000)
+    assert "finds none" in refused([], timeout=1000)
     assert "1 of 1 GPUs qualify, and n=2" in refused([FakeGpu()], 2, timeout=1000)
 
 

@@ -132,19 +132,19 @@ def test_what_is_accepted_is_what_torch_sees(count, monkeypatch):
     ("value", "part", "says", "consequence"),
     [
         ("0,0", "0", "names GPU 0 (H100) again", "see no GPU"),
-        ("5,0", "5", "is no GPU of this machine", "see no GPU"),
-        ("0,5", "5", "is no GPU of this machine", "see GPU 0 (H100)."),
+        ("5,0", "5", "is not a GPU of this machine", "see no GPU"),
+        ("0,5", "5", "is not a GPU of this machine", "see GPU 0 (H100)."),
         ("0,abc", "abc", "is neither an index nor a UUID", "see GPU 0 (H100)."),
         ("0,-1", "-1", "is neither an index nor a UUID", "see GPU 0 (H100)."),
         ("1,", "", "is neither an index nor a UUID", "see GPU 1 (H100)."),
-        ("1gpu", "1gpu", "is no index", "read it as 1"),
-        ("+1", "+1", "is no index", "read it as 1"),
+        ("1gpu", "1gpu", "is not an index", "read it as 1"),
+        ("+1", "+1", "is not an index", "read it as 1"),
         ("none", "none", "is neither an index nor a UUID", "see no GPU"),
-        ("GPU-x", "GPU-x", "is no GPU of this machine", "see no GPU"),
+        ("GPU-x", "GPU-x", "is not a GPU of this machine", "see no GPU"),
         ("GPU-aa", "GPU-aa", "is ambiguous, as the UUIDs of GPU 0 (H100) and GPU 1 (H100) begin", "see no GPU"),
         ("0,GPU-aa22", "GPU-aa22", "is not an index", "see GPU 0 (H100)."),
         ("GPU-aa22,0", "0", "is not a UUID of a GPU", "see GPU 1 (H100)."),
-        ("MIG-x", "MIG-x", "is no GPU of this machine", "see no GPU"),
+        ("MIG-x", "MIG-x", "is not a GPU of this machine", "see no GPU"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_cuda_makes_of_it_and_the_remedy(value, part, says, consequence):
@@ -175,7 +175,7 @@ def test_slices_are_named_by_their_uuid_or_by_their_place_on_the_gpu(name):
     (device,) = visible_devices(name, gpus)
     assert (device.gpu.index, device.part.uuid) == (1, "MIG-2222")
     assert device.label == "GPU 1, MIG slice 1"
-    with pytest.raises(ValueError, match="is no GPU"):
+    with pytest.raises(ValueError, match="is not a GPU"):
         visible_devices("MIG-GPU-aa22/7/2", gpus)
     with pytest.raises(ValueError, match="is not a UUID of a MIG slice"):
         visible_devices("MIG-1111,GPU-aa11", gpus)

@@ -19,7 +19,7 @@ _HAND_OVER = 1e-3  # seconds: about what it takes to send a batch from a worker 
 
 @dataclass
 class WaitTotals:
-    """The time of a stage, and what of it was spent in waiting for batches, in seconds.
+    """The time of a stage, and how much of it was spent waiting for batches, in seconds.
 
     Attributes:
         seconds: The time of the stage, without other stages inside it and without the wait for its very first batch.
@@ -267,7 +267,7 @@ def judge_gpu(
     sentences = []
     if utilization is not None and utilization < _BUSY and has_data:
         sentences.append(
-            f"{name} worked {_percent(utilization / 100)} of the time although data were there: the host starts "
+            f"{name} worked {_percent(utilization / 100)} of the time although data was available: the host starts "
             "kernels too slowly, or something else runs between the steps; try larger batches or torch.compile."
         )
     shares = {reason: count / n_measurements for reason, count in reasons.items()}

@@ -190,7 +190,7 @@ def _version(package: str) -> str | None:
 
 
 def _try(read: Callable[[], Any]) -> Any:
-    """Return what a function returns, or None if it raises: one line less is no reason to have no report."""
+    """Return the result of a function, or None if it raises: a report may lack a line."""
     try:
         return read()
     except Exception:

@@ -1,4 +1,4 @@
-"""The state of the NVIDIA GPUs of a machine, as plain values; None stands for what driver or device do not tell.
+"""The state of the NVIDIA GPUs of a machine, as plain values; None stands for whatever driver or device do not report.
 
 A field of `Gpu` or `MigSlice` is one line: its type, and by `_told` which function of NVML tells it, in which unit, and
 what nvidia-smi calls it. `list_gpus`, JSON, CSV and `--query` follow from that line.
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices.core.nvml import DeviceReader, NvmlUnavailableError, available, open_nvml
 
-_MEMORY_INFO_V2 = 0x02000028  # the struct that tells what the driver reserves
+_MEMORY_INFO_V2 = 0x02000028  # the struct that includes the memory that the driver reserves
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _UNCORRECTED, _SINCE_START = 1, 0
 _COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 _PERFORMANCE_STATE_UNKNOWN = 32
-_NO_TEMPERATURE = 0xFF  # all bits set is what is read of a device that has fallen off the bus
+_NO_TEMPERATURE = 0xFF  # a device that has fallen off the bus reads as all bits set
 PROCESS_LISTS = {  # the functions without a version fail where driver and module differ in it
     "C": ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
     "G": ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
@@ -60,21 +60,15 @@ class Told(NamedTuple):
     """
 
     calls: tuple[str | tuple[Any, ...], ...]
-    label: str
-    convert: Callable[[Any], Any]
-    unit: str
-    smi: tuple[str, ...]
+    label: str = ""
+    convert: Callable[[Any], Any] = lambda value: value
+    unit: str = ""
+    smi: tuple[str, ...] = ()
 
 
-def _told(
-    *calls: str | tuple[Any, ...],
-    label: str = "",
-    convert: Callable[[Any], Any] = lambda value: value,
-    unit: str = "",
-    smi: tuple[str, ...] = (),
-) -> Any:
-    """Return a field of a dataclass that NVML tells; None stands for what it does not tell."""
-    return field(default=None, metadata={"told": Told(calls, label, convert, unit, smi)})
+def _told(*calls: str | tuple[Any, ...], **how: Any) -> Any:
+    """Return a field of a dataclass that NVML tells, see `Told`; None stands for whatever it does not report."""
+    return field(default=None, metadata={"told": Told(calls, **how)})
 
 
 def _text(value: str | bytes) -> str:
@@ -118,8 +112,8 @@ class GpuProcess:
         pid: Its number; in a container, that of the host.
         kind: "C" if it computes, "G" if it draws, "C+G" if both.
         memory: The device memory that it uses, in bytes.
-        user: Whose it is; None if it has ended meanwhile or lies outside of the container.
-        command: Its command line, likewise.
+        user: Its user; None if it has ended meanwhile or runs outside of the container.
+        command: Its command line; None in the same cases.
         gpu_instance: The GPU instance (MIG) that it runs on.
     """
 
@@ -158,7 +152,7 @@ class MigSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The state of an NVIDIA GPU; whatever driver or device do not tell is None, never 0.
+    """The state of an NVIDIA GPU; whatever driver or device do not report is None, never 0.
 
     Attributes:
         index: The index in the order of the PCI bus, which is that of nvidia-smi, and CUDA's if CUDA_DEVICE_ORDER is
@@ -167,14 +161,14 @@ class Gpu:
         uuid: The UUID, such as "GPU-8f6d...", which CUDA_VISIBLE_DEVICES takes.
         name: The name, such as "NVIDIA H100 80GB HBM3".
         memory_total: The memory in bytes.
-        memory_used: What all processes use of it, in bytes, without what the driver reserves.
-        memory_free: What is free, in bytes.
+        memory_used: The memory that all processes use, in bytes, without that reserved by the driver.
+        memory_free: The free memory, in bytes.
         utilization: The share of the last fraction of a second in which a kernel ran, in percent.
         memory_utilization: The share in which memory was read or written, in percent.
         temperature: In degrees Celsius.
         power: The power that it draws, in watts.
-        power_limit: The limit of it, in watts.
-        energy: What it has used since the driver was loaded, in joules (Volta and later).
+        power_limit: The limit of that power, in watts.
+        energy: The energy used since the driver was loaded, in joules (Volta and later).
         fan: The speed of the fan, in percent of its maximum.
         performance_state: From 0 (P0, fastest) to 15 (P15).
         persistence_mode: Whether the driver stays loaded without a process.
@@ -188,9 +182,9 @@ class Gpu:
         vbios_version: The version of the video BIOS.
         mig_mode: Whether it is split by MIG.
         mig_slices: Its parts, if it is.
-        processes: The processes that use it, those with most memory first; None if they are not told.
+        processes: The processes that use it, those with most memory first; None if they are not reported.
         error: Why it does not answer, if so; all else may be None then.
-        unreadable: What could not be read though it may be supported, such as "power: Unknown Error".
+        unreadable: The values that could not be read though they may be supported, such as "power: Unknown Error".
     """
 
     index: int
@@ -255,7 +249,7 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
     """Return the state of all NVIDIA GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says.
 
     NVML is read, as nvidia-smi does it: no CUDA context is created. A GPU that does not answer is in the list, with an
-    `error`; whatever a driver or device does not tell is None.
+    `error`; whatever a driver or device does not report is None.
 
     Args:
         nvml: What is used as the module `pynvml`, such as a `FakeNvml`; None imports it.
@@ -283,7 +277,7 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
 
 
 def driver_version(nvml: Any) -> str | None:
-    """Return the version of the driver, or None if it does not tell."""
+    """Return the version of the driver, or None if it is not reported."""
     try:
         return _text(nvml.nvmlSystemGetDriverVersion())
     except nvml.NVMLError:
@@ -297,7 +291,9 @@ def gpu_handles(nvml: Any) -> list[Any]:
     try:
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
-        raise NvmlUnavailableError(f"NVML does not tell how many GPUs there are ({error}): see nvidia-smi.") from error
+        raise NvmlUnavailableError(
+            f"NVML does not report how many GPUs there are ({error}): see nvidia-smi."
+        ) from error
     for number in range(count):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
@@ -322,7 +318,7 @@ def read_fields(reader: DeviceReader, kind: type[Any], names: Collection[str] = 
         names: The fields; empty for all.
 
     Raises:
-        NVMLError: If the device does not answer any more.
+        NVMLError: If the device no longer responds.
     """
     for each in fields(kind):
         told = each.metadata.get("told")
@@ -332,7 +328,7 @@ def read_fields(reader: DeviceReader, kind: type[Any], names: Collection[str] = 
 
 
 def read_field(reader: DeviceReader, name: str) -> Any:
-    """Return one field of `Gpu`, or None if it is not told."""
+    """Return one field of `Gpu`, or None if it is not reported."""
     return dict(read_fields(reader, Gpu, (name,)))[name]
 
 
@@ -340,7 +336,7 @@ def _read_gpu(nvml: Any, handle: Any, index: int, driver: str | None) -> Gpu:
     reader = DeviceReader(nvml, handle)
     values: dict[str, Any] = {}
     try:
-        for name, value in read_fields(reader, Gpu):  # what was read stays if the device is lost meanwhile
+        for name, value in read_fields(reader, Gpu):  # values that were read stay if the device is lost meanwhile
             values[name] = value
         if values["mig_mode"]:
             values["mig_slices"] = tuple(_mig_slices(reader))

@@ -27,10 +27,10 @@ class GpuLockError(RuntimeError):
 
 
 def lock_folder() -> Path:
-    """Return the folder of the locks, which is made if it is missing.
+    """Return the folder of the locks, which is created if it is missing.
 
     Raises:
-        GpuLockError: If it cannot be made, or is no folder.
+        GpuLockError: If it cannot be created, or is not a folder.
     """
     folder, chosen = named_folder()
     try:
@@ -44,7 +44,7 @@ def lock_folder() -> Path:
 
 
 def existing_lock_folder() -> Path | None:
-    """Return the folder of the locks, or None if nobody has locked anything that this user can look at."""
+    """Return the folder of the locks, or None if it holds no locks that this user can read."""
     folder, chosen = named_folder()
     if folder.is_symlink() and not chosen:
         return None
@@ -97,7 +97,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a lock is held, as far as this user can tell; to be asked while no other process chooses."""
+    """Return whether a lock is held, as far as this user can tell. Call it while no other process chooses."""
     try:
         descriptor = try_lock(path) if path.exists() else -1
     except GpuLockError:

@@ -62,7 +62,7 @@ def _own_fields() -> Iterator[GpuField]:
 
 
 def _smi_fields() -> Iterator[GpuField]:
-    """Yield the fields of nvidia-smi that are no attribute of `Gpu`."""
+    """Yield the fields of nvidia-smi that are not attributes of `Gpu`."""
     yield GpuField("timestamp", "", lambda gpu: f"{datetime.now():%Y/%m/%d %H:%M:%S.%f}"[:-3])
     yield GpuField("pstate", "", lambda gpu: None if gpu.performance_state is None else f"P{gpu.performance_state}")
     for reason in THROTTLE_REASONS:
@@ -172,7 +172,7 @@ def printable(text: str) -> str:
 
 
 class GpuTable:
-    """What rich prints: a table of the GPUs, one of their processes, and sentences about what is not as usual.
+    """What rich prints: a table of the GPUs, one of their processes, and sentences about anything unusual.
 
     Args:
         gpus: The GPUs.
@@ -202,13 +202,13 @@ class GpuTable:
                 yield ""
                 yield _process_table(self.gpus)
         else:
-            yield Text("There is a driver, and no GPU.")
+            yield Text("There is a driver, but no GPU.")
         if remarks:
             yield Text("\n" + "\n".join(remark for _, remark in remarks))
 
 
 def gpu_remarks(gpu: Gpu) -> Iterator[str]:
-    """Yield a sentence for all of a GPU that is not as usual, and for each value that could not be read."""
+    """Yield a sentence for each unusual thing about a GPU, and for each value that could not be read."""
     name = f"GPU {gpu.index}"
     if gpu.error is not None:
         yield f"{name} does not answer: {printable(gpu.error)}."
@@ -228,7 +228,7 @@ def gpu_remarks(gpu: Gpu) -> Iterator[str]:
     for problem in gpu.unreadable:
         yield f"{name} could not be read: {printable(problem)}."
     if gpu.processes is None:
-        yield f"{name} does not tell its processes."
+        yield f"{name} does not report its processes."
 
 
 def _new_table(*columns: str, left: Sequence[str] = (), cut_off: str = "", title: str | None = None) -> Table:

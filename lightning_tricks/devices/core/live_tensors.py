@@ -125,8 +125,8 @@ def live_storages(device: torch.device, named: Iterable[NamedTensor] = ()) -> li
     """Return the storages on a device.
 
     They are those of tensors that the garbage collector tracks. What only C++ holds is not among them: gradients that
-    Python has never asked for, and what autograd has saved for the backward pass. Nothing is kept alive, and an object
-    that is no tensor is asked for nothing but its type.
+    Python has never asked for, and what autograd has saved for the backward pass. Nothing is kept alive, and of
+    an object that is not a tensor only the type is read.
 
     Args:
         device: The device, with an index if there are several of its type.

@@ -18,7 +18,7 @@ def resolve_device(device: int | str | torch.device | None) -> torch.device:
     """Return a device with its index where it is of CUDA; None is the current one if this process uses CUDA.
 
     Raises:
-        RuntimeError: If it is a CUDA device and there is none, or if there is no such device at all.
+        RuntimeError: If it is a CUDA device and there is none, or if the device does not exist.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
@@ -45,7 +45,7 @@ def _of_cuda(device: torch.device) -> dict[str, int | None]:
     reserved = torch.cuda.memory_reserved(device)
     free = total = None
     if reserved or torch.cuda.max_memory_reserved(device):  # otherwise asking would create a context on the device
-        with suppress(RuntimeError):  # after some errors the device answers nothing any more
+        with suppress(RuntimeError):  # after some errors the device no longer responds
             free, total = torch.cuda.mem_get_info(device)
     return {
         "allocated": torch.cuda.memory_allocated(device),

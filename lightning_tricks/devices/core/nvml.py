@@ -1,6 +1,6 @@
-"""NVML, the library behind nvidia-smi: opening it, and reading what a driver and a device support.
+"""NVML, the library behind nvidia-smi: opening it, and reading the values that a driver and a device support.
 
-None of this creates a CUDA context: GPUs that other processes use are only looked at.
+None of this creates a CUDA context: GPUs that other processes use are only read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REMEDIES = {
     LIBRARY_NOT_FOUND: "this machine has no NVIDIA driver, or the container was started without its GPUs",
     DRIVER_NOT_LOADED: "the NVIDIA driver is installed, but not loaded",
     LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while it was loaded; the machine has to be restarted",
-    NO_PERMISSION: "this user may not talk to the NVIDIA driver",
+    NO_PERMISSION: "this user has no permission to use the NVIDIA driver",
 }
 
 
@@ -66,7 +66,7 @@ def open_nvml(nvml: Any = None) -> Iterator[Any]:
     try:
         yield nvml
     finally:
-        with suppress(nvml.NVMLError):  # what was read before is no worse for it
+        with suppress(nvml.NVMLError):  # the values that were read before are still right
             nvml.nvmlShutdown()
 
 
@@ -81,7 +81,7 @@ def available(value: Any) -> Any:
 
 
 class DeviceReader:
-    """Calls functions of NVML for one device, each once, and returns None for what driver or device do not tell.
+    """Calls functions of NVML for one device, each once, and returns None for whatever driver or device do not report.
 
     Args:
         nvml: The module `pynvml`, initialized.
@@ -105,7 +105,7 @@ class DeviceReader:
             calls: Names of functions, the preferred one first; tuples of a name and what it takes after the device.
 
         Raises:
-            NVMLError: If the device does not answer any more.
+            NVMLError: If the device no longer responds.
         """
         if calls not in self._results:
             self._results[calls] = self._call_first(label, calls)

@@ -118,7 +118,7 @@ class OutOfMemory:
     Attributes:
         report: What the memory was used for.
         stage: "train", "validate", "sanity_check", "test" or "predict".
-        requested: How many bytes were asked for; None if that is unknown.
+        requested: How many bytes were requested; None if that is unknown.
         precision: The Trainer's precision, such as "32-true".
         limit: The share of the device's memory that this process may use; None for all.
         is_of_worker: Whether it ran out in a worker process of a DataLoader.
@@ -138,7 +138,7 @@ def advise(facts: OutOfMemory) -> list[str]:
     total = report.total
     if facts.requested is not None and total is not None and facts.requested > total:
         return [
-            f"One tensor of {format_bytes(facts.requested)} was asked for, more than all memory "
+            f"One tensor of {format_bytes(facts.requested)} was requested, more than all memory "
             f"({format_bytes(total)}): look at the shapes in the line that failed."
         ]
     if facts.is_of_worker:
@@ -258,7 +258,7 @@ def out_of_memory_text(
     sections = {
         "What ran": circumstances,
         "The batch": batch or ["(none: no step was running)"],
-        "What to do": [f"- {one}" for one in advice],
+        "What to do": [f"- {sentence}" for sentence in advice],
         "Memory": str(report).splitlines(),
         "The error": [describe_error(error)],
     }

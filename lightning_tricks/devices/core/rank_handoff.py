@@ -78,7 +78,7 @@ _LAUNCHERS = (
 
 
 def inherited_choice(environment: Mapping[str, str]) -> list[str] | None:
-    """Return what the process that launched this rank has selected, or None if this is no rank that Lightning launched.
+    """Return what the process that launched this rank has selected, or None if Lightning launched no such rank.
 
     Other programs that a script starts inherit the variable too, but with the local rank 0, or without one.
     """
@@ -194,8 +194,8 @@ def await_choice(launch: Launch, timeout: float) -> list[str]:
         if time.monotonic() > deadline:
             raise RankError(
                 f"Local rank {launch.local_rank} has waited {timeout + _GRACE:g} s for the GPUs that local rank 0 of "
-                "its launch selects. All ranks have to call select_gpus. A program that is no rank, and was started by "
-                "one, must not inherit LOCAL_RANK, SLURM_LOCALID or OMPI_COMM_WORLD_LOCAL_RANK."
+                "its launch selects. All ranks have to call select_gpus. A program that a rank has started must "
+                "not inherit LOCAL_RANK, SLURM_LOCALID or OMPI_COMM_WORLD_LOCAL_RANK."
             )
         time.sleep(0.1)
     if content["error"] is not None:

@@ -1,4 +1,4 @@
-"""What a process has selected, and what it holds for it until it ends."""
+"""The selection of a process, and the locks that it holds until it ends."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _State:
     def changing(self) -> Iterator[None]:
         """Let one thread choose, and leave no lock that belongs to no selection, wherever an exception interrupts."""
         with self.guard:
-            LOCKS.keep(self.locks.values())  # the exception may also have interrupted what is below
+            LOCKS.keep(self.locks.values())  # an exception may also have interrupted the cleanup below
             try:
                 yield
             finally:

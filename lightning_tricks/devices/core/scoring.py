@@ -52,7 +52,7 @@ class Request:
             raise ValueError(f"fallback must be None or 'cpu', got {self.fallback!r}.")
 
     def limits(self, usage: Usage) -> tuple[tuple[float | None, float | None], ...]:
-        """Return each value of a device with its limit; None for what is not told, or not limited."""
+        """Return each value of a device with its limit; None for a value that is not reported, or not limited."""
         return (
             (usage.memory_free, self.min_free_memory or None),
             (usage.utilization, self.max_utilization),
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Usage:
-    """What limits are compared with; None where driver or device do not tell."""
+    """The values that limits are compared with; None where driver or device do not report them."""
 
     memory_free: int | None
     utilization: float | None
@@ -147,8 +147,8 @@ def _describe(process: GpuProcess) -> str:
 def in_order(devices: Sequence[VisibleDevice], request: Request, held: Collection[str]) -> list[VisibleDevice]:
     """Return devices in the order in which they are taken.
 
-    First come those that this process has selected before, as its memory lies there; last those that do not tell what a
-    limit is about. GPUs that drive a display are last among equals.
+    First come those that this process has selected before, as its memory lies there; last those that do not report
+    a value that is limited. GPUs that drive a display are last among equals.
     """
 
     def key(device: VisibleDevice) -> tuple[Any, ...]:

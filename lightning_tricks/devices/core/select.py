@@ -124,7 +124,7 @@ def select_gpus(
             publish_choice(launch, state.choice or [])
         except BaseException:
             state.release()
-            state.choice = None  # nobody uses it
+            state.choice = None  # no rank uses it
             withdraw_choice()
             raise
     return selection
@@ -177,7 +177,7 @@ def _choose_now(request: Request, nvml: Any) -> Selection:
 
 
 def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> str | None:
-    """Lock a device, if it is to be, and return None, or say who has locked it."""
+    """Lock a device if `lock` is set, and return None, or say which process has locked it."""
     if folder is None:
         return None
     path = lock_path(folder, key)
@@ -246,7 +246,7 @@ def _shortage(machine: Machine, problems: Mapping[str, str | None], request: Req
     possible = [device for device in machine.devices if device.part is None or request.n == 1]
     good = sum(problem is None for problem in problems.values())
     if not machine.gpus:
-        return NoGpuAvailableError("No GPU can be selected: the NVIDIA driver knows of none.", final=True)
+        return NoGpuAvailableError("No GPU can be selected: the NVIDIA driver finds none.", final=True)
     if not machine.devices:
         return NoGpuAvailableError(f"No GPU can be selected.{hidden_gpus(machine)}", final=True)
     lines = [f"  {device.label}: {problems[device.key] or 'qualifies'}" for device in machine.devices]

@@ -29,7 +29,7 @@ PATIENCE = 10.0  # seconds
 
 
 def allowed_cores() -> int:
-    """Return on how many cores the operating system lets this process run; all where it does not tell."""
+    """Return on how many cores the operating system lets this process run; all of them where it does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -87,7 +87,7 @@ class GpuUtilization:
     Attributes:
         name: As given.
         product: The name of the product; None if the driver does not tell.
-        problem: Why it does not answer any more; None while it does.
+        problem: Why it no longer responds; None while it does.
         energy: The joules that it has used since this object was made; None if that is not known.
         reasons: How often it was slowed down for a reason, of all `n_measurements`.
         n_measurements: How often its throttling was measured.
@@ -110,7 +110,7 @@ class GpuUtilization:
             self.problem = str(error)
 
     def measure(self) -> dict[str, float]:
-        """Return what the GPU tells now; nothing if it does not answer."""
+        """Return the values of the GPU now; none if it does not respond."""
         if self.problem is not None:
             return {}
         try:
@@ -122,7 +122,7 @@ class GpuUtilization:
         values = {
             key.removeprefix("gpu/"): told[quantity.field] / quantity.divisor
             for key, quantity in QUANTITIES.items()
-            if quantity.field and told[quantity.field] is not None  # what is not told is left out
+            if quantity.field and told[quantity.field] is not None  # whatever is not reported is left out
         }
         if told["throttle_reasons"] is not None:
             values["throttled"] = self._count_reasons(told["throttle_reasons"])
@@ -156,7 +156,7 @@ def find_cuda_handles(nvml: Any, indices: Iterable[int]) -> dict[int, Any]:
     by_uuid: dict[str, Any] = {}
     for handle in gpu_handles(nvml):
         if not isinstance(handle, nvml.NVMLError):
-            with suppress(nvml.NVMLError):  # it does not answer any more
+            with suppress(nvml.NVMLError):  # it no longer responds
                 by_uuid |= _uuids(nvml, handle)
     found = {index: by_uuid.get(bare_uuid(cuda_uuid(index))) for index in indices}
     return {index: handle for index, handle in found.items() if handle is not None}
@@ -217,7 +217,7 @@ class BackgroundSampler:
             while not self._stop.wait(self._interval):
                 self._sample()
             self._sample()
-        except Exception as error:  # told by the thread that trains
+        except Exception as error:  # reported by the thread that trains
             self.error = error
         finally:
             self._finish()

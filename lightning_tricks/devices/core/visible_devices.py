@@ -55,8 +55,8 @@ class VisibleDevice:
 def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevice]:
     """Return what a value of CUDA_VISIBLE_DEVICES lets CUDA see, in CUDA's order.
 
-    CUDA takes no notice of what it does not understand: it drops a wrong part with all that follow it, and sees
-    nothing at all if a device is named twice. Here this is an error.
+    CUDA ignores whatever it does not understand: it drops a wrong part with all that follow it, and sees nothing at
+    all if a device is named twice. Here both are errors.
 
     Args:
         value: The value; None if the variable is not set.
@@ -138,8 +138,8 @@ def _what_is_wrong(
     if kind == "an index" and number is None:
         return "is neither an index nor a UUID", _would_see(before)
     if kind == "an index" and number and not part.strip().isdecimal():
-        return "is no index", f"read it as {int(number[0])}"
-    return "is no GPU of this machine", _would_see(before)
+        return "is not an index", f"read it as {int(number[0])}"
+    return "is not a GPU of this machine", _would_see(before)
 
 
 def _would_see(devices: Sequence[VisibleDevice]) -> str:
@@ -294,5 +294,5 @@ def _number_gpus_by_bus(gpu_count: int, order_matters: bool) -> None:
     elif order != _PCI_ORDER and order_matters and gpu_count > 1:
         raise ValueError(
             f"{_ORDER_VARIABLE}={order!r}: CUDA would number the {gpu_count} GPUs in another order than NVML does, "
-            f"which select_gpus reads, and no one but CUDA knows which. Unset it, or set it to {_PCI_ORDER}."
+            f"which select_gpus reads, and only CUDA knows which order. Unset it, or set it to {_PCI_ORDER}."
         )
