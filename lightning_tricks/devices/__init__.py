@@ -4,8 +4,8 @@ When to use it: on machines that several people or jobs share (`select_gpus`, `l
 run is slower or takes more memory than it should (`DeviceMonitor`, `CudaMemory`, `NvtxRanges`).
 
 What it does that nvidia-smi and Lightning do not: a choice takes a lock, so that two jobs that start at once get two
-GPUs; it honours CUDA_VISIBLE_DEVICES and creates no CUDA context on a card that is not used; what is logged is a few
-keys with units, sampled beside the steps, and a sentence at the end that says what the run waited for.
+GPUs; it honours CUDA_VISIBLE_DEVICES and creates no CUDA context on a GPU that is not used; it logs a few keys
+with units, sampled beside the steps, and says at the end what the run waited for.
 
 Caveats: NVIDIA GPUs only, as NVML tells of no others. Locks hold between processes that share their folder, which is
 /tmp/lightning-tricks-gpus or what LIGHTNING_TRICKS_LOCK_DIR names: containers have to mount it.
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from lightning_tricks.devices.core.gpu import Gpu as Gpu
     from lightning_tricks.devices.core.gpu import GpuProcess as GpuProcess
     from lightning_tricks.devices.core.gpu import MigSlice as MigSlice
-    from lightning_tricks.devices.core.gpu_reading import list_gpus as list_gpus
-    from lightning_tricks.devices.core.gpu_selection import select_gpus as select_gpus
-    from lightning_tricks.devices.core.lock_files import GpuLockError as GpuLockError
-    from lightning_tricks.devices.core.memory_limit import limit_memory as limit_memory
+    from lightning_tricks.devices.core.gpu import list_gpus as list_gpus
+    from lightning_tricks.devices.core.gpu_locks import GpuLockError as GpuLockError
+    from lightning_tricks.devices.core.memory_figures import limit_memory as limit_memory
     from lightning_tricks.devices.core.memory_report import MemoryReport as MemoryReport
     from lightning_tricks.devices.core.memory_report import TensorMemory as TensorMemory
     from lightning_tricks.devices.core.memory_report import memory_report as memory_report
     from lightning_tricks.devices.core.nvml import NvmlUnavailableError as NvmlUnavailableError
-    from lightning_tricks.devices.core.selection import NoGpuAvailableError as NoGpuAvailableError
-    from lightning_tricks.devices.core.selection import Selection as Selection
-    from lightning_tricks.devices.core.selection_ranks import RankError as RankError
+    from lightning_tricks.devices.core.rank_handoff import RankError as RankError
+    from lightning_tricks.devices.core.result import NoGpuAvailableError as NoGpuAvailableError
+    from lightning_tricks.devices.core.result import Selection as Selection
+    from lightning_tricks.devices.core.select import select_gpus as select_gpus
     from lightning_tricks.devices.cuda_memory import CudaMemory as CudaMemory
     from lightning_tricks.devices.device_monitor import DeviceMonitor as DeviceMonitor
     from lightning_tricks.devices.nvtx_ranges import NvtxRanges as NvtxRanges
@@ -63,15 +63,14 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "core.device_summary": ("DeviceSummary",),
-            "core.gpu": ("Gpu", "GpuProcess", "MigSlice"),
-            "core.gpu_reading": ("list_gpus",),
-            "core.gpu_selection": ("select_gpus",),
-            "core.lock_files": ("GpuLockError",),
-            "core.memory_limit": ("limit_memory",),
-            "core.memory_report": ("MemoryReport", "TensorMemory", "memory_report"),
+            "core.gpu": ("Gpu", "GpuProcess", "list_gpus", "MigSlice"),
+            "core.gpu_locks": ("GpuLockError",),
+            "core.memory_figures": ("limit_memory",),
+            "core.memory_report": ("memory_report", "MemoryReport", "TensorMemory"),
             "core.nvml": ("NvmlUnavailableError",),
-            "core.selection": ("NoGpuAvailableError", "Selection"),
-            "core.selection_ranks": ("RankError",),
+            "core.rank_handoff": ("RankError",),
+            "core.result": ("NoGpuAvailableError", "Selection"),
+            "core.select": ("select_gpus",),
             "cuda_memory": ("CudaMemory",),
             "device_monitor": ("DeviceMonitor",),
             "nvtx_ranges": ("NvtxRanges",),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.console import errors_of_use, make_console, write_output
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lightning_tricks.devices.core.gpu import Gpu
 
 _LIMITS = ("min_free_memory", "max_utilization", "max_temperature", "prefer", "timeout")
@@ -106,70 +110,48 @@ def _select(n: int, form: str, limits: dict[str, Any]) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from lightning_tricks.devices.core.gpu_fields import gpu_fields
-    from lightning_tricks.devices.core.gpu_ids import pick_gpus
-    from lightning_tricks.devices.core.gpu_reading import list_gpus
+    from rich.live import Live
+
+    from lightning_tricks.devices.core.gpu import list_gpus
+    from lightning_tricks.devices.core.gpu_table import GpuTable, gpu_fields, pick_gpus
     from lightning_tricks.devices.core.nvml import open_nvml
 
     if arguments.query is not None:
         with errors_of_use(arguments):
             gpu_fields(arguments.query)  # a wrong name is an error before anything else
-    with open_nvml():  # once: without persistence mode, each start takes seconds
-        show = _Output(arguments)
-        with show:
-            while True:
-                gpus = list_gpus()
-                if arguments.id is not None:
-                    with errors_of_use(arguments):
-                        gpus = pick_gpus(gpus, arguments.id)
-                show(gpus)
-                if arguments.watch is None:
-                    return 0
-                time.sleep(arguments.watch)
-
-
-class _Output:
-    """Prints GPUs as the arguments say, once or again and again; `with` restores the terminal."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        from rich.live import Live
-
-        self.arguments = arguments
-        self.header = True  # nothing has been printed yet
-        self.console = make_console(highlight=False)
-        text = arguments.json or arguments.csv
-        screen = self.console.is_terminal and not self.console.is_dumb_terminal
-        live = arguments.watch is not None and screen and not text
-        # without a thread: what is shown changes only here
-        self.live = Live(console=self.console, auto_refresh=False) if live else None
-
-    def __enter__(self) -> None:
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # `Live` writes past the console's own output
-        if self.live is not None:
-            self.live.start()
-
-    def __exit__(self, *_: object) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def __call__(self, gpus: list[Gpu]) -> None:
-        from lightning_tricks.devices.core.gpu_fields import DEFAULT_QUERY, csv_text, plain_values
-        from lightning_tricks.devices.core.gpu_table import GpuTable, QueryTable
-
-        query, watch = self.arguments.query, self.arguments.watch is not None
-        if self.arguments.json:
-            write_output(json.dumps(plain_values(gpus, query), indent=None if watch else 2) + "\n")
-        elif self.arguments.csv:
-            write_output(csv_text(gpus, query or DEFAULT_QUERY, header=self.header))
-        else:
-            table = GpuTable(gpus) if query is None else QueryTable(gpus, query)
-            if self.live is None:
-                self.console.print(*[""] * (not self.header), table, sep="\n")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # `Live` writes past the console's own output
+    console = make_console(highlight=False)
+    on_screen = console.is_terminal and not console.is_dumb_terminal and not (arguments.json or arguments.csv)
+    # without a thread: what is shown changes only here
+    live = Live(console=console, auto_refresh=False) if on_screen and arguments.watch is not None else None
+    with open_nvml(), live or nullcontext():  # once: without persistence mode, each start takes seconds
+        for number in itertools.count():
+            gpus = list_gpus()
+            if arguments.id is not None:
+                with errors_of_use(arguments):
+                    gpus = pick_gpus(gpus, arguments.id)
+            if live is not None:
+                live.update(GpuTable(gpus, arguments.query), refresh=True)
             else:
-                self.live.update(table, refresh=True)
-        self.header = False
-        sys.stdout.flush()
+                _print(gpus, arguments, console, is_first=number == 0)
+            if arguments.watch is None:
+                break
+            time.sleep(arguments.watch)
+    return 0
+
+
+def _print(gpus: list[Gpu], arguments: argparse.Namespace, console: Console, is_first: bool) -> None:
+    from lightning_tricks.devices.core.gpu_table import DEFAULT_QUERY, GpuTable, csv_text, plain_values
+
+    if arguments.json:
+        indent = 2 if arguments.watch is None else None
+        write_output(json.dumps(plain_values(gpus, arguments.query), indent=indent) + "\n")
+    elif arguments.csv:
+        write_output(csv_text(gpus, arguments.query or DEFAULT_QUERY, header=is_first))
+    else:
+        console.print(*[""] * (not is_first), GpuTable(gpus, arguments.query), sep="\n")
+    sys.stdout.flush()
 
 
 def _report(arguments: argparse.Namespace) -> int:

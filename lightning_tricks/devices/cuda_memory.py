@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,41 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.errors import observe_errors
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step, log_to_loggers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks._shared.checks import check_optional_count, check_path
+from lightning_tricks._shared.checks import check_optional_count, check_path, is_address
+from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.step_signatures import takes_dataloader_iter
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks._torch_compat.memory import dump_memory_snapshot, recording_memory_history
-from lightning_tricks.devices.core.memory_limit import check_fraction, limit_memory
-from lightning_tricks.devices.core.memory_peaks import EpochGrowth, StagePeaks
+from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks, check_fraction, limit_memory
 from lightning_tricks.devices.core.memory_report import MemoryReport, memory_report
-from lightning_tricks.devices.core.out_of_memory import memory_that_ran_out
-from lightning_tricks.devices.out_of_memory_report import RunningStep, report_folder, report_out_of_memory
+from lightning_tricks.devices.core.out_of_memory import (
+    OutOfMemory,
+    advise,
+    describe_batch,
+    is_of_worker,
+    memory_that_ran_out,
+    out_of_memory_text,
+    requested_bytes,
+)
 
 _GIB = 2**30
 _logger = logging.getLogger("lightning.pytorch")
+
+
+@dataclass(frozen=True)
+class RunningStep:
+    """The step that runs.
+
+    Attributes:
+        batch_idx: The index of its batch.
+        dataloader_idx: The index of the dataloader.
+        batch: The batch; None if the step fetches batches itself.
+    """
+
+    batch_idx: int
+    dataloader_idx: int
+    batch: Any
 
 
 class CudaMemory(TrickCallback):
@@ -142,16 +166,6 @@ class CudaMemory(TrickCallback):
         """Start to look for the peak of training."""
         self._enter("train")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember the batch, for the step alone."""
-        self._begin_step(batch, batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Forget the batch."""
-        self._step = None
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the peaks of the epoch, look for growth, and empty the cache if that is due."""
         if self._peaks is None:
@@ -174,17 +188,9 @@ class CudaMemory(TrickCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Remember the batch, for the step alone."""
-        self._begin_step(batch, batch_idx, dataloader_idx)
+        self._step = RunningStep(batch_idx, dataloader_idx, batch if self._keeps_batches else None)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Forget the batch."""
         self._step = None
 
@@ -203,8 +209,8 @@ class CudaMemory(TrickCallback):
         """Log the peak of test."""
         self._log_stage(trainer)
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_train_batch_start = on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the report of the fit."""
@@ -237,31 +243,53 @@ class CudaMemory(TrickCallback):
     def _on_error(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
         """Report what the memory is used for if it has run out, once; this raises nothing."""
         owner = memory_that_ran_out(error)
-        if not owner or self._has_reported or not any(one is self for one in callbacks_of(trainer)):
+        if not owner or self._has_reported or not any(callback is self for callback in callbacks_of(trainer)):
             return  # a Tuner takes the callbacks away while it tries whether the memory suffices
         self._has_reported = True
         device = torch.device("cpu") if owner == "host" else trainer.strategy.root_device
-        is_cuda = device.type == "cuda"
         try:
             self.report = self._make_report(trainer, pl_module, device)
-            report_out_of_memory(
-                trainer,
-                error,
-                self.report,
-                step=self._step,
-                limit=self.limit if is_cuda else None,
-                folder=self._folder,
-                dump_snapshot=dump_memory_snapshot if is_cuda and self.record_history else None,
-            )
+            note = "\n".join(self._explain(trainer, error, self.report))
+            if hasattr(error, "add_note"):  # since Python 3.11
+                error.add_note(note)
+            else:
+                _logger.error(note)
         except Exception as problem:  # it must not replace the user's error
             _logger.error("CudaMemory could not report on the memory that ran out: %r", problem)
+
+    def _explain(self, trainer: Trainer, error: BaseException, report: MemoryReport) -> list[str]:
+        """Write the files of this rank, and return advice. There is no communication: other ranks may hang."""
+        rank, requested, precision = trainer.global_rank, requested_bytes(error), str(trainer.precision)
+        is_cuda = report.device.startswith("cuda")
+        stage = str(trainer.state.stage.value) if trainer.state.stage is not None else str(trainer.state.fn)
+        limit = self.limit if is_cuda else None
+        advice = advise(OutOfMemory(report, stage, requested, precision, limit, is_of_worker(error)))
+        where = _where(trainer, stage, self._step)
+        lines = [f"CudaMemory: memory of {report.device} ran out on rank {rank}, {where}.", *advice]
+        if self._folder is None:
+            return lines
+        circumstances = [where, f"rank {rank} of {trainer.world_size}, precision {precision}"]
+        if requested is not None:
+            circumstances.append(f"{format_bytes(requested)} were requested")
+        batch = [] if self._step is None else describe_batch(self._step.batch)
+        text = out_of_memory_text(error, circumstances, batch, report, advice)
+        path = self._folder / f"out_of_memory-rank{rank}.txt"
+        written = [path]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as staged:
+                staged.write_text(text, encoding="utf-8")
+            if is_cuda and self.record_history:
+                written.append(path.with_suffix(".pickle"))
+                with atomic_write(written[-1]) as staged:
+                    dump_memory_snapshot(staged)
+        except Exception as problem:
+            return [*lines, f"The report could not be written to {self._folder}: {describe_error(problem)}."]
+        return [*lines, f"Written: {', '.join(map(str, written))}."]
 
     def _enter(self, stage: str) -> None:
         if self._peaks is not None:
             self._peaks.enter(stage)
-
-    def _begin_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._step = RunningStep(batch_idx, dataloader_idx, batch if self._keeps_batches else None)
 
     def _log_stage(self, trainer: Trainer) -> None:
         if self._peaks is not None:
@@ -289,3 +317,21 @@ def _log(trainer: Trainer, sizes: dict[str, int]) -> None:
     """Log sizes in GiB, without the synchronisation and the copies of `LightningModule.log`."""
     values = {f"cuda_memory/{name}_gib": size / _GIB for name, size in sizes.items()}
     log_to_loggers(trainer, values, epoch_end_step(trainer))
+
+
+def report_folder(trainer: Trainer, dirpath: str | os.PathLike[str] | None) -> Path:
+    """Return the folder for reports: `dirpath`, else that of the logger, else the Trainer's; each rank has to call it.
+
+    A folder that is not on a local disk, such as "s3://...", is passed over.
+    """
+    folders = (trainer.log_dir, trainer.default_root_dir) if dirpath is None else (dirpath,)
+    local = (folder for folder in folders if folder is not None and not is_address(folder))
+    return Path(os.path.abspath(next(local, os.curdir)))  # noqa: PTH100 - the working directory may change later
+
+
+def _where(trainer: Trainer, stage: str, step: RunningStep | None) -> str:
+    where = f"stage {stage}, epoch {trainer.current_epoch}"
+    if step is None:
+        return f"{where}, outside of a step"
+    loader = f" of dataloader {step.dataloader_idx}" if step.dataloader_idx else ""
+    return f"{where}, batch {step.batch_idx}{loader}"

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks.devices.core.cores import available_cores
+from lightning_tricks.devices.core.utilization import available_cores
 from lightning_tricks.devices.device_monitor import DeviceMonitor
 
 

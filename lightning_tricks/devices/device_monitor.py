@@ -14,17 +14,8 @@ from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import DeviceUse
-from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report, device_use
-from lightning_tricks.devices.core.quantities import check_keys
-from lightning_tricks.devices.core.verdict import loader_settings
+from lightning_tricks.devices.core.device_summary import DeviceSummary, check_keys, device_report, device_use
 from lightning_tricks.devices.monitored_run import MonitoredRun
-
-_LOADERS = {
-    "train": "train_dataloader",
-    "val": "val_dataloaders",
-    "test": "test_dataloaders",
-    "predict": "predict_dataloaders",
-}
 
 
 class DeviceMonitor(TrickCallback):
@@ -38,7 +29,7 @@ class DeviceMonitor(TrickCallback):
     * `host/cpu_utilization` (%), `host/ram_used_gib` and `host/data_wait`: the share of the time, in %, in which rank
       zero waited for batches, and for worker processes that start. The wait for the very first batch does not count.
 
-    Those of validation are called `gpu0/val_utilization` and so on. What a driver does not tell is left out.
+    Those of validation are called `gpu0/val_utilization` and so on. A value that a driver does not report is left out.
 
     At the end of a fit a table shows mean and maximum of each rank, the energy in kWh and a verdict: whether the loader
     was the bottleneck, with the number of workers that would keep up, and whether GPUs were slowed down by heat or a
@@ -85,17 +76,15 @@ class DeviceMonitor(TrickCallback):
         self.interval = check_number("interval", interval, above=0, at_most=3600)
         self.summary: list[DeviceSummary] | None = None
         self._run: MonitoredRun | None = None
-        self._function = ""
         self._last_step = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_run": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start to measure."""
+        """Start measuring."""
         super().setup(trainer, pl_module, stage)
         self._close()
-        self._function = str(getattr(stage, "value", stage))
         self.summary = None
         self._run = MonitoredRun(trainer, check_keys(self.keys), self.interval, self.warn_temperature)
 
@@ -108,10 +97,8 @@ class DeviceMonitor(TrickCallback):
         """Measure training from now on."""
         self._running.wait.enter("train")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log what was measured since the last log, if it is time."""
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Log the measurements since the last log, if it is time."""
         step = trainer.global_step
         is_due = step // self.every_n_train_steps > self._last_step // self.every_n_train_steps
         self._last_step = step  # a batch may have several, as with several optimizers
@@ -120,7 +107,7 @@ class DeviceMonitor(TrickCallback):
         self._tell_alerts()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not measure what lies between epochs."""
+        """Do not measure the time between epochs."""
         self._running.wait.leave("train")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,43 +115,35 @@ class DeviceMonitor(TrickCallback):
         self._finish(trainer, "train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure validation from now on; the time of training stands still."""
+        """Measure validation, the test or the prediction from now on; the time of training stands still."""
         if not trainer.sanity_checking:
-            self._running.wait.enter("val")
+            self._running.wait.enter(_stage_of(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was measured."""
-        if not trainer.sanity_checking:
-            self._end_evaluation(trainer, "val")
+        """Log the measurements."""
+        if trainer.sanity_checking:
+            return
+        stage = _stage_of(trainer)
+        self._running.wait.leave(stage)
+        self._log(trainer, stage)
+        if trainer.state.fn != "fit":
+            self._finish(trainer, stage)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the test from now on."""
-        self._running.wait.enter("test")
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was measured."""
-        self._end_evaluation(trainer, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the prediction from now on."""
-        self._running.wait.enter("predict")
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was measured."""
-        self._end_evaluation(trainer, "predict")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop to measure, and show the table of this rank if the run was interrupted on purpose."""
+        """Stop measuring, and show the table of this rank if the run was interrupted on purpose."""
         run = self._run
         try:
             if run is not None and not isinstance(exception, Exception) and "train" in run.wait.totals:
-                self.summary = [run.summarize(trainer, "train", None)]
+                self.summary = [run.summarize(trainer, "train", [])]
                 self._show(trainer)
         finally:
             self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop to measure."""
+        """Stop measuring."""
         self._close()
 
     def report_parts(self, trainer: Trainer) -> list[DeviceUse]:
@@ -183,12 +162,6 @@ class DeviceMonitor(TrickCallback):
         if run is not None:
             run.close()
 
-    def _end_evaluation(self, trainer: Trainer, stage: str) -> None:
-        self._running.wait.leave(stage)
-        self._log(trainer, stage)
-        if self._function != "fit":
-            self._finish(trainer, stage)
-
     def _log(self, trainer: Trainer, stage: str) -> None:
         values = self._running.take(stage)
         if stage != "train":
@@ -204,8 +177,8 @@ class DeviceMonitor(TrickCallback):
         if stage not in self._running.wait.totals:  # no epoch ran, on no rank
             self._tell_alerts()
             return
-        loaders = CombinedLoader(getattr(trainer, _LOADERS[stage]), "sequential").flattened
-        own = self._running.summarize(trainer, stage, loader_settings(loaders))
+        given = trainer.train_dataloader if stage == "train" else getattr(trainer, f"{stage}_dataloaders")
+        own = self._running.summarize(trainer, stage, CombinedLoader(given, "sequential").flattened)
         self.summary = gather_objects(own)
         if stage == "train":
             self._show(trainer)
@@ -214,3 +187,8 @@ class DeviceMonitor(TrickCallback):
     def _show(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self.summary:
             print_report("DeviceMonitor", device_report(self.summary))
+
+
+def _stage_of(trainer: Trainer) -> str:
+    stage = trainer.state.stage
+    return str(stage.dataloader_prefix) if stage else ""

@@ -1,4 +1,4 @@
-"""What `DeviceMonitor` measures with while a Trainer runs."""
+"""The measurements of `DeviceMonitor` while a Trainer runs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,37 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_iterators
-from lightning_tricks.devices.core.background_sampler import BackgroundSampler
-from lightning_tricks.devices.core.cores import available_cores
-from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
-from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
-from lightning_tricks.devices.core.device_summary import DeviceSummary, joules_to_kwh
-from lightning_tricks.devices.core.load import GIB, GpuLoad, HostLoad
+from lightning_tricks.devices.core.bottleneck import (
+    DataWait,
+    IdleClock,
+    WaitTotals,
+    judge_gpu,
+    judge_wait,
+    waits_for_data,
+)
+from lightning_tricks.devices.core.device_summary import (
+    GIB,
+    DeviceSummary,
+    Recorder,
+    generic_key,
+    quantity_of,
+)
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError, open_nvml
-from lightning_tricks.devices.core.quantities import Recorder, generic_key, quantity_of
-from lightning_tricks.devices.core.verdict import LoaderSettings, judge_gpu, judge_wait, waits_for_data
+from lightning_tricks.devices.core.utilization import (
+    BackgroundSampler,
+    GpuUtilization,
+    HostUtilization,
+    available_cores,
+    find_cuda_handles,
+)
+
+_JOULES_IN_KWH = 3.6e6
 
 
 class MonitoredRun:
@@ -32,8 +49,8 @@ class MonitoredRun:
         warn_temperature: The temperature in degrees Celsius that is an alert; None for none.
 
     Attributes:
-        wait: What measures how long the run waits for data.
-        alerts: Sentences that the user has not been told yet, about this rank's own GPU.
+        wait: Measures how long the run waits for data.
+        alerts: Warnings that are still to be given, about this rank's own GPU.
 
     Raises:
         ModuleNotFoundError: If a package of the extra is missing.
@@ -41,14 +58,14 @@ class MonitoredRun:
 
     def __init__(self, trainer: Trainer, keys: Sequence[str], interval: float, warn_temperature: float | None) -> None:
         self.alerts: deque[str] = deque()
-        self._told: set[str] = set()  # what must not be an alert again
+        self._told: set[str] = set()  # kinds of alerts that were given
         self._keys = keys
         self._warn_temperature = warn_temperature
         self._recorder = Recorder()
         self._latest: dict[str, float] = {}
         self._own = cuda_device_of(trainer)
         self._own_name = "" if self._own is None else f"gpu{self._own.index}"
-        self._host = HostLoad()
+        self._host = HostUtilization()
         self.wait = DataWait(None if self._own is None else IdleClock(self._own))
         with ExitStack() as nvml, ExitStack() as stack:
             self._gpus = self._open_gpus(trainer, nvml)
@@ -95,7 +112,7 @@ class MonitoredRun:
             self.alerts.append(sentence)
 
     def take(self, stage: str) -> dict[str, float]:
-        """Return what is logged of a stage now: each key's mean or maximum since this was last called."""
+        """Return the values of a stage to log now: each key's mean or maximum since this was last called."""
         self._recorder.add(stage, self._own_values(stage))
         recent = self._recorder.take_recent(stage)
         logged = {
@@ -104,9 +121,9 @@ class MonitoredRun:
         }
         return {key: value for key, value in (self._latest | logged).items() if generic_key(key) in self._keys}
 
-    def summarize(self, trainer: Trainer, stage: str, loader: LoaderSettings | None) -> DeviceSummary:
-        """Stop the thread, and return what was measured in a stage, all in all."""
-        has_ended = self._sampler.stop()  # after a last measurement, for the energy
+    def summarize(self, trainer: Trainer, stage: str, loaders: Sequence[Any]) -> DeviceSummary:
+        """Stop the thread, and return a summary of all that was measured in a stage."""
+        self._sampler.stop()  # after a last measurement, for the energy
         self.take(stage)
         means, maxima = dict(self._latest), dict(self._latest)
         for key, statistics in self._recorder.whole(stage).items():
@@ -116,7 +133,7 @@ class MonitoredRun:
             if seconds is not None and wait.seconds > 0:
                 means[f"{device}/data_wait"] = 100 * seconds / wait.seconds  # exact, as intervals are unequal
         gpus = [gpu for gpu in self._gpus if trainer.world_size == 1 or gpu.name == self._own_name]
-        of_others = {gpu.name for gpu in self._gpus if gpu not in gpus}  # which their own ranks tell
+        of_others = {gpu.name for gpu in self._gpus if gpu not in gpus}  # whose own ranks report them
         chosen = [key for key in means if generic_key(key) in self._keys and key.partition("/")[0] not in of_others]
         chosen.sort(key=lambda key: (key.partition("/")[0], self._keys.index(generic_key(key))))
         return DeviceSummary(
@@ -126,12 +143,12 @@ class MonitoredRun:
             products={gpu.name: gpu.product for gpu in gpus if gpu.product},
             means={key: means[key] for key in chosen},
             maxima={key: maxima[key] for key in chosen},
-            energy={gpu.name: joules_to_kwh(gpu.energy) for gpu in gpus if gpu.energy is not None},
-            verdict=[*self._judge(gpus, wait, means, loader, trainer.num_devices), *self._problems(has_ended)],
+            energy={gpu.name: gpu.energy / _JOULES_IN_KWH for gpu in gpus if gpu.energy is not None},
+            verdict=self._judge(gpus, wait, means, loaders, trainer.num_devices),
         )
 
     def _own_values(self, stage: str) -> dict[str, float]:
-        """Return what only this process knows: how it waited, and the memory of its tensors."""
+        """Return the values that only this process knows: its waiting, and the memory of its tensors."""
         shares = self.wait.take(stage)
         values = {"host/data_wait": shares["waited"]} if shares else {}
         if self._own is None:
@@ -140,7 +157,7 @@ class MonitoredRun:
             values[f"{self._own_name}/data_wait"] = shares["idle"]
         return values | {f"{self._own_name}/peak_memory_gib": torch.cuda.max_memory_allocated(self._own) / GIB}
 
-    def _open_gpus(self, trainer: Trainer, stack: ExitStack) -> list[GpuLoad]:
+    def _open_gpus(self, trainer: Trainer, stack: ExitStack) -> list[GpuUtilization]:
         """Return the GPUs of the Trainer on this machine for rank zero, which logs, and the own one of other ranks."""
         if self._own is None:
             return []
@@ -152,40 +169,38 @@ class MonitoredRun:
         indices = trainer.device_ids if trainer.is_global_zero else [self._own.index]
         handles = find_cuda_handles(nvml, indices)
         if missing := [f"gpu{index}" for index in indices if index not in handles]:
-            self.alerts.append(f"DeviceMonitor does not measure {', '.join(missing)}: NVML tells nothing about it.")
-        return [GpuLoad(nvml, handle, f"gpu{index}") for index, handle in handles.items()]
+            self.alerts.append(f"DeviceMonitor does not measure {', '.join(missing)}: NVML reports nothing about it.")
+        return [GpuUtilization(nvml, handle, f"gpu{index}") for index, handle in handles.items()]
 
-    def _alert(self, gpu: GpuLoad, temperature: float | None) -> None:
+    def _alert(self, gpu: GpuUtilization, temperature: float | None) -> None:
         limit = self._warn_temperature
         if gpu.problem is not None:
-            self._tell_once("problem", f"DeviceMonitor: {gpu.name} does not answer any more ({gpu.problem}).")
+            self._tell_once("problem", f"DeviceMonitor: {gpu.name} no longer responds ({gpu.problem}).")
         if temperature is not None and limit is not None and temperature >= limit:
             self._tell_once(
                 "heat",
-                f"DeviceMonitor: {gpu.name} has {temperature:.0f} °C, and warn_temperature={limit:g}. From some 85 to "
-                "95 °C on, GPUs slow down by themselves: look after its fan and the air around it.",
+                f"DeviceMonitor: {gpu.name} has {temperature:.0f} °C, and warn_temperature={limit:g}. At about 85 to "
+                "95 °C, GPUs slow down by themselves: check its fan and the airflow.",
             )
 
     def _judge(
         self,
-        gpus: Sequence[GpuLoad],
+        gpus: Sequence[GpuUtilization],
         wait: WaitTotals,
         means: Mapping[str, float],
-        loader: LoaderSettings | None,
+        loaders: Sequence[Any],
         ranks_here: int,
     ) -> list[str]:
         cores = max(1, available_cores() // ranks_here)
-        said = judge_wait(wait, loader, cores, means.get("host/cpu_utilization"))
-        sentences = [said] if said else []
+        sentences = judge_wait(wait, loaders, cores, means.get("host/cpu_utilization"))
         for gpu in gpus:
             utilization = means.get(f"{gpu.name}/utilization")
             sentences += judge_gpu(gpu.name, utilization, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))
+        if not self._sampler.stop():
+            sentences.append("The measurements ended early: the driver does not answer.")
+        elif self._sampler.error is not None:
+            sentences.append(f"The measurements ended early: {self._sampler.error!r}.")
         return sentences
-
-    def _problems(self, has_ended: bool) -> list[str]:
-        if not has_ended:
-            return ["The measurements ended early: the driver does not answer."]
-        return [] if self._sampler.error is None else [f"The measurements ended early: {self._sampler.error!r}."]
 
 
 def cuda_device_of(trainer: Trainer) -> torch.device | None:

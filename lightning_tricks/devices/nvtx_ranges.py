@@ -2,17 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fetches import observe_fetches
-from lightning_tricks.devices.core.nvtx_stack import RangeStack
+
+
+class RangeStack:
+    """The open ranges of a training loop: a step, a phase in it, and a wait for data, which may interrupt both.
+
+    Each method first closes what has to be closed, so that a boundary that never came leaves nothing open.
+
+    Args:
+        push: Opens a range with a name inside the ranges that are open. The default does nothing.
+        pop: Closes the range that was opened last.
+
+    Attributes:
+        marks: Whether ranges are marked.
+    """
+
+    def __init__(self, push: Callable[[str], object] = str, pop: Callable[[], object] = str) -> None:
+        self.marks = push is not str
+        self._push, self._pop = push, pop
+        self._open: list[str] = []
+        self._depth_before_wait: int | None = None
+
+    def begin_step(self, name: str) -> None:
+        """Close what is open, and open a step."""
+        self.close()
+        self._begin(name)
+
+    def begin_phase(self, name: str) -> None:
+        """Close the phase that is open, if any, and open another; outside of a step this does nothing."""
+        if self._open and self._depth_before_wait != 0:
+            self._close_to(1)
+            self._begin(name)
+
+    def end_phase(self) -> None:
+        """Close the phase that is open, if any."""
+        self._close_to(1)
+
+    def begin_wait(self, name: str) -> None:
+        """Open a wait for data inside of what is open."""
+        self.end_wait()
+        self._depth_before_wait = len(self._open)
+        self._begin(name)
+
+    def end_wait(self) -> None:
+        """Close the wait for data, if one is open."""
+        if self._depth_before_wait is not None:
+            self._close_to(self._depth_before_wait)
+
+    def close(self) -> None:
+        """Close all ranges."""
+        self._close_to(0)
+
+    def _begin(self, name: str) -> None:
+        self._push(name)
+        self._open.append(name)
+
+    def _close_to(self, depth: int) -> None:
+        while len(self._open) > depth:
+            self._open.pop()
+            self._pop()
+        if self._depth_before_wait is not None and len(self._open) <= self._depth_before_wait:
+            self._depth_before_wait = None
 
 
 class NvtxRanges(TrickCallback):
@@ -44,7 +103,7 @@ class NvtxRanges(TrickCallback):
     """
 
     def __init__(self) -> None:
-        self._ranges: RangeStack | None = None  # with CUDA, between setup and teardown
+        self._ranges = RangeStack()
         self._installed = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -65,97 +124,50 @@ class NvtxRanges(TrickCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask the optimizers to say when a step has ended."""
-        if self._ranges is None:
-            return
-        for optimizer in trainer.optimizers:
+        for optimizer in trainer.optimizers if self._ranges.marks else ():
             if hasattr(optimizer, "register_step_post_hook"):  # wrappers of some strategies have none
                 hook = optimizer.register_step_post_hook(lambda *_: self._end_phase(pl_module))
                 self._installed.callback(hook.remove)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         """Open the step and its forward pass."""
-        if self._ranges is not None:
-            self._ranges.begin_step("train step")
-            self._ranges.begin_phase("forward")
+        self._ranges.begin_step("train step")
+        self._ranges.begin_phase("forward")
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, *_: Any) -> None:
         """Open the backward pass."""
-        if self._ranges is not None:
-            self._ranges.begin_phase("backward")
+        self._ranges.begin_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the backward pass."""
         self._end_phase(pl_module)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         """Open the optimizer's step."""
-        if self._ranges is not None:
-            self._ranges.begin_phase("optimizer")
+        self._ranges.begin_phase("optimizer")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Close the step."""
-        self._end_step()
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Open the step of validation, test or prediction."""
+        stage = trainer.state.stage
+        self._ranges.begin_step(f"{stage.dataloader_prefix if stage else None} step")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close a step that a module's `on_train_batch_start` has ended, by returning -1."""
-        self._end_step()
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Close the step; at the end of an epoch one that a module's `on_train_batch_start` has ended by -1."""
+        self._ranges.close()
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Open the step."""
-        self._begin_step("val step")
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_epoch_end = on_train_batch_end
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Close the step."""
-        self._end_step()
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Open the step."""
-        self._begin_step("test step")
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Open the step."""
-        self._begin_step("predict step")
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         """Close all ranges, and undo what was installed."""
         self._close()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close all ranges, and undo what was installed."""
-        self._close()
+    teardown = on_exception
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_installed": ExitStack(), "_ranges": None}
-
-    def _begin_step(self, name: str) -> None:
-        if self._ranges is not None:
-            self._ranges.begin_step(name)
-
-    def _end_step(self) -> None:
-        if self._ranges is not None:
-            self._ranges.close()
+        return super().__getstate__() | {"_installed": ExitStack(), "_ranges": RangeStack()}
 
     def _end_phase(self, pl_module: LightningModule) -> None:
-        if self._ranges is None:
-            return
         if pl_module.automatic_optimization:
             self._ranges.end_phase()
         else:
@@ -163,4 +175,4 @@ class NvtxRanges(TrickCallback):
 
     def _close(self) -> None:
         self._installed.close()
-        self._ranges = None
+        self._ranges = RangeStack()

@@ -11,18 +11,23 @@ Examples:
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_tricks.devices.fake_errors import CONSTANTS, FakeNvmlError
-from lightning_tricks.devices.fake_readings import OF_SLICES, OF_SLICES_ONLY, READINGS, UNVERSIONED
+from lightning_tricks._shared.extras import import_extra
+from lightning_tricks.devices.core.gpu import PROCESS_LISTS, Gpu, MigSlice
+from lightning_tricks.devices.core.scoring import parse_size
 
+# the errors and constants are those of the real module, which needs no driver for them
+_pynvml = import_extra("pynvml", "devices", "FakeNvml needs nvidia-ml-py")
+_GPU_NOT_FOUND = 28
 _ABSENT = object()  # None in sys.modules stands for a module that must not be imported
 
-# What kinds of boards and drivers do not tell: function -> error, for `FakeGpu(fails=...)`
+# Values that kinds of boards and drivers do not report: function -> error, for `FakeGpu(fails=...)`
 CONSUMER_BOARD = {
     "nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED",
     "nvmlDeviceGetMigMode": "NOT_SUPPORTED",
@@ -52,8 +57,8 @@ class FakeProcess:
     """A process on a `FakeGpu`.
 
     Attributes:
-        pid: Its number; that of a process of this machine has a user and a command.
-        memory: The device memory that it uses: bytes, text such as "2GiB", or None where the driver does not tell.
+        pid: Its number; that of a process of this machine also gives its user and command.
+        memory: The device memory that it uses: bytes, text such as "2GiB", or None where the driver does not report it.
         kind: "C", "G" or "C+G".
         gpu_instance: The GPU instance that it runs on, if the GPU is split by MIG.
     """
@@ -138,8 +143,65 @@ class FakeGpu:
     fails: Mapping[str, str] = field(default_factory=dict)
 
 
+def _size(value: int | str) -> int:
+    return parse_size("size", value)
+
+
+def _memory(device: FakeGpu | FakeMigSlice, version: int | None = None) -> SimpleNamespace:
+    total, used = _size(device.memory_total), _size(device.memory_used)
+    return SimpleNamespace(total=total, used=used, free=total - used, **({"reserved": 0} if version else {}))
+
+
+def _processes(kind: str, gpu: FakeGpu) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(
+            pid=process.pid,
+            usedGpuMemory=None if process.memory is None else _size(process.memory),
+            gpuInstanceId=0xFFFFFFFF if process.gpu_instance is None else process.gpu_instance,
+        )
+        for process in gpu.processes
+        if kind in process.kind.split("+")
+    ]
+
+
+def _slice(gpu: FakeGpu, index: int) -> FakeMigSlice:
+    found = gpu.mig_slices[index] if index < len(gpu.mig_slices) else None
+    if found is None:
+        raise _error("NOT_FOUND")
+    return found
+
+
+def _functions_of(kind: type[Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield each function that tells a field of a class, with the first that tells it and the field's name."""
+    for each in fields(kind):
+        told = each.metadata.get("told")
+        names = [call if isinstance(call, str) else call[0] for call in told.calls] if told else []
+        yield from ((name, (names[0], each.name)) for name in names)
+
+
+_OF_GPUS, _OF_SLICES = dict(_functions_of(Gpu)), dict(_functions_of(MigSlice))
+_MIG = ("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex")
+_LISTS = [name for names in PROCESS_LISTS.values() for name in names]
+_FUNCTIONS = {name: (name, "") for name in (*_MIG, *_LISTS)} | _OF_SLICES | _OF_GPUS
+
+# What functions return that do not return a field as it is; without the versions in their names
+_READINGS: dict[str, Any] = {
+    "nvmlDeviceGetMemoryInfo": _memory,
+    "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=gpu.utilization, memory=gpu.memory_utilization),
+    "nvmlDeviceGetClockInfo": lambda gpu, clock: gpu.memory_clock if clock == _pynvml.NVML_CLOCK_MEM else gpu.sm_clock,
+    "nvmlDeviceGetPowerUsage": lambda gpu: round(gpu.power * 1000),
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: round(gpu.power_limit * 1000),
+    "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: round(gpu.energy * 1000),
+    "nvmlDeviceGetMigMode": lambda gpu: [int(gpu.mig_mode)] * 2,
+    "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
+    "nvmlDeviceGetMigDeviceHandleByIndex": _slice,
+    "nvmlDeviceGetComputeRunningProcesses": partial(_processes, "C"),
+    "nvmlDeviceGetGraphicsRunningProcesses": partial(_processes, "G"),
+}
+
+
 class FakeNvml:
-    """Has the functions of the module `pynvml` that this package calls, and tells what it was given.
+    """Has the functions of the module `pynvml` that this package calls, and returns the values of its `FakeGpu`s.
 
     It is passed as `nvml=...`, or used as a context manager: then `import pynvml` finds it. A module that has imported
     the real one before keeps that.
@@ -157,7 +219,7 @@ class FakeNvml:
         calls: The names of the functions that were called, in their order.
     """
 
-    NVMLError = FakeNvmlError
+    NVMLError = _pynvml.NVMLError
     __name__ = "pynvml"
     __spec__ = ModuleSpec("pynvml", None)
 
@@ -197,7 +259,7 @@ class FakeNvml:
     def nvmlInit(self) -> None:  # noqa: N802, D102
         self.calls.append("nvmlInit")
         if self.init_error is not None:
-            raise FakeNvmlError(self.init_error)
+            raise _error(self.init_error)
         self._users += 1
 
     def nvmlShutdown(self) -> None:  # noqa: N802, D102
@@ -220,42 +282,60 @@ class FakeNvml:
         gpu = self.gpus[index] if 0 <= index < len(self.gpus) else None
         self._check("nvmlDeviceGetHandleByIndex", gpu)
         if gpu is None:
-            raise FakeNvmlError("INVALID_ARGUMENT")
+            raise _error("INVALID_ARGUMENT")
         return gpu
 
     def __getattr__(self, name: str) -> Any:
-        if name in CONSTANTS:
-            return CONSTANTS[name]
-        if name not in READINGS:
+        if name.startswith("NVML") or name == "nvmlMemory_v2":
+            return getattr(_pynvml, name)
+        if name not in _FUNCTIONS:
             raise AttributeError(f"FakeNvml has no {name!r}: this package does not call it")
 
-        def function(handle: FakeGpu | FakeMigSlice, *arguments: Any, **keywords: Any) -> Any:
+        def function(device: FakeGpu | FakeMigSlice, *arguments: Any, **keywords: Any) -> Any:
             version = "_v2" if name == "nvmlDeviceGetMemoryInfo" and (arguments or keywords) else ""
-            self._check(name + version, handle)
-            if isinstance(handle, FakeMigSlice) and name not in OF_SLICES:
-                raise FakeNvmlError("NOT_SUPPORTED")
-            if isinstance(handle, FakeGpu) and name in OF_SLICES_ONLY:
-                raise FakeNvmlError("INVALID_ARGUMENT")
-            return READINGS[name](self, handle, *arguments, **keywords)
+            self._check(name + version, device)
+            if isinstance(device, FakeMigSlice) and name not in _OF_SLICES:
+                raise _error("NOT_SUPPORTED")
+            if isinstance(device, FakeGpu) and name in _OF_SLICES and name not in _OF_GPUS:
+                raise _error("INVALID_ARGUMENT")
+            return self._read(name, device, *arguments, **keywords)
 
         return function
+
+    def _read(self, name: str, device: Any, *arguments: Any, **keywords: Any) -> Any:
+        number = next((number for number, gpu in enumerate(self.gpus) if gpu is device), len(self.gpus))
+        first, attribute = _FUNCTIONS[name]
+        if attribute == "bus_id":
+            return SimpleNamespace(busId=device.bus_id or f"00000000:{number + 1:02X}:00.0")
+        if attribute == "uuid":
+            return device.uuid or f"GPU-{number:08x}-0000-4000-8000-000000000000"
+        reading = _READINGS.get(_without_version(first))
+        if reading is not None:
+            return reading(device, *arguments, **keywords)
+        value = getattr(device, attribute, _ABSENT)
+        if value is _ABSENT:
+            raise _error("NOT_SUPPORTED")
+        return int(value) if isinstance(value, bool) else value
 
     def _check(self, name: str, device: FakeGpu | FakeMigSlice | None = None) -> None:
         self.calls.append(name)
         if not self._users:
-            raise FakeNvmlError("UNINITIALIZED")
+            raise _error("UNINITIALIZED")
         if name in self.missing:
-            raise FakeNvmlError("FUNCTION_NOT_FOUND")
+            raise _error("FUNCTION_NOT_FOUND")
         fails = {**self.fails, **getattr(device, "fails", {})}
-        for failing in (name, UNVERSIONED.get(name, name)):
+        first, _ = _FUNCTIONS.get(name, (name, ""))
+        for failing in (name, _without_version(first)):  # what fails by one name fails by the others of the function
             if failing in fails:
-                raise FakeNvmlError(fails[failing])
+                raise _error(fails[failing])
 
-    def _number(self, device: FakeGpu | FakeMigSlice) -> int:
-        return next((number for number, gpu in enumerate(self.gpus) if gpu is device), len(self.gpus))
 
-    def _uuid(self, device: FakeGpu | FakeMigSlice) -> str | bytes:
-        return device.uuid or f"GPU-{self._number(device):08x}-0000-4000-8000-000000000000"
+def _without_version(name: str) -> str:
+    return name.removesuffix("_v2").removesuffix("_v3")
 
-    def _bus(self, device: FakeGpu) -> SimpleNamespace:
-        return SimpleNamespace(busId=device.bus_id or f"00000000:{self._number(device) + 1:02X}:00.0")
+
+def _error(name: str) -> Exception:
+    # older modules do not name all codes
+    code: int = _GPU_NOT_FOUND if name == "GPU_NOT_FOUND" else getattr(_pynvml, f"NVML_ERROR_{name}")
+    error: Exception = _pynvml.NVMLError(code)
+    return error

@@ -51,7 +51,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.cli import main
 from lightning_tricks.devices import Gpu
-from lightning_tricks.devices.core.quantities import QUANTITIES
+from lightning_tricks.devices.core.device_summary import QUANTITIES
 from lightning_tricks.finetuning import LoRASettings, add_lora, save_adapter
 from lightning_tricks.training_cli import TricksCLI, TricksParser
 from tests.contract.cases import CASES

@@ -172,11 +172,11 @@ def test_without_file_locks_the_last_holder_decides(tmp_path):
     refuses = OSError(errno.ENOTSUP, "no locks here")
     living = {"pid": os.getppid(), "host": os.uname().nodename}
     gone = {"pid": 2**22 + 1, "host": os.uname().nodename}
-    with patch("fcntl.lockf", side_effect=refuses):
+    with patch("fcntl.flock", side_effect=refuses):
         assert lock.DirectoryLock(tmp_path / "lock").acquire(living) == (False, False)
         for last in (gone, {"pid": 1, "host": "elsewhere"}, {}):
             held = lock.DirectoryLock(tmp_path / "lock")
             assert held.acquire(last) == (True, False)
             held.close()
             held.close()
-    assert lock._HELD_KEYS == {}
+    assert lock.LOCKS.held == {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_tricks.devices.cuda_memory import CudaMemory
+from lightning_tricks.devices import CudaMemory
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Net, Setting
 

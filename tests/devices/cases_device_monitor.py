@@ -6,7 +6,7 @@ import json
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_tricks.devices.device_monitor import DeviceMonitor
+from lightning_tricks.devices import DeviceMonitor
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting
 

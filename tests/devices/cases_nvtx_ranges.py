@@ -5,7 +5,7 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Callback
 
-from lightning_tricks.devices.nvtx_ranges import NvtxRanges
+from lightning_tricks.devices import NvtxRanges
 from tests.contract.case import Case
 from tests.contract.lab import BATCHES, Lab, Setting
 

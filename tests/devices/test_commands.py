@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from lightning_tricks import devices
 from lightning_tricks.cli import main
-from lightning_tricks.devices import commands
 from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
 
 
@@ -115,7 +115,7 @@ def test_without_the_extra(monkeypatch, capsys):
 def test_a_driver_without_gpus(capsys):
     with FakeNvml():
         assert main(["gpus"]) == 0
-        assert capsys.readouterr().out == "There is a driver, and no GPU.\n"
+        assert capsys.readouterr().out == "There is a driver, but no GPU.\n"
         assert main(["gpus", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == []
 
@@ -133,7 +133,7 @@ def ctrl_c(monkeypatch):
             raise KeyboardInterrupt
 
     waited = []
-    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(time, "sleep", wait)
     return waited
 
 
@@ -167,10 +167,10 @@ def test_a_driver_that_fails_while_it_is_watched(nvml, capsys, monkeypatch):
     def wait(seconds):
         nvml.fails = {"nvmlDeviceGetCount": "UNKNOWN"}
 
-    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(time, "sleep", wait)
     with pytest.raises(SystemExit, match="1"):
         main(["gpus", "--watch"])
-    assert "NVML does not tell how many GPUs there are (Unknown Error)" in capsys.readouterr().err
+    assert "NVML does not report how many GPUs there are (Unknown Error)" in capsys.readouterr().err
 
 
 _SCRIPT = """

@@ -6,7 +6,6 @@ import pickle
 import re
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_tricks.devices.core.memory_report import MemoryReport
-from lightning_tricks.devices.cuda_memory import CudaMemory
-from lightning_tricks.devices.out_of_memory_report import report_folder
+from lightning_tricks.devices import CudaMemory, MemoryReport
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader, real_fp16
 
 GIB = 2**30
@@ -83,7 +80,7 @@ def test_memory_that_really_runs_out_in_training(tmp_path, told):
     for line in (
         "stage train, epoch 0, batch 3",
         "rank 0 of 1, precision 32-true",
-        "4096 TiB were asked for",
+        "4096 TiB were requested",
         "batch: list of 2",
         "  [0]: float32 4x64 on cpu, 1 KiB",
         "  [1]: int64 4 on cpu, 32 B",
@@ -190,12 +187,16 @@ def test_the_folder_is_the_trainers_without_a_logger_and_stays_when_the_director
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_folder_that_is_not_on_a_disk_is_passed_over(tmp_path):
-    trainer = SimpleNamespace(log_dir="s3://bucket/logs", default_root_dir=str(tmp_path))
-    assert report_folder(trainer, None) == tmp_path
-    trainer.default_root_dir = "gs://bucket"
-    assert report_folder(trainer, None) == Path.cwd()
-    assert report_folder(trainer, "here") == Path.cwd() / "here"
+def test_a_folder_that_is_not_on_a_disk_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Trainer, "log_dir", "s3://bucket/logs")
+    run(Hungry(), CudaMemory(), default_root_dir="runs")
+    assert (tmp_path / "runs" / "out_of_memory-rank0.txt").exists()
+    monkeypatch.setattr(Trainer, "default_root_dir", "gs://bucket")
+    run(Hungry(), CudaMemory())
+    assert (tmp_path / "out_of_memory-rank0.txt").exists()
+    run(Hungry(), CudaMemory(dirpath="here"))
+    assert (tmp_path / "here" / "out_of_memory-rank0.txt").exists()
 
 
 def test_nothing_is_created_before(tmp_path):
@@ -381,7 +382,7 @@ def test_a_worker_of_the_loader_that_runs_out(tmp_path, told):
     with pytest.raises(RuntimeError) as caught:
         Trainer(callbacks=[CudaMemory(dirpath=tmp_path)], max_epochs=1, **QUIET).fit(Net(), data)
     assert "more than all memory" in told(caught.value)
-    assert "8192 TiB were asked for" in (tmp_path / "out_of_memory-rank0.txt").read_text()
+    assert "8192 TiB were requested" in (tmp_path / "out_of_memory-rank0.txt").read_text()
 
 
 def test_a_module_that_cannot_be_looked_into_ends_no_fit(tmp_path):
@@ -615,7 +616,7 @@ def test_a_gpu_that_is_full(gpu, tmp_path, told):
     text = (tmp_path / "oom" / "out_of_memory-rank0.txt").read_text()
     for words in (
         "Memory of cuda:1",
-        "2 GiB were asked for",
+        "2 GiB were requested",
         "allocated: 1 GiB (peak 4 GiB)",
         "raise limit=0.5",
         "hold 77 GiB",

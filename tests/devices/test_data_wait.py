@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.devices.core import cores as cores_module
-from lightning_tricks.devices.core.cores import available_cores
-from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
-from lightning_tricks.devices.core.verdict import (
-    LoaderSettings,
+from lightning_tricks.devices.core import utilization
+from lightning_tricks.devices.core.bottleneck import (
+    DataWait,
+    IdleClock,
+    WaitTotals,
     judge_gpu,
     judge_wait,
-    loader_settings,
     num_workers_needed,
     waits_for_data,
 )
+from lightning_tricks.devices.core.utilization import available_cores
 
 
 class Clock:
@@ -253,9 +253,13 @@ def test_so_many_workers_keep_up_and_hardly_fewer_would(ratio, num_workers):
     wait = pipeline(ratio, 1.0, num_workers)
     if not waits_for_data(wait):
         return
-    needed = num_workers_needed(wait, LoaderSettings(num_workers, False))
+    needed = num_workers_needed(wait, num_workers)
     assert not waits_for_data(pipeline(ratio, 1.0, needed))
     assert abs(needed - max(num_workers + 1, math.ceil(ratio))) <= 1
+
+
+def loader(num_workers, persistent_workers=False):
+    return SimpleNamespace(num_workers=num_workers, persistent_workers=persistent_workers)
 
 
 @pytest.mark.parametrize(
@@ -263,13 +267,13 @@ def test_so_many_workers_keep_up_and_hardly_fewer_would(ratio, num_workers):
     [
         (
             WaitTotals(seconds=100, waited=43, n_batches=50),
-            LoaderSettings(0, False),
+            loader(0),
             8,
             "Waited for data 43 % of the time: the loader is the bottleneck; try num_workers=1, now 0.",
         ),
         (
             WaitTotals(seconds=1, waited=0.4, n_batches=800),  # measured: a worker makes such a run twice as slow
-            LoaderSettings(0, False),
+            loader(0),
             8,
             "Waited for data 40 % of the time: the loader is the bottleneck; loading a batch takes only 0.5 ms, which "
             "worker processes would not make faster; use larger batches, or take each batch out of tensors in memory "
@@ -277,34 +281,34 @@ def test_so_many_workers_keep_up_and_hardly_fewer_would(ratio, num_workers):
         ),
         (
             WaitTotals(seconds=100, waited=80, n_batches=50),
-            LoaderSettings(0, False),
+            loader(0),
             2,
             "Waited for data 80 % of the time: the loader is the bottleneck; try num_workers=2, now 0 (4 would keep "
             "up, on 2 cores: make loading cheaper, too).",
         ),
         (
             WaitTotals(seconds=100, waited=50, n_batches=50),
-            LoaderSettings(4, False),
+            loader(4),
             4,
             "Waited for data 50 % of the time: the loader is the bottleneck; 4 workers on 4 cores are not enough, so "
             "make loading cheaper: decoded, smaller or cached data, fewer augmentations.",
         ),
         (
             WaitTotals(seconds=100, waited=50, waited_first=40, n_batches=50),
-            LoaderSettings(4, False),
+            loader(4),
             16,
             "Waited for data 50 % of the time: the loader is the bottleneck; most of it was at the start of epochs, "
             "where the workers start anew; try persistent_workers=True.",
         ),
         (
             WaitTotals(seconds=100, waited=50, waited_first=10, n_batches=50),
-            LoaderSettings(4, False),
+            loader(4),
             16,
             "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=8, now 4.",
         ),
         (
             WaitTotals(seconds=100, waited=50, waited_first=40, n_batches=50),
-            LoaderSettings(4, True),
+            loader(4, True),
             16,
             "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=8, now 4.",
         ),
@@ -317,28 +321,28 @@ def test_so_many_workers_keep_up_and_hardly_fewer_would(ratio, num_workers):
         ),
         (
             WaitTotals(seconds=100, waited=3, n_batches=50),
-            LoaderSettings(0, False),
+            loader(0),
             8,
             "Waited for data 3 % of the time: the loader keeps up.",
         ),
         (
             WaitTotals(seconds=100, waited=43, idle=2, n_batches=50),
-            LoaderSettings(0, False),
+            loader(0),
             8,
             "The host waited for data 43 % of the time, and the GPU had work meanwhile: the loader keeps up.",
         ),
         (
             WaitTotals(seconds=100, waited=60, idle=50, n_batches=50),
-            LoaderSettings(0, False),
+            loader(0),
             8,
             "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=2, now 0.",
         ),
-        (WaitTotals(seconds=100, waited=90, n_batches=9), LoaderSettings(0, False), 8, ""),
+        (WaitTotals(seconds=100, waited=90, n_batches=9), loader(0), 8, ""),
         (WaitTotals(), None, 8, ""),
     ],
 )
-def test_the_verdict_in_words(wait, loader, cores, words):
-    assert judge_wait(wait, loader, cores) == words
+def test_the_bottleneck_in_words(wait, loader, cores, words):
+    assert "".join(judge_wait(wait, [loader] if loader else [], cores)) == words
 
 
 @pytest.mark.parametrize(
@@ -350,14 +354,14 @@ def test_the_verdict_in_words(wait, loader, cores, words):
 )
 def test_workers_that_only_wait_may_be_more_than_cores(busy, words):
     wait = WaitTotals(seconds=100, waited=50, n_batches=50)
-    assert words in judge_wait(wait, LoaderSettings(4, False), 4, busy)
-    assert "try num_workers=1, now 0." in judge_wait(wait, LoaderSettings(0, False), 4, busy)
+    assert words in judge_wait(wait, [loader(4)], 4, busy)[0]
+    assert "try num_workers=1, now 0." in judge_wait(wait, [loader(0)], 4, busy)[0]
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("10000 100000", 1), ("", 8)])
 def test_the_quota_of_a_container_counts(quota, cores, tmp_path, monkeypatch):
-    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(cores_module, "_CONTAINER_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(utilization.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(utilization, "CONTAINER_QUOTA", tmp_path / "cpu.max")
     assert available_cores() == 8
     (tmp_path / "cpu.max").write_text(quota)
     assert available_cores() == cores
@@ -372,7 +376,7 @@ def test_the_quota_of_a_container_counts(quota, cores, tmp_path, monkeypatch):
         (
             (20.0, {}, 100, True),
             [
-                "gpu0 worked 20 % of the time although data were there: the host starts kernels too slowly, or "
+                "gpu0 worked 20 % of the time although data was available: the host starts kernels too slowly, or "
                 "something else runs between the steps; try larger batches or torch.compile."
             ],
         ),
@@ -386,8 +390,13 @@ def test_what_is_said_of_a_gpu(arguments, words):
     assert judge_gpu("gpu0", *arguments) == words
 
 
-def test_the_settings_of_the_only_loader():
-    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
-    assert loader_settings([loader]) == LoaderSettings(2, True)
-    assert loader_settings([loader, loader]) is None
-    assert loader_settings([[1, 2]]) is None
+def test_a_remedy_names_the_arguments_of_one_dataloader_alone():
+    wait = WaitTotals(seconds=100, waited=50, n_batches=50)
+    known = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+    for loaders, words in (
+        ([known], "try num_workers=4, now 2."),
+        ([known, known], "load in worker processes"),
+        ([range(4)], "load in worker processes"),
+        ([], "load in worker processes"),
+    ):
+        assert words in judge_wait(wait, loaders, 8)[0]

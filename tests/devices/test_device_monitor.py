@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.devices import device_monitor, monitored_run
-from lightning_tricks.devices.core import background_sampler, cuda_devices, data_wait, load
+from lightning_tricks.devices.core import bottleneck, utilization
 from lightning_tricks.devices.device_monitor import DeviceMonitor
 from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
@@ -164,7 +164,7 @@ class Works(Callback):
 )
 def test_the_verdict_is_measured(loading, working, words, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(monitored_run, "DataWait", partial(data_wait.DataWait, clock=lambda: clock[0]))
+    monkeypatch.setattr(monitored_run, "DataWait", partial(bottleneck.DataWait, clock=lambda: clock[0]))
     monkeypatch.setattr(monitored_run, "available_cores", lambda: 8)
     monitor = DeviceMonitor()
     data = DataLoader(Slow(clock, loading), batch_size=4)
@@ -187,7 +187,7 @@ def test_loaders_without_a_length(tmp_path):
 
 def test_several_loaders_get_no_number_of_workers(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(monitored_run, "DataWait", partial(data_wait.DataWait, clock=lambda: clock[0]))
+    monkeypatch.setattr(monitored_run, "DataWait", partial(bottleneck.DataWait, clock=lambda: clock[0]))
     monitor = DeviceMonitor()
 
     class Two(Net):
@@ -208,7 +208,7 @@ def on_gpus(monkeypatch):
     ]
     monkeypatch.setattr(monitored_run, "cuda_device_of", lambda trainer: torch.device("cuda", 0))
     monkeypatch.setattr(Trainer, "device_ids", property(lambda self: [0, 1]))
-    monkeypatch.setattr(cuda_devices, "cuda_uuid", "ab".__getitem__)
+    monkeypatch.setattr(utilization, "cuda_uuid", "ab".__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 << 30)
     monkeypatch.setattr(monitored_run, "IdleClock", NeverIdle)
     with FakeNvml(gpus) as nvml:
@@ -248,7 +248,7 @@ def test_gpus(on_gpus, tmp_path, capsys):
     }
     assert {key: value for key, value in row.items() if key.startswith("gpu")} == expected
     assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
-    assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data were there")
+    assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data was available")
     assert "gpu1 Fake B" in capsys.readouterr().out
     assert on_gpus._users == 0, "NVML is shut down"
 
@@ -307,14 +307,14 @@ def test_a_gpu_that_is_lost_is_told_once(on_gpus):
     with pytest.warns(UserWarning, match="DeviceMonitor") as warned:
         fit(Loses(), Samples(monitor), monitor)
     (lost,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
-    assert lost == "DeviceMonitor: gpu0 does not answer any more (GPU is lost)."
+    assert lost == "DeviceMonitor: gpu0 no longer responds (GPU is lost)."
     assert "gpu1/utilization" in monitor.summary[0].means
 
 
 def test_a_gpu_that_is_lost_from_the_start(on_gpus):
     on_gpus.gpus[1].fails = LOST
     monitor = DeviceMonitor()
-    with pytest.warns(UserWarning, match="does not measure gpu1: NVML tells nothing about it"):
+    with pytest.warns(UserWarning, match="does not measure gpu1: NVML reports nothing about it"):
         fit(monitor)
     assert monitor.summary[0].products == {"gpu0": "Fake A"}
 
@@ -329,14 +329,14 @@ def test_what_one_gpu_does_not_tell_takes_nothing_from_the_other(on_gpus, functi
         warnings.simplefilter("always")
         fit(monitor)
     said = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
-    assert said == ["DeviceMonitor does not measure gpu1: NVML tells nothing about it."] * unknown
+    assert said == ["DeviceMonitor does not measure gpu1: NVML reports nothing about it."] * unknown
     assert monitor.summary[0].means["gpu0/utilization"] == 20
 
 
 def test_a_driver_that_hangs_holds_nothing_up(on_gpus, monkeypatch, capsys):
     hangs, answers = threading.Event(), threading.Event()
-    monkeypatch.setattr(background_sampler, "_PATIENCE", 1e-3)
-    plain = monitored_run.GpuLoad.measure
+    monkeypatch.setattr(utilization, "PATIENCE", 1e-3)
+    plain = monitored_run.GpuUtilization.measure
 
     def measure(self):
         if threading.current_thread() is not threading.main_thread():
@@ -348,7 +348,7 @@ def test_a_driver_that_hangs_holds_nothing_up(on_gpus, monkeypatch, capsys):
         def on_train_epoch_end(self, *args):
             assert hangs.wait(60)
 
-    monkeypatch.setattr(monitored_run.GpuLoad, "measure", measure)
+    monkeypatch.setattr(monitored_run.GpuUtilization, "measure", measure)
     monitor = DeviceMonitor(interval=1e-4)
     fit(monitor, Waits())
     (thread,) = [thread for thread in threading.enumerate() if "lightning_tricks" in thread.name]
@@ -367,7 +367,7 @@ def test_what_the_system_refuses_is_told_once_and_ends_nothing(monkeypatch, erro
     class Breaks(Callback):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 5:
-                monkeypatch.setattr(load.HostLoad, "measure", refuses)
+                monkeypatch.setattr(utilization.HostUtilization, "measure", refuses)
                 if error is not None:
                     raise error
 

@@ -1,18 +1,16 @@
-"""GPUs as a table, as JSON values and as CSV."""
+"""`lightning-tricks gpus`: GPUs as a table, as JSON values and as CSV."""
 
 import csv
-import io
 import json
 import os
 from dataclasses import fields
+from types import SimpleNamespace
 
+import psutil
 import pytest
-from rich.console import Console
 
-from lightning_tricks.devices import Gpu, GpuProcess, list_gpus
-from lightning_tricks.devices.core.gpu_fields import FIELDS, cell_text, csv_text, gpu_fields, plain_values, printable
-from lightning_tricks.devices.core.gpu_ids import pick_gpus
-from lightning_tricks.devices.core.gpu_table import GpuTable, QueryTable, gpu_remarks
+from lightning_tricks import cli
+from lightning_tricks.devices import Gpu, list_gpus
 from lightning_tricks.devices.testing import (
     CONSUMER_BOARD,
     LOST,
@@ -56,20 +54,52 @@ _SHARED = FakeGpu(name="NVIDIA GB10", fails={**UNIFIED_MEMORY, "nvmlDeviceGetPow
 _HOT = FakeGpu(temperature=90, throttle_reasons=0x68, compute_mode=3, ecc_errors=3)
 
 
+_ALL = [_BUSY, _DESKTOP, FakeGpu(fails=LOST), _SHARED, _SLICED, _HOT]
+_QUERY = (
+    "index,name,uuid,pci.bus_id,memory.total,memory.used,memory.free,utilization.gpu,utilization.memory,"
+    "temperature.gpu,power.draw,power.limit,fan.speed,pstate,persistence_mode,compute_mode,display_active,"
+    "ecc.errors.uncorrected.volatile.total,clocks.sm,clocks.mem,driver_version,vbios_version,mig.mode.current,"
+    "clocks_throttle_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown"
+)
+_SMI = _QUERY.split(",")
+_OWN = [field.name for field in fields(Gpu)]
+
+
+class _Nothing:
+    """The functions that a driver lacks which tells only how many GPUs there are."""
+
+    def __contains__(self, name):
+        return name not in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
+
+
 @pytest.fixture
-def gpus():
-    return list_gpus(nvml=FakeNvml([_BUSY, _DESKTOP, FakeGpu(fails=LOST), _SHARED, _SLICED, _HOT]))
+def printed(capsys, monkeypatch):
+    """Returns what the command prints on a machine with these GPUs, in a terminal of this width."""
+
+    def printed(gpus, *options, width=100, missing=()):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with FakeNvml(gpus, missing=missing):
+            assert cli.main(["gpus", *options]) == 0
+        return capsys.readouterr().out
+
+    return printed
 
 
-def _printed(renderable, width=100, **options):
-    console = Console(file=io.StringIO(), width=width, **{"color_system": None, **options})
-    console.print(renderable)
-    return console.file.getvalue()
+@pytest.fixture
+def refused(capsys):
+    """Returns what the command says of wrong arguments."""
+
+    def refused(gpus, *options):
+        with FakeNvml(gpus), pytest.raises(SystemExit):
+            cli.main(["gpus", *options])
+        return capsys.readouterr().err
+
+    return refused
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_table_fits_and_tells_all(gpus, width):
-    text = _printed(GpuTable(gpus), width)
+def test_the_table_fits_and_tells_all(printed, width):
+    text = printed(_ALL, width=width)
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= width
     assert max(map(len, lines[:9])) <= 100
@@ -94,73 +124,78 @@ def test_the_table_fits_and_tells_all(gpus, width):
     assert not [line for line in lines if "…" in line and str(os.getpid()) not in line], "nothing else is cut off"
 
 
-def test_processes_stand_below(gpus):
-    lines = _printed(GpuTable(gpus), 120).splitlines()
+def test_processes_stand_below(printed):
+    lines = printed(_ALL, width=120).splitlines()
     (mine,) = [line for line in lines if line.split()[1:2] == [str(os.getpid())]]
     assert mine.split()[3:6] == ["79", "GiB", "C"]
     (other,) = [line for line in lines if str(2**31 - 1) in line]
     assert other.split() == ["0", str(2**31 - 1), "-", "512", "MiB", "G", "-"]
-    assert "Command" not in _printed(GpuTable([Gpu(index=0, processes=())]))
+    assert "Command" not in printed([FakeGpu()])
 
 
-def test_a_narrow_terminal_keeps_the_figures(gpus):
-    lines = _printed(GpuTable(gpus), 60).splitlines()
+def test_a_narrow_terminal_keeps_the_figures(printed):
+    lines = printed(_ALL, width=60).splitlines()
     assert "79.2/80.0 GiB" in lines[3]
     assert max(map(len, lines)) <= 60
 
 
-def test_colours_only_where_there_are_colours(gpus):
-    assert "\x1b[" not in _printed(GpuTable(gpus))
-    coloured = _printed(GpuTable(gpus), force_terminal=True, color_system="standard")
+def test_colours_only_where_there_are_colours(printed, monkeypatch):
+    assert "\x1b[" not in printed(_ALL)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    coloured = printed(_ALL)
     assert "\x1b[31m90 °C" in coloured
     assert "\x1b[33m71 °C" in coloured
-    assert "\x1b[3" not in _printed(
-        GpuTable(gpus), force_terminal=True, no_color=True, color_system="standard"
-    ).replace(
-        "\x1b[3m",
-        "",  # the title is slanted
-    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in printed(_ALL).replace("\x1b[3m", "")  # the title is slanted
 
 
-def test_no_gpus():
-    assert _printed(GpuTable([])) == "There is a driver, and no GPU.\n"
+def test_no_gpus(printed):
+    assert printed([]) == "There is a driver, but no GPU.\n"
 
 
-def test_nothing_is_known():
-    assert list(gpu_remarks(Gpu(index=3))) == ["GPU 3 does not tell its processes."]
-    assert _printed(GpuTable([Gpu(index=3)])).splitlines()[3].split() == ["3", *["-"] * 6]
+def test_nothing_is_known(printed):
+    lines = printed([FakeGpu()], missing=_Nothing()).splitlines()
+    assert lines[0].rstrip() == "1 GPU, driver unknown"
+    assert lines[3].split() == ["0", *["-"] * 6]
+    assert lines[-1] == "GPU 0 does not report its processes."
 
 
-def test_mig_mode_without_slices():
-    assert list(gpu_remarks(Gpu(index=0, mig_mode=True, processes=()))) == ["GPU 0 is in MIG mode and has no slices."]
+def test_mig_mode_without_slices(printed):
+    assert printed([FakeGpu(mig_mode=True)]).endswith("\nGPU 0 is in MIG mode and has no slices.\n")
 
 
 @pytest.mark.parametrize(
-    "text", ["[red]train[/red].py [/]", "a\x1b[2Jb\nc\rd", "caf\udce9.py", "\u202egnp.py", "\x07\x00", "学习.py"]
+    ("text", "shown"),
+    [
+        ("[red]train[/red].py [/]", "[red]train[/red].py [/]"),
+        ("a\x1b[2Jb\nc\rd", "a\\x1b[2Jb\\nc\\rd"),
+        ("caf\udce9.py", "caf\\udce9.py"),
+        ("\u202egnp.py", "\\u202egnp.py"),
+        ("\x07\x00", "\\x07\\x00"),
+        ("学习.py", "学习.py"),
+    ],
 )
-def test_text_of_others_is_shown_and_not_acted_on(text):
-    process = GpuProcess(pid=1, kind="C", command=text, user=text)
-    gpu = Gpu(index=0, name=text, processes=(process,), unreadable=(text,))
-    printed = _printed(GpuTable([gpu]), 200, force_terminal=True, color_system="standard")
-    printed.encode()
-    assert printable(text) in printed
-    assert "\x1b[2J" not in printed
-    assert not {"\x07", "\r", "\u202e"} & {*printed}
-    csv_text([gpu], "name,processes").encode()
-    assert "\n" not in cell_text(FIELDS["processes"].read(gpu))
+def test_text_of_others_is_shown_and_not_acted_on(text, shown, printed, monkeypatch):
+    process = SimpleNamespace(name=lambda: text, cmdline=lambda: [text], username=lambda: text)
+    monkeypatch.setattr(psutil, "Process", lambda pid: process)
+    gpus = [FakeGpu(name=text, processes=[FakeProcess(1)])]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    table = printed(gpus, width=200)
+    table.encode()
+    assert table.count(shown) == 3, "the name, the user and the command"
+    assert "\x1b[2J" not in table
+    assert not {"\x07", "\r", "\u202e"} & {*table}
+    rows = printed(gpus, "--csv", "--query", "name,processes")
+    rows.encode()
+    assert len(rows.splitlines()) == 2
 
 
 # Fields
 
 
-def test_names_of_nvidia_smi_have_its_units_and_spelling(gpus):
-    text = csv_text(
-        gpus[:1],
-        "index,name,uuid,pci.bus_id,memory.total,memory.used,memory.free,utilization.gpu,utilization.memory,"
-        "temperature.gpu,power.draw,power.limit,fan.speed,pstate,persistence_mode,compute_mode,display_active,"
-        "ecc.errors.uncorrected.volatile.total,clocks.sm,clocks.mem,driver_version,vbios_version,mig.mode.current,"
-        "clocks_throttle_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown",
-    )
+def test_names_of_nvidia_smi_have_its_units_and_spelling(printed):
+    text = printed(_ALL[:1], "--csv", "--query", _QUERY)
     ((title, *values),) = [list(zip(*csv.reader(text.splitlines()), strict=True))]
     assert dict([title, *values]) == {
         "index": "0",
@@ -191,44 +226,41 @@ def test_names_of_nvidia_smi_have_its_units_and_spelling(gpus):
     }
 
 
-def test_what_is_not_known_is_not_available(gpus):
-    lost = gpus[2]
-    names = [name for name in FIELDS if name not in ("index", "timestamp", "driver_version", "error")]
-    values = plain_values([lost], names)[0]
-    told = {name for name, value in values.items() if value is not None}
-    assert told <= {"mig_slices", "unreadable"}
-    (row,) = csv.reader([csv_text([lost], names, header=False)])
+def test_what_is_not_known_is_not_available(printed):
+    names = sorted({*_OWN, *_SMI} - {"index", "driver_version", "error"})
+    (values,) = json.loads(printed([FakeGpu(fails=LOST)], "--json", "--query", ",".join(names)))
+    assert {name for name, value in values.items() if value is not None} <= {"mig_slices", "unreadable"}
+    _, row = csv.reader(printed([FakeGpu(fails=LOST)], "--csv", "--query", ",".join(names)).splitlines())
     assert {*row} == {"[N/A]", ""}
 
 
-def test_own_names_have_plain_values(gpus):
-    assert {field.name for field in fields(Gpu)} <= {*FIELDS}
-    (values,) = plain_values(gpus[:1], "memory_used,persistence_mode,throttle_reasons,processes,performance_state")
-    assert values["memory_used"] == gpus[0].memory_used
+def test_own_names_have_plain_values(printed):
+    query = "memory_used,persistence_mode,throttle_reasons,processes,performance_state"
+    (values,) = json.loads(printed(_ALL[:1], "--json", "--query", query))
+    assert values["memory_used"] == list_gpus(nvml=FakeNvml(_ALL))[0].memory_used
     assert (values["persistence_mode"], values["performance_state"]) == (True, 0)
     assert values["throttle_reasons"] == ["power cap"]
     assert values["processes"][0]["memory"] == 79 << 30
-    assert csv_text(gpus[:1], "memory_used,energy").splitlines()[0] == "memory_used [B],energy [J]"
-    assert csv_text(gpus[:1], "persistence_mode,mig_mode", header=False) == "Enabled,Disabled\n"
-    rows = csv_text(gpus, "index,throttle_reasons,mig_slices,processes").splitlines()
+    rows = printed(_ALL[:1], "--csv", "--query", "memory_used,energy,persistence_mode,mig_mode").splitlines()
+    assert rows[0] == "memory_used [B],energy [J],persistence_mode,mig_mode"
+    assert rows[1].endswith("Enabled,Disabled")
+    rows = printed(_ALL, "--csv", "--query", "index,throttle_reasons,mig_slices,processes").splitlines()
     assert rows[5].startswith("4,,MIG-f1e2 0 B,")
     assert rows[6] == "5,hardware slowdown; software thermal slowdown; hardware thermal slowdown,,"
 
 
-def test_json_is_plain(gpus):
-    plain = json.loads(json.dumps(plain_values(gpus)))
+def test_json_is_plain(printed):
+    plain = json.loads(printed(_ALL, "--json"))
     assert [gpu["index"] for gpu in plain] == list(range(6))
-    assert {*plain[0]} == {field.name for field in fields(Gpu)}
+    assert [*plain[0]] == _OWN
     assert (plain[2]["name"], plain[2]["error"]) == (None, "GPU is lost")
     assert plain[0]["power"] == 690.0
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_every_field_is_plain_for_every_gpu(gpus, name):
-    for gpu in [*gpus, Gpu(index=9)]:
-        value = FIELDS[name].read(gpu)
-        assert json.loads(json.dumps(value)) == value
-        assert "\n" not in cell_text(value)
+@pytest.mark.parametrize("name", [*_OWN, *_SMI, "timestamp", "clocks_event_reasons.sync_boost"])
+def test_every_field_is_plain_for_every_gpu(printed, name):
+    assert [*json.loads(printed(_ALL, "--json", "--query", name))[0]] == [name]
+    assert len(printed(_ALL, "--csv", "--query", name).splitlines()) == 7
 
 
 @pytest.mark.parametrize(
@@ -241,18 +273,16 @@ def test_every_field_is_plain_for_every_gpu(gpus, name):
         (" , ", "must name at least one field"),
     ],
 )
-def test_a_name_that_is_not_known(query, words):
-    with pytest.raises(ValueError, match="query must") as raised:
-        gpu_fields(query)
-    assert words in str(raised.value)
+def test_a_name_that_is_not_known(query, words, refused):
+    assert words in refused(_ALL, "--query", query)
 
 
-def test_query_table(gpus):
-    text = _printed(QueryTable(gpus, "index, memory.used ,processes"), 60)
+def test_query_table(printed):
+    text = printed(_ALL, "--query", "index, memory.used ,processes", width=60)
     assert "memory.used [MiB]" in text
     assert str(2**31 - 1) in text.replace("\n", "")
     assert text.endswith("\nGPU 2 does not answer: GPU is lost.\n")
-    assert "answer" not in _printed(QueryTable(gpus[:1], "index"))
+    assert "answer" not in printed(_ALL[:1], "--query", "index")
 
 
 # Which GPUs
@@ -271,8 +301,8 @@ def test_query_table(gpus):
         ("2", [2]),
     ],
 )
-def test_ids(gpus, ids, found):
-    assert [gpu.index for gpu in pick_gpus(gpus, ids)] == found
+def test_ids(ids, found, printed):
+    assert [gpu["index"] for gpu in json.loads(printed(_ALL, "--json", "--query", "index", "--id", ids))] == found
 
 
 @pytest.mark.parametrize(
@@ -286,12 +316,9 @@ def test_ids(gpus, ids, found):
         (",", "must be indices or UUIDs of GPUs, such as '0,1', got ','"),
     ],
 )
-def test_ids_that_name_none_or_several(gpus, ids, words):
-    with pytest.raises(ValueError, match="id must") as raised:
-        pick_gpus(gpus, ids)
-    assert words in str(raised.value)
+def test_ids_that_name_none_or_several(ids, words, refused):
+    assert words in refused(_ALL, f"--id={ids}")
 
 
-def test_ids_where_there_is_no_gpu():
-    with pytest.raises(ValueError, match="It has none"):
-        pick_gpus([], "0")
+def test_ids_where_there_is_no_gpu(refused):
+    assert "It has none" in refused([], "--id", "0")

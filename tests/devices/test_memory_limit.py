@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_tricks.devices.core.memory_limit import limit_memory
+from lightning_tricks.devices import limit_memory
 
 
 @pytest.fixture

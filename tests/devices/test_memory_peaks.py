@@ -7,10 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_tricks.devices.core.memory_advice import OutOfMemory, advise
-from lightning_tricks.devices.core.memory_peaks import EpochGrowth, StagePeaks
+from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks
 from lightning_tricks.devices.core.memory_report import MemoryReport
-from lightning_tricks.devices.core.out_of_memory import describe_batch, memory_that_ran_out, requested_bytes
+from lightning_tricks.devices.core.out_of_memory import (
+    OutOfMemory,
+    advise,
+    describe_batch,
+    memory_that_ran_out,
+    requested_bytes,
+)
 
 GIB = 2**30
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_tricks.devices.core import memory_figures
-from lightning_tricks.devices.core.memory_report import memory_report
+from lightning_tricks.devices import memory_report
 
 MIB = 2**20
 
@@ -407,7 +406,7 @@ def test_no_context_is_created_on_other_gpus(monkeypatch):
     other = memory_report("cuda:0")
     assert (other.free, other.total, other.peak_allocated) == (None, None, 20)
     assert cuda.asked == [1]
-    assert str(memory_figures.resolve_device("cuda")) == "cuda:1"
+    assert memory_report("cuda").device == "cuda:1"
 
 
 @pytest.mark.gpu

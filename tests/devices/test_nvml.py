@@ -6,7 +6,6 @@ import pytest
 
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices import NvmlUnavailableError, list_gpus
-from lightning_tricks.devices.core.nvml import DeviceReader, error_code, open_nvml
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 
 
@@ -16,14 +15,14 @@ from lightning_tricks.devices.testing import FakeGpu, FakeNvml
         ("LIBRARY_NOT_FOUND", "has no NVIDIA driver, or the container was started without its GPUs"),
         ("DRIVER_NOT_LOADED", "is installed, but not loaded"),
         ("LIB_RM_VERSION_MISMATCH", "was updated while it was loaded; the machine has to be restarted"),
-        ("NO_PERMISSION", "may not talk to the NVIDIA driver"),
+        ("NO_PERMISSION", "has no permission to use the NVIDIA driver"),
         ("UNKNOWN", r"\(Unknown Error\): see nvidia-smi"),
     ],
 )
 def test_it_says_why_nvml_does_not_start(error, words):
     nvml = FakeNvml(init_error=error)
-    with pytest.raises(NvmlUnavailableError, match=words), open_nvml(nvml):
-        raise AssertionError("never entered")
+    with pytest.raises(NvmlUnavailableError, match=words):
+        list_gpus(nvml=nvml)
     assert nvml.calls == ["nvmlInit"], "what was not started is not shut down"
 
 
@@ -53,22 +52,25 @@ def test_what_a_package_itself_misses_is_not_taken_for_the_package(monkeypatch, 
         import_extra("half_installed", "devices", "This needs half-installed")
 
 
-def test_it_may_be_nested_and_is_shut_down_as_often():
+def test_it_is_shut_down_as_often_as_it_is_started():
     nvml = FakeNvml([FakeGpu()])
-    with open_nvml(nvml):
-        with open_nvml(nvml) as inner:
-            assert inner is nvml
-        assert nvml.nvmlDeviceGetCount() == 1
+    nvml.nvmlInit()
+    list_gpus(nvml=nvml)
+    assert nvml.nvmlDeviceGetCount() == 1, "that of others is left open"
+    nvml.nvmlShutdown()
     with pytest.raises(nvml.NVMLError_Uninitialized):
         nvml.nvmlDeviceGetCount()
 
 
 def test_it_is_shut_down_after_an_exception_which_a_failing_shutdown_does_not_hide():
-    nvml = FakeNvml(fails={"nvmlShutdown": "UNKNOWN"})
-    with pytest.raises(ZeroDivisionError), open_nvml(nvml):
-        raise ZeroDivisionError
+    class Breaks(FakeNvml):
+        def nvmlSystemGetDriverVersion(self):  # noqa: N802
+            raise ZeroDivisionError
+
+    nvml = Breaks(fails={"nvmlShutdown": "UNKNOWN"})
+    with pytest.raises(ZeroDivisionError):
+        list_gpus(nvml=nvml)
     assert nvml.calls == ["nvmlInit", "nvmlShutdown"]
-    assert list_gpus(nvml=nvml) == []
 
 
 def test_count_that_fails_is_an_error_in_words():
@@ -76,67 +78,31 @@ def test_count_that_fails_is_an_error_in_words():
         list_gpus(nvml=FakeNvml([FakeGpu()], fails={"nvmlDeviceGetCount": "UNKNOWN"}))
 
 
-def test_error_codes():
-    pynvml = pytest.importorskip("pynvml")
-    assert error_code(pynvml.NVMLError(3)) == error_code(FakeNvml.NVMLError(3)) == 3
-    assert error_code(ValueError()) == -1
-
-
-@pytest.fixture
-def reader():
-    def make(**fields):
-        nvml = FakeNvml([FakeGpu(**fields)], missing=missing)
-        nvml.nvmlInit()
-        return DeviceReader(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
-
-    missing = []
-    make.missing = missing
-    return make
-
-
-def test_functions_are_tried_in_their_order(reader):
-    reader.missing.append("nvmlDeviceGetCurrentClocksEventReasons")
-    names = (
-        "nvmlNoSuchFunction",
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-    )
-    read = reader(throttle_reasons=4)
-    assert read("throttle reasons", *names) == 4
-    assert read("throttle reasons", *names[:2]) is None
-    assert not read.problems
-
-
-def test_a_problem_is_listed_once_and_ends_the_search(reader):
-    read = reader(fails={"nvmlDeviceGetCurrentClocksEventReasons": "NO_PERMISSION"}, throttle_reasons=4)
-    for _ in range(2):
-        assert (
-            read("why", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons") is None
-        )
-    assert read.problems == ["why: Insufficient Permissions"]
-    assert read.failed("why")
-    assert not read.failed("wh")
+def test_a_problem_is_listed_once_and_ends_the_search():
+    gpu = FakeGpu(fails={"nvmlDeviceGetCurrentClocksEventReasons": "NO_PERMISSION"}, throttle_reasons=4)
+    (found,) = list_gpus(nvml=FakeNvml([gpu]))
+    assert found.unreadable == ("throttle reasons: Insufficient Permissions",)
+    assert found.throttle_reasons is None
 
 
 @pytest.mark.parametrize("error", ["GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND"])
-def test_a_device_that_is_gone_raises(reader, error):
-    read = reader(fails={"nvmlDeviceGetName": error})
-    with pytest.raises(FakeNvml.NVMLError):
-        read("name", "nvmlDeviceGetName")
+def test_a_device_that_is_gone_is_not_read_any_further(error):
+    nvml = FakeNvml([FakeGpu(fails={"nvmlDeviceGetName": error})])
+    (found,) = list_gpus(nvml=nvml)
+    assert found.error
+    assert nvml.calls[-2:] == ["nvmlDeviceGetName", "nvmlShutdown"]
 
 
 @pytest.mark.parametrize("value", [0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF])
-def test_not_available_is_none(reader, value):
-    assert reader(ecc_errors=value)("ECC errors", "nvmlDeviceGetTotalEccErrors", arguments=(1, 0)) is None
-    assert reader(ecc_errors=value - 1)("ECC errors", "nvmlDeviceGetTotalEccErrors", arguments=(1, 0)) == value - 1
+def test_not_available_is_none(value):
+    gpus = list_gpus(nvml=FakeNvml([FakeGpu(ecc_errors=value), FakeGpu(ecc_errors=value - 1)]))
+    assert [gpu.ecc_errors for gpu in gpus] == [None, value - 1]
 
 
 def test_text_that_is_no_utf8_is_kept_as_far_as_it_is():
-    class Odd:
-        NVMLError = FakeNvml.NVMLError
-
+    class Odd(FakeNvml):
         @staticmethod
         def nvmlDeviceGetName(handle):  # noqa: N802
             return b"NVIDIA \xff42".decode()  # as pynvml does
 
-    assert DeviceReader(Odd, 0)("name", "nvmlDeviceGetName") == "NVIDIA \ufffd42"
+    assert list_gpus(nvml=Odd([FakeGpu()]))[0].name == "NVIDIA \ufffd42"

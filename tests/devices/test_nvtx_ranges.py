@@ -10,8 +10,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks.devices.core.nvtx_stack import RangeStack
-from lightning_tricks.devices.nvtx_ranges import NvtxRanges
+from lightning_tricks.devices.nvtx_ranges import NvtxRanges, RangeStack
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader, real_fp16
 
 

@@ -1,23 +1,18 @@
 """Which GPUs are selected, what is refused and in which words, and what becomes of CUDA's variables."""
 
 import os
-import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
+import time
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_tricks.devices import Gpu, GpuProcess, NoGpuAvailableError, select_gpus
-from lightning_tricks.devices.core import lock_files
-from lightning_tricks.devices.core.gpu_choice import Load, Request, in_order, load_of
-from lightning_tricks.devices.core.gpu_selection import select
-from lightning_tricks.devices.core.visible_devices import VisibleDevice
+from lightning_tricks.devices import NoGpuAvailableError, select_gpus
 from lightning_tricks.devices.testing import (
     LOST,
     MIG_ENABLED,
@@ -27,8 +22,6 @@ from lightning_tricks.devices.testing import (
     FakeNvml,
     FakeProcess,
 )
-
-IDLE = Request(1, 8 << 30, 10, None, "free_memory", 0, None, True)
 
 
 def selected(gpus, n=1, **arguments):
@@ -197,7 +190,7 @@ def test_no_driver_is_said_or_the_cpu_is_selected(init_error, lock_folder):
 
 
 def test_a_driver_without_gpus_and_too_few_gpus_do_not_make_it_wait():
-    assert "knows of none" in refused([], timeout=1000)
+    assert "finds none" in refused([], timeout=1000)
     assert "1 of 1 GPUs qualify, and n=2" in refused([FakeGpu()], 2, timeout=1000)
 
 
@@ -331,7 +324,7 @@ def test_where_cuda_is_initialized_the_driver_tells_its_order(initialized, expec
 
 def test_where_cuda_sees_a_part_of_the_gpus_only_those_are_selected(monkeypatch):
     seen = ["00000002-0000-4000-8000-000000000000", "2"]
-    monkeypatch.setattr("lightning_tricks.devices.core.visible_machine.uuids_seen_by_cuda", lambda: seen)
+    monkeypatch.setattr("lightning_tricks.devices.core.visible_devices.uuids_seen_by_cuda", lambda: seen)
     gpus = [split_gpu(*SLICES), FakeGpu(), FakeGpu(utilization=50)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # too late
     with select_gpus(nvml=FakeNvml(gpus)) as selection:
@@ -357,7 +350,7 @@ def test_nothing_of_torch_is_loaded():
 # Waiting
 
 
-def test_it_waits_until_a_gpu_is_free_and_says_once_why(lightning_log):
+def test_it_waits_until_a_gpu_is_free_and_says_once_why(lightning_log, monkeypatch):
     gpu, waits = FakeGpu(utilization=50), []
 
     def sleep(seconds):
@@ -365,7 +358,8 @@ def test_it_waits_until_a_gpu_is_free_and_says_once_why(lightning_log):
         if len(waits) == 3:
             gpu.utilization = 0
 
-    assert select(replace(IDLE, timeout=1000), FakeNvml([gpu]), sleep).devices == [0]
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert selected([gpu], timeout=1000) == [0]
     assert waits == [1.0, 1.0, 1.0]
     (line,) = [message for _, message in lightning_log if "select_gpus" in message]
     assert line.startswith("select_gpus waits up to 1000 s. 0 of 1 GPUs qualify")
@@ -374,29 +368,18 @@ def test_it_waits_until_a_gpu_is_free_and_says_once_why(lightning_log):
 
 def test_it_waits_no_longer_than_the_timeout(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("lightning_tricks.devices.core.gpu_selection.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def sleep(seconds):
         now[0] += seconds
 
-    with pytest.raises(NoGpuAvailableError):
-        select(replace(IDLE, timeout=2.5), FakeNvml([FakeGpu(utilization=50)]), sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
+    refused([FakeGpu(utilization=50)], timeout=2.5)
     assert now == [2.5]
-    assert select(replace(IDLE, timeout=1, fallback="cpu"), FakeNvml([FakeGpu(utilization=50)]), sleep).devices == 1
+    assert selected([FakeGpu(utilization=50)], timeout=1, fallback="cpu") == 1
 
 
 # The selection
-
-
-def test_a_selection_is_plain_and_tells_what_it_is():
-    selection = select_gpus(2, nvml=FakeNvml([FakeGpu(), FakeGpu()]))
-    assert repr(selection) == (
-        "Selection(accelerator='cuda', devices=[0, 1]: GPU 0 (NVIDIA H100 80GB HBM3), GPU 1 (NVIDIA H100 80GB HBM3))"
-    )
-    copy = pickle.loads(pickle.dumps(selection))
-    assert (copy.devices, copy.gpus) == (selection.devices, selection.gpus)
-    copy.release()  # it is not the copy's
-    assert lock_files.is_locked(lock_files.lock_path(lock_files.lock_folder(), selection.gpus[0].uuid))
 
 
 def test_gpus_without_uuid_are_told_apart_by_their_address():
@@ -407,63 +390,18 @@ def test_gpus_without_uuid_are_told_apart_by_their_address():
     assert (selection.devices, selection.cuda_visible_devices) == ([1], "1")
 
 
-# A GPU
+_READ_BY = {
+    "idle": "nvmlDeviceGetMemoryInfo",
+    "cool": "nvmlDeviceGetUtilizationRates",
+    "free_memory": "nvmlDeviceGetTemperature",
+}
 
 
-@pytest.mark.gpu
-def test_a_real_gpu_is_selected_without_a_context():
-    code = """
-        import os
-        from lightning_tricks.devices import select_gpus
-        from lightning_tricks.devices.core.cuda_state import uuids_seen_by_cuda
-        selection = select_gpus(min_free_memory=0, max_utilization=None)
-        assert uuids_seen_by_cuda() is None
-        import torch
-        assert not torch.cuda.is_initialized()
-        found = str(torch.cuda.get_device_properties(selection.devices[0]).uuid).removeprefix("GPU-")
-        assert selection.gpus[0].uuid == f"GPU-{found}", (selection.gpus[0].uuid, found)
-        torch.zeros(1, device=f"cuda:{selection.devices[0]}")
-        assert uuids_seen_by_cuda()[selection.devices[0]] == found
-        again = select_gpus(min_free_memory=0, max_utilization=None)
-        assert again.gpus[0].uuid == selection.gpus[0].uuid
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
-@pytest.mark.gpu
-def test_where_torch_has_only_asked_for_cuda_the_driver_tells_its_order():
-    code = """
-        import torch
-        assert torch.cuda.is_available()
-        from lightning_tricks.devices.core.cuda_state import uuids_seen_by_cuda
-        seen = uuids_seen_by_cuda()
-        assert not torch.cuda.is_initialized()
-        told = [torch.cuda.get_device_properties(n).uuid for n in range(torch.cuda.device_count())]
-        assert seen == [str(uuid).removeprefix("GPU-") for uuid in told], (seen, told)
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
-def test_what_a_process_uses_itself_does_not_count_on_a_gpu_that_it_holds():
-    own, other = GpuProcess(pid=os.getpid(), kind="C", memory=30), GpuProcess(pid=1, kind="C", memory=5)
-    gpu = Gpu(index=0, memory_total=100, memory_free=65, utilization=90, temperature=50, processes=(own, other))
-    assert load_of(VisibleDevice(gpu), held=False) == Load(65, 90, 50, (own, other))
-    assert load_of(VisibleDevice(gpu), held=True) == Load(95, 0, 50, (other,))
-    in_container = VisibleDevice(replace(gpu, processes=(other,)))  # whose own processes have other numbers
-    assert load_of(in_container, held=True) == Load(100, 0, 50, None)
-    silent = VisibleDevice(Gpu(index=0))
-    assert load_of(silent, held=True) == load_of(silent, held=False) == Load(None, None, None, None)
-
-
-@pytest.mark.parametrize("field", ["memory_free", "utilization", "temperature"])
-def test_a_gpu_that_does_not_tell_what_is_limited_comes_last(field):
-    told = [Gpu(index=index, memory_free=index, utilization=9 - index, temperature=9 - index) for index in (1, 2)]
-    told += [replace(Gpu(index=0, memory_free=9, utilization=0, temperature=0), **{field: None})]
-    devices = [VisibleDevice(gpu) for gpu in told]
+@pytest.mark.parametrize("prefer", _READ_BY)
+def test_a_gpu_that_does_not_tell_what_is_limited_comes_last(prefer):
+    silent = FakeGpu(temperature=0, fails={_READ_BY[prefer]: "NOT_SUPPORTED"})
+    gpus = [silent, *(FakeGpu(memory_used="9GiB", utilization=number, temperature=number) for number in (8, 7))]
     limits = {"min_free_memory": 1, "max_utilization": 10, "max_temperature": 90}
     unlimited = {"min_free_memory": 0, "max_utilization": None, "max_temperature": None}
-    others = {"n": 1, "timeout": 0, "fallback": None, "lock": False}
-    prefer = {"memory_free": "idle", "utilization": "cool", "temperature": "free_memory"}[field]
-    for arguments, last in ((limits, True), (unlimited, False)):
-        ordered = in_order(devices, Request.of(**arguments, **others, prefer=prefer), ())
-        assert (ordered[-1].gpu.index == 0) == last
+    assert selected(gpus, 2, prefer=prefer, **limits) == [1, 2]
+    assert 0 in selected(gpus, 2, prefer=prefer, **unlimited)

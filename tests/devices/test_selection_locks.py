@@ -1,6 +1,8 @@
 """Locks: between processes, users and forks, in killed processes and notebooks, and in folders that refuse them."""
 
+import fcntl
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -13,10 +15,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_tricks._shared.file_locks import lock_holder
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, Selection, select_gpus
-from lightning_tricks.devices.core import lock_files
-from lightning_tricks.devices.core.lock_files import FOLDER_VARIABLE, choosing, holder, lock_path, try_lock, unlock
-from lightning_tricks.devices.core.selection import state
+from lightning_tricks.devices.core import gpu_locks
+from lightning_tricks.devices.core.gpu_locks import FOLDER_VARIABLE, LOCKS, choosing, lock_path
+from lightning_tricks.devices.core.result import state
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml, FakeProcess
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or has users")
@@ -34,9 +37,9 @@ def python(code, *arguments, **options):
 
 def tells_holders(folder):
     """Return whether the operating system says who holds locks in a folder; not for layered file systems."""
-    descriptor = try_lock(folder / "test.lock")
-    pid = holder(folder / "test.lock")
-    unlock(descriptor)
+    descriptor = LOCKS.try_lock(folder / "test.lock")
+    pid = lock_holder(folder / "test.lock")
+    LOCKS.unlock(descriptor)
     return pid == os.getpid()
 
 
@@ -73,19 +76,19 @@ HOLD = """
 RACE = """
     import os, sys, time
     from pathlib import Path
-    from lightning_tricks.devices.core.gpu_choice import Request
-    from lightning_tricks.devices.core.gpu_selection import select
+    from lightning_tricks.devices import select_gpus
     from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(0.001)
     folder, n, gpus, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    request = Request(n, 0, None, None, "free_memory", 250.0, None, True)
     input()
     for _ in range(rounds):
-        with select(request, FakeNvml([FakeGpu() for _ in range(gpus)]), lambda seconds: time.sleep(0.001)) as found:
+        with select_gpus(n, timeout=250, nvml=FakeNvml([FakeGpu() for _ in range(gpus)])) as found:
             assert len(found.devices) == n
             for device in found.devices:
                 os.close(os.open(folder / str(device), os.O_CREAT | os.O_EXCL))  # fails if another process has it
-            time.sleep(0)
+            sleep(0)
             for device in found.devices:
                 (folder / str(device)).unlink()
     print("done")
@@ -143,16 +146,17 @@ def test_without_locks_nothing_is_written_and_those_of_others_are_respected(lock
 
 def test_who_cannot_choose_for_a_minute_is_told_who_chooses(monkeypatch, tmp_path):
     now = [0.0]
-    monkeypatch.setattr("lightning_tricks.devices.core.lock_files.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lightning_tricks.devices.core.gpu_locks.time.monotonic", lambda: now[0])
 
     def sleep(seconds):
         now[0] += seconds
 
+    monkeypatch.setattr(gpu_locks.time, "sleep", sleep)
     with choosing(tmp_path):
-        with pytest.raises(GpuLockError, match="has been choosing GPUs for 60 s"), choosing(tmp_path, sleep):
+        with pytest.raises(GpuLockError, match="has been choosing GPUs for 60 s"), choosing(tmp_path):
             pass
-        assert holder(tmp_path / "choosing.lock") == (os.getpid() if tells_holders(tmp_path) else None)
-    with choosing(tmp_path, sleep):
+        assert lock_holder(tmp_path / "choosing.lock") == (os.getpid() if tells_holders(tmp_path) else None)
+    with choosing(tmp_path):
         pass
 
 
@@ -162,7 +166,7 @@ def test_who_cannot_choose_for_a_minute_is_told_who_chooses(monkeypatch, tmp_pat
 def taken(device):
     """Return whether another process finds a GPU of `nvml` locked."""
     code = f"""
-        from lightning_tricks.devices.core.lock_files import is_locked, lock_folder, lock_path
+        from lightning_tricks.devices.core.gpu_locks import is_locked, lock_folder, lock_path
         print(is_locked(lock_path(lock_folder(), "GPU-{device:08x}-0000-4000-8000-000000000000")))
     """
     return finish(python(code)) == ["True"]
@@ -206,7 +210,7 @@ def test_a_cell_that_is_run_again_selects_the_gpu_that_its_model_lies_on(pid, mo
     assert select_gpus(nvml=FakeNvml(gpus)).devices == [0]  # CUDA is not initialized: it is the load of others
     gpus[0], gpus[1] = gpus[1], FakeGpu()
     seen = [f"0000000{index}-0000-4000-8000-000000000000" for index in range(2)]
-    monkeypatch.setattr("lightning_tricks.devices.core.visible_machine.uuids_seen_by_cuda", lambda: seen)
+    monkeypatch.setattr("lightning_tricks.devices.core.visible_devices.uuids_seen_by_cuda", lambda: seen)
     assert select_gpus(nvml=FakeNvml(gpus)).devices == [0]
     with pytest.raises(NoGpuAvailableError, match="less than min_free_memory=90 GiB"):
         select_gpus(nvml=FakeNvml(gpus), min_free_memory="90GiB")
@@ -359,7 +363,7 @@ def test_a_link_in_place_of_the_shared_folder_is_not_followed(tmp_path, monkeypa
     monkeypatch.delenv(FOLDER_VARIABLE)
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")
-    monkeypatch.setattr(lock_files, "_folder", lambda: (tmp_path / "link", False))
+    monkeypatch.setattr(gpu_locks, "named_folder", lambda: (tmp_path / "link", False))
     select_gpus(nvml=nvml(1), lock=False)
     with pytest.raises(GpuLockError, match="is not a folder"):
         select_gpus(nvml=nvml(1))
@@ -368,20 +372,20 @@ def test_a_link_in_place_of_the_shared_folder_is_not_followed(tmp_path, monkeypa
 
 @POSIX
 def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
-    path, flock = tmp_path / "a.lock", lock_files._lock
+    path, flock = tmp_path / "a.lock", fcntl.flock
     calls = []
 
-    def lock(descriptor):
+    def lock(descriptor, operation):
         if not calls:
             path.unlink()  # someone tidies up between opening and locking
         calls.append(descriptor)
-        return flock(descriptor)
+        return flock(descriptor, operation)
 
-    monkeypatch.setattr(lock_files, "_lock", lock)
-    descriptor = try_lock(path)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    descriptor = LOCKS.try_lock(path)
     assert len(calls) == 2
     assert os.fstat(descriptor).st_ino == path.stat().st_ino
-    unlock(descriptor)
+    LOCKS.unlock(descriptor)
 
 
 @pytest.mark.parametrize("problem", ["a file", "below a file", "read-only", "no locks"])
@@ -394,13 +398,13 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_variable(problem, tmp_pa
         raise OSError(30 if problem == "read-only" else 38, "Read-only file system or Function not implemented")
 
     if problem == "read-only":
-        monkeypatch.setattr(lock_files.os, "open", fails)
+        monkeypatch.setattr(os, "open", fails)
         path.mkdir()
     if problem == "no locks":
-        monkeypatch.setattr(lock_files, "_lock", fails)
+        monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(GpuLockError, match=f"Set {FOLDER_VARIABLE} to a local folder"):
         select_gpus(nvml=nvml(1))
-    assert lock_files._open_locks == set()
+    assert gpu_locks.LOCKS.held == {}
     monkeypatch.undo()
 
 
@@ -410,34 +414,34 @@ def test_one_failing_lock_gives_back_those_taken_before(lock_folder, monkeypatch
     with pytest.raises(GpuLockError):
         select_gpus(2, nvml=nvml(2))
     assert not taken(0)
-    assert lock_files._open_locks == set()
+    assert gpu_locks.LOCKS.held == {}
 
 
 def test_an_interrupted_choice_holds_nothing(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_tricks.devices.core.gpu_selection._commit", interrupt)
+    monkeypatch.setattr("lightning_tricks.devices.core.select._commit", interrupt)
     with pytest.raises(KeyboardInterrupt):
         select_gpus(nvml=nvml(1))
-    assert lock_files._open_locks == set()
+    assert gpu_locks.LOCKS.held == {}
 
 
 INTERRUPT = """
     import fcntl, json, os, sys
     from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.core import lock_files
-    from lightning_tricks.devices.core.selection import state
+    from lightning_tricks.devices.core import gpu_locks
+    from lightning_tricks.devices.core.result import state
     from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
 
-    FILES = ("gpu_selection.py", "lock_files.py", "selection.py", "selection_ranks.py", "visible_machine.py")
+    FILES = ("select.py", "gpu_locks.py", "file_locks.py", "result.py", "rank_handoff.py", "visible_devices.py")
     fake = FakeNvml([FakeGpu(fails=LOST), FakeGpu(), FakeGpu()])
-    lock_files._LONGEST_CHOICE = 0.0
+    gpu_locks.LONGEST_CHOICE = 0.0
     sys.unraisablehook = lambda _: None  # an interrupt while a generator is closed
 
     def locked():
         found = set()
-        for path in lock_files.lock_folder().glob("*.lock"):
+        for path in gpu_locks.lock_folder().glob("*.lock"):
             with path.open("r+") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -504,11 +508,11 @@ def test_a_folder_of_a_process_that_was_killed_while_it_made_it_shuts_nobody_out
 
     def make():
         monkeypatch.setattr(Path, "chmod", kill)
-        return lock_files.lock_folder()
+        return gpu_locks.lock_folder()
 
     assert in_fork(make) == 0
     assert not lock_folder.exists()
-    assert stat.S_IMODE(lock_files.lock_folder().stat().st_mode) == 0o1777
+    assert stat.S_IMODE(gpu_locks.lock_folder().stat().st_mode) == 0o1777
 
 
 @POSIX
@@ -536,7 +540,7 @@ def test_a_thread_that_selects_or_releases_while_another_selects_leaves_the_lock
                 with state.guard:
                     for descriptor in state.locks.values():
                         os.fstat(descriptor)
-                        assert descriptor in lock_files._open_locks
+                        assert descriptor in gpu_locks.LOCKS.held
                 selection.release()
         except BaseException as error:
             failed.append(error)
@@ -547,14 +551,25 @@ def test_a_thread_that_selects_or_releases_while_another_selects_leaves_the_lock
     for thread in threads:
         thread.join()
     assert failed == []
-    assert lock_files._open_locks == set()
+    assert gpu_locks.LOCKS.held == {}
 
 
 def test_the_folder_does_not_depend_on_the_temporary_folder_of_a_job(monkeypatch, tmp_path):
     monkeypatch.delenv(FOLDER_VARIABLE)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    folder, _ = lock_files._folder()
+    folder, _ = gpu_locks.named_folder()
     assert os.name != "posix" or folder == Path("/tmp/lightning-tricks-gpus")
+
+
+def test_a_selection_is_plain_and_tells_what_it_is():
+    selection = select_gpus(2, nvml=FakeNvml([FakeGpu(), FakeGpu()]))
+    assert repr(selection) == (
+        "Selection(accelerator='cuda', devices=[0, 1]: GPU 0 (NVIDIA H100 80GB HBM3), GPU 1 (NVIDIA H100 80GB HBM3))"
+    )
+    copy = pickle.loads(pickle.dumps(selection))
+    assert (copy.devices, copy.gpus) == (selection.devices, selection.gpus)
+    copy.release()  # it is not the copy's
+    assert taken(0)
 
 
 WINDOWS = """
@@ -582,7 +597,7 @@ WINDOWS = """
     ctypes.windll = types.SimpleNamespace(kernel32=types.SimpleNamespace(GetModuleHandleW=GetModuleHandleW()))
     sys.platform = "win32"
     from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.core.lock_files import is_locked, lock_folder, lock_path
+    from lightning_tricks.devices.core.gpu_locks import is_locked, lock_folder, lock_path
     from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 
     assert select_gpus(fallback="cpu", nvml=FakeNvml(init_error="LIBRARY_NOT_FOUND")).devices == 1
@@ -593,7 +608,7 @@ WINDOWS = """
     assert not is_locked(path) and not held
     os.environ.update(LOCAL_RANK="0")
     select_gpus(nvml=FakeNvml([FakeGpu()]))
-    from lightning_tricks.devices.core.selection_ranks import await_choice, find_launch
+    from lightning_tricks.devices.core.rank_handoff import await_choice, find_launch
     del os.environ["LIGHTNING_TRICKS_SELECTED_GPUS"]
     assert await_choice(find_launch(os.environ), 0) == [selection.gpus[0].uuid]
     print("done")

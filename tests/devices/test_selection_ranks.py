@@ -9,9 +9,9 @@ import textwrap
 import pytest
 
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankError, select_gpus
-from lightning_tricks.devices.core import lock_files, selection_ranks
-from lightning_tricks.devices.core.selection import state
-from lightning_tricks.devices.core.selection_ranks import VARIABLE, Launch, await_choice, find_launch, publish_choice
+from lightning_tricks.devices.core import gpu_locks, rank_handoff
+from lightning_tricks.devices.core.rank_handoff import VARIABLE, Launch, await_choice, find_launch, publish_choice
+from lightning_tricks.devices.core.result import state
 from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
 
 UUIDS = [f"GPU-0000000{index}-0000-4000-8000-000000000000" for index in range(4)]
@@ -21,14 +21,10 @@ def nvml(count=4):
     return FakeNvml([FakeGpu() for _ in range(count)])
 
 
-def no_sleep(_):
-    raise AssertionError("it waits")
-
-
 def new_process(monkeypatch, **environment):
     """Let this process be another one, with this environment."""
     state.forget()
-    lock_files._close_in_forked_child()
+    gpu_locks.LOCKS.forget()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
@@ -278,7 +274,7 @@ def test_the_cpu_is_left_to_the_other_ranks_too(monkeypatch):
 WORKERS = """
     import multiprocessing, os, sys
     from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.core.selection import state
+    from lightning_tricks.devices.core.result import state
     from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 
     selection = select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()]))  # at the top level, as scripts do it
@@ -395,7 +391,7 @@ def test_a_program_that_the_first_rank_starts_does_not_change_what_the_others_us
     job = run("-c", code)
     assert job.stdout == "[1]\n", job.stderr
     launch = find_launch(of_rank(LAUNCHES[1], 1))
-    assert await_choice(launch, 0.0, no_sleep) == UUIDS[:1]
+    assert await_choice(launch, 0.0) == UUIDS[:1]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: " ".join(launch)[:30])
@@ -415,19 +411,20 @@ LAUNCH = Launch(1, "0" * 32)
 def waited(monkeypatch):
     """Return how long a rank waits until it gives up."""
     now = [0.0]
-    monkeypatch.setattr(selection_ranks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rank_handoff.time, "monotonic", lambda: now[0])
 
     def sleep(seconds):
         now[0] += seconds
 
+    monkeypatch.setattr(rank_handoff.time, "sleep", sleep)
     with pytest.raises(RankError, match="has waited 130 s for the GPUs that local rank 0"):
-        await_choice(LAUNCH, 10.0, sleep)
+        await_choice(LAUNCH, 10.0)
     return round(now[0])
 
 
 def publish(**changes):
     publish_choice(LAUNCH, UUIDS[:1])
-    path = selection_ranks._path(LAUNCH)
+    path = rank_handoff.handoff_path(LAUNCH)
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return path
 
@@ -443,7 +440,7 @@ def test_a_rank_does_not_wait_for_ever(monkeypatch):
 )
 def test_a_file_that_says_something_else_is_not_read(changes, monkeypatch):
     publish()
-    assert await_choice(LAUNCH, 0.0, no_sleep) == UUIDS[:1]
+    assert await_choice(LAUNCH, 0.0) == UUIDS[:1]
     publish(**changes)
     waited(monkeypatch)
 
@@ -468,14 +465,14 @@ def test_a_file_of_another_kind_or_user_is_not_read(kind, monkeypatch, tmp_path)
     else:
         other.rename(path)
         user = os.getuid() + 1
-        monkeypatch.setattr(selection_ranks.os, "getuid", lambda: user)
+        monkeypatch.setattr(rank_handoff.os, "getuid", lambda: user)
     waited(monkeypatch)
 
 
 def test_the_reason_of_a_first_rank_that_has_ended_is_read_but_not_that_of_an_earlier_one(monkeypatch):
     path = publish(pid=1 << 22, choice=[], error="no GPU")
     with pytest.raises(RankError, match="has failed: no GPU"):
-        await_choice(LAUNCH, 0.0, no_sleep)
+        await_choice(LAUNCH, 0.0)
     os.utime(path, (1, 1))
     waited(monkeypatch)
 
@@ -483,17 +480,15 @@ def test_the_reason_of_a_first_rank_that_has_ended_is_read_but_not_that_of_an_ea
 def test_a_file_that_cannot_be_written_is_an_error_and_releases_the_gpus(monkeypatch):
     new_process(monkeypatch, **of_rank(LAUNCHES[0], 0))
     launch = find_launch(os.environ)
-    selection_ranks._path(launch).mkdir()
+    rank_handoff.handoff_path(launch).mkdir()
     with pytest.raises(GpuLockError, match="LIGHTNING_TRICKS_LOCK_DIR"):
         select_gpus(nvml=nvml())
     assert state.locks == {}
-    assert [path.suffix for path in selection_ranks._path(launch).parent.glob(".*")] == []
+    assert [path.suffix for path in rank_handoff.handoff_path(launch).parent.glob(".*")] == []
 
 
 def test_the_start_of_a_process_is_the_same_for_all_who_ask_and_none_if_it_has_ended():
-    assert selection_ranks._started(os.getpid()) == selection_ranks._started(os.getpid()) is not None
-    code = (
-        "import os; from lightning_tricks.devices.core.selection_ranks import _started; print(_started(os.getppid()))"
-    )
-    assert run("-c", code).stdout.strip() == selection_ranks._started(os.getpid())
-    assert selection_ranks._started(1 << 22) is None
+    assert rank_handoff.start_of(os.getpid()) == rank_handoff.start_of(os.getpid()) is not None
+    code = "import os; from lightning_tricks.devices.core.rank_handoff import start_of; print(start_of(os.getppid()))"
+    assert run("-c", code).stdout.strip() == rank_handoff.start_of(os.getpid())
+    assert rank_handoff.start_of(1 << 22) is None

@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.sizes import parse_size
+from lightning_tricks.devices import list_gpus, select_gpus
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+
+
+def parse_size(value):
+    """Return the size of a GPU that a user has written so."""
+    return list_gpus(nvml=FakeNvml([FakeGpu(memory_total=value)]))[0].memory_total or 0
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,7 @@ from lightning_tricks.devices.core.sizes import parse_size
     ],
 )
 def test_sizes(text, size):
-    assert parse_size("size", text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
@@ -36,25 +42,25 @@ def test_sizes(text, size):
 )
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="min_free_memory must be a number of bytes, or text such as '8GiB'"):
-        parse_size("min_free_memory", text)
+        select_gpus(min_free_memory=text, nvml=FakeNvml())
 
 
 @pytest.mark.parametrize("value", [None, True, [8], b"8GiB"])
 def test_what_is_neither_number_nor_text(value):
-    with pytest.raises(TypeError, match="size must be a number of bytes"):
-        parse_size("size", value)
+    with pytest.raises(TypeError, match="min_free_memory must be a number of bytes"):
+        select_gpus(min_free_memory=value, nvml=FakeNvml())
 
 
 @given(st.integers(0, 1 << 70))
 def test_whole_numbers_are_kept(size):
-    assert parse_size("size", size) == parse_size("size", str(size)) == size
+    assert parse_size(size) == parse_size(str(size)) == size
 
 
 @given(st.integers(0, 1 << 50))
 def test_it_reads_what_is_printed(size):
-    assert parse_size("size", format_bytes(size)) == pytest.approx(size, rel=1e-3)
+    assert parse_size(format_bytes(size)) == pytest.approx(size, rel=1e-3)
 
 
 @given(st.floats(0, 2.0**60))
 def test_numbers_with_a_fraction(size):
-    assert parse_size("size", size) == round(size)
+    assert parse_size(size) == round(size)

@@ -1,33 +1,29 @@
 """The fake NVML is like the real module where users and this package meet it."""
 
 import inspect
-import pickle
 import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pynvml
 import pytest
 
 import lightning_tricks.devices
 from lightning_tricks.devices import list_gpus, testing
-from lightning_tricks.devices.fake_errors import CONSTANTS, ERRORS, FakeNvmlError
-from lightning_tricks.devices.fake_readings import READINGS
 from lightning_tricks.devices.testing import DRIVER_470, FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
 
-# What nvidia-ml-py 12.535 lacks
-_NEWER = (
-    "nvmlDeviceGetComputeRunningProcesses_v2",
-    "nvmlDeviceGetGraphicsRunningProcesses_v2",
-    "nvmlDeviceGetTemperatureV",
-    "NVML_ERROR_GPU_NOT_FOUND",
-)
-_CORE = Path(lightning_tricks.devices.__file__).parent / "core"
+_PACKAGE = Path(lightning_tricks.devices.__file__).parent
+_OWN = [name for name in vars(FakeNvml) if name.startswith("nvml")]
 
 
-@pytest.fixture
-def real():
-    return pytest.importorskip("pynvml")
+def _called():
+    """The functions of NVML that the package calls."""
+    called = set()
+    for path in _PACKAGE.rglob("*.py"):
+        if path.name != "testing.py":
+            called |= set(re.findall(r"\bnvml\.(nvml[A-Z]\w+)|[\"'](nvml[A-Z]\w+)", path.read_text()))
+    return sorted(one or other for one, other in called)
 
 
 @pytest.fixture
@@ -37,36 +33,36 @@ def nvml():
     return nvml
 
 
-def _own_functions():
-    return [name for name in vars(FakeNvml) if name.startswith("nvml")]
-
-
-# Names, parameters and codes
-
-
-@pytest.mark.parametrize("name", [*_own_functions(), *READINGS])
-def test_the_real_module_has_the_function_with_the_same_parameters(name, real):
-    if not hasattr(real, name):
-        assert name in _NEWER
-        pytest.skip("a newer nvidia-ml-py is needed")
-    parameters = list(inspect.signature(getattr(real, name)).parameters.values())
-    fakes = list(inspect.signature(READINGS.get(name) or getattr(FakeNvml, name)).parameters.values())
-    fakes = fakes[1:]  # the fake itself
-    assert len(fakes) == len(parameters)
-    for fake, parameter in zip(fakes, parameters, strict=True):
-        assert (fake.default is fake.empty) == (parameter.default is parameter.empty)
-        if parameter.default is not parameter.empty:  # those may be given by name
-            assert fake.name == parameter.name
+# Names
 
 
 def test_the_fake_has_every_function_that_the_package_calls():
-    called = set()
-    for path in [*_CORE.rglob("*.py"), *_CORE.parent.glob("*.py")]:
-        if path.name not in ("testing.py", "fake_errors.py", "fake_readings.py"):
-            called |= set(re.findall(r"\bnvml\.(nvml[A-Z]\w+)|[\"'](nvml[A-Z]\w+)", path.read_text()))
-    names = {one or other for one, other in called}
-    assert len(names) > 20
-    assert all(hasattr(FakeNvml(), name) for name in names), names
+    assert len(_called()) > 30
+    assert all(hasattr(FakeNvml(), name) for name in _called())
+
+
+@pytest.mark.newest
+def test_the_real_module_has_every_function_that_the_package_calls():
+    assert [name for name in _called() if not hasattr(pynvml, name)] == []
+
+
+def test_the_real_functions_take_what_the_package_gives_them():
+    class Checks(FakeNvml):
+        def __getattr__(self, name):
+            function = super().__getattr__(name)
+            if not name.startswith("nvmlDevice") or not hasattr(pynvml, name):
+                return function
+
+            def checked(*arguments, **keywords):
+                inspect.signature(getattr(pynvml, name)).bind(*arguments, **keywords)
+                return function(*arguments, **keywords)
+
+            return checked
+
+    part = FakeMigSlice("MIG-1")
+    nvml = Checks([FakeGpu(), FakeGpu(mig_mode=True, mig_slices=[part], processes=[FakeProcess(1)])])
+    assert list_gpus(nvml=nvml)[1].mig_slices[0].uuid == "MIG-1"
+    assert len({*nvml.calls}) > 25
 
 
 def test_every_name_of_a_kind_of_board_or_driver_is_a_function():
@@ -74,44 +70,25 @@ def test_every_name_of_a_kind_of_board_or_driver_is_a_function():
     for fails in (*boards, testing.LOST):
         for function, error in fails.items():
             assert hasattr(FakeNvml(), function)
-            assert error in ERRORS
+            assert hasattr(pynvml, f"NVML_ERROR_{error}")
     for function in DRIVER_470:
-        assert function in READINGS or function == "nvmlDeviceGetMemoryInfo_v2"
-
-
-@pytest.mark.parametrize("name", [name for name in CONSTANTS if not name.startswith("NVMLError_")])
-def test_constants_are_those_of_the_real_module(name, real):
-    assert getattr(FakeNvml(), name) == CONSTANTS[name]
-    if hasattr(real, name):
-        assert getattr(real, name) == CONSTANTS[name]
-    else:
-        assert name in _NEWER
+        assert function in _called() or function == "nvmlDeviceGetMemoryInfo_v2"
 
 
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="FakeNvml has no 'nvmlDeviceGetTopologyCommonAncestor'"):
         FakeNvml().nvmlDeviceGetTopologyCommonAncestor  # noqa: B018
     assert not hasattr(FakeNvml(), "NVMLError_Nothing")
+    nvml = FakeNvml(init_error="NO_SUCH_ERROR")
+    with pytest.raises(AttributeError, match="NO_SUCH_ERROR"):
+        nvml.nvmlInit()
 
 
-@pytest.mark.parametrize("name", [name for name in ERRORS if f"NVML_ERROR_{name}" not in _NEWER])
-def test_errors_are_like_those_of_the_real_module(name, real):
-    code, words = ERRORS[name]
-    assert getattr(real, f"NVML_ERROR_{name}") == code
-    theirs, ours = real.NVMLError(code), FakeNvmlError(code)
-    assert type(theirs).__name__ == type(ours).__name__
-    assert str(theirs) == str(ours) == words
-    assert (theirs.value, theirs.args) == (ours.value, ours.args)
-    assert type(FakeNvmlError(name)) is type(ours) is getattr(FakeNvml(), type(theirs).__name__)
-    alone = type(ours)()
-    assert (alone.value, str(alone)) == (code, words)
-    again = pickle.loads(pickle.dumps(ours))
-    assert (type(again), again.value, str(again)) == (type(ours), code, words)
-
-
-def test_an_error_that_nobody_knows(real):
-    assert str(real.NVMLError(77)) == str(FakeNvmlError(77)) == "NVML Error with code 77"
-    assert type(FakeNvmlError(77)) is FakeNvmlError
+def test_a_gpu_that_is_not_found_is_an_error_of_older_modules_too(monkeypatch):
+    monkeypatch.delattr(pynvml, "NVML_ERROR_GPU_NOT_FOUND", raising=False)
+    with pytest.raises(pynvml.NVMLError) as caught:
+        FakeNvml(init_error="GPU_NOT_FOUND").nvmlInit()
+    assert caught.value.value == 28
 
 
 def test_users_catch_what_they_catch_of_pynvml():
@@ -141,12 +118,12 @@ def test_there_is_no_handle_beyond_the_last_gpu(nvml, index):
         nvml.nvmlDeviceGetHandleByIndex(index)
 
 
-@pytest.mark.parametrize("name", [*_own_functions(), *READINGS])
+@pytest.mark.parametrize("name", [*_OWN, *(name for name in _called() if name not in _OWN)])
 def test_nothing_works_before_init(name):
     nvml = FakeNvml([FakeGpu()])
     if name == "nvmlInit":
         return
-    given = [FakeGpu()] if name in READINGS else [0] * (name == "nvmlDeviceGetHandleByIndex")
+    given = [0] * (name == "nvmlDeviceGetHandleByIndex") if name in _OWN else [FakeGpu()]
     with pytest.raises(nvml.NVMLError_Uninitialized):
         getattr(nvml, name)(*given)
     assert nvml.calls == [name], "calls are kept with their names"
@@ -250,4 +227,4 @@ def test_it_is_found_as_a_module():
 
         nvmlInit()
         assert nvmlDeviceGetCount() == 0
-        assert NVMLError is FakeNvmlError
+        assert NVMLError is pynvml.NVMLError

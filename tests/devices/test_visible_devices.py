@@ -1,5 +1,10 @@
 """CUDA_VISIBLE_DEVICES against a slow reading of CUDA's rules, against torch's, and the wrong values by name."""
 
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,8 +12,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_tricks.devices.core.gpu import Gpu, MigSlice
-from lightning_tricks.devices.core.visible_devices import visible_devices
+from lightning_tricks.devices import Gpu, GpuProcess, MigSlice
+from lightning_tricks.devices.core.scoring import Usage, usage_of
+from lightning_tricks.devices.core.visible_devices import VisibleDevice, visible_devices
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-b")
 PARTS = (
@@ -126,19 +132,19 @@ def test_what_is_accepted_is_what_torch_sees(count, monkeypatch):
     ("value", "part", "says", "consequence"),
     [
         ("0,0", "0", "names GPU 0 (H100) again", "see no GPU"),
-        ("5,0", "5", "is no GPU of this machine", "see no GPU"),
-        ("0,5", "5", "is no GPU of this machine", "see GPU 0 (H100)."),
+        ("5,0", "5", "is not a GPU of this machine", "see no GPU"),
+        ("0,5", "5", "is not a GPU of this machine", "see GPU 0 (H100)."),
         ("0,abc", "abc", "is neither an index nor a UUID", "see GPU 0 (H100)."),
         ("0,-1", "-1", "is neither an index nor a UUID", "see GPU 0 (H100)."),
         ("1,", "", "is neither an index nor a UUID", "see GPU 1 (H100)."),
-        ("1gpu", "1gpu", "is no index", "read it as 1"),
-        ("+1", "+1", "is no index", "read it as 1"),
+        ("1gpu", "1gpu", "is not an index", "read it as 1"),
+        ("+1", "+1", "is not an index", "read it as 1"),
         ("none", "none", "is neither an index nor a UUID", "see no GPU"),
-        ("GPU-x", "GPU-x", "is no GPU of this machine", "see no GPU"),
+        ("GPU-x", "GPU-x", "is not a GPU of this machine", "see no GPU"),
         ("GPU-aa", "GPU-aa", "is ambiguous, as the UUIDs of GPU 0 (H100) and GPU 1 (H100) begin", "see no GPU"),
         ("0,GPU-aa22", "GPU-aa22", "is not an index", "see GPU 0 (H100)."),
         ("GPU-aa22,0", "0", "is not a UUID of a GPU", "see GPU 1 (H100)."),
-        ("MIG-x", "MIG-x", "is no GPU of this machine", "see no GPU"),
+        ("MIG-x", "MIG-x", "is not a GPU of this machine", "see no GPU"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_cuda_makes_of_it_and_the_remedy(value, part, says, consequence):
@@ -169,9 +175,57 @@ def test_slices_are_named_by_their_uuid_or_by_their_place_on_the_gpu(name):
     (device,) = visible_devices(name, gpus)
     assert (device.gpu.index, device.part.uuid) == (1, "MIG-2222")
     assert device.label == "GPU 1, MIG slice 1"
-    with pytest.raises(ValueError, match="is no GPU"):
+    with pytest.raises(ValueError, match="is not a GPU"):
         visible_devices("MIG-GPU-aa22/7/2", gpus)
     with pytest.raises(ValueError, match="is not a UUID of a MIG slice"):
         visible_devices("MIG-1111,GPU-aa11", gpus)
     with pytest.raises(ValueError, match="1 is GPU-aa22 with MIG-1111, MIG-2222"):
         visible_devices("MIG-3333", gpus)
+
+
+def test_what_a_process_uses_itself_does_not_count_on_a_gpu_that_it_holds():
+    own, other = GpuProcess(pid=os.getpid(), kind="C", memory=30), GpuProcess(pid=1, kind="C", memory=5)
+    gpu = Gpu(index=0, memory_total=100, memory_free=65, utilization=90, temperature=50, processes=(own, other))
+    assert usage_of(VisibleDevice(gpu), held=False) == Usage(65, 90, 50, (own, other))
+    assert usage_of(VisibleDevice(gpu), held=True) == Usage(95, 0, 50, (other,))
+    in_container = VisibleDevice(replace(gpu, processes=(other,)))  # whose own processes have other numbers
+    assert usage_of(in_container, held=True) == Usage(100, 0, 50, None)
+    silent = VisibleDevice(Gpu(index=0))
+    assert usage_of(silent, held=True) == usage_of(silent, held=False) == Usage(None, None, None, None)
+
+
+# A GPU
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_selected_without_a_context():
+    code = """
+        import os
+        from lightning_tricks.devices import select_gpus
+        from lightning_tricks.devices.core.visible_devices import uuids_seen_by_cuda
+        selection = select_gpus(min_free_memory=0, max_utilization=None)
+        assert uuids_seen_by_cuda() is None
+        import torch
+        assert not torch.cuda.is_initialized()
+        found = str(torch.cuda.get_device_properties(selection.devices[0]).uuid).removeprefix("GPU-")
+        assert selection.gpus[0].uuid == f"GPU-{found}", (selection.gpus[0].uuid, found)
+        torch.zeros(1, device=f"cuda:{selection.devices[0]}")
+        assert uuids_seen_by_cuda()[selection.devices[0]] == found
+        again = select_gpus(min_free_memory=0, max_utilization=None)
+        assert again.gpus[0].uuid == selection.gpus[0].uuid
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.gpu
+def test_where_torch_has_only_asked_for_cuda_the_driver_tells_its_order():
+    code = """
+        import torch
+        assert torch.cuda.is_available()
+        from lightning_tricks.devices.core.visible_devices import uuids_seen_by_cuda
+        seen = uuids_seen_by_cuda()
+        assert not torch.cuda.is_initialized()
+        told = [torch.cuda.get_device_properties(n).uuid for n in range(torch.cuda.device_count())]
+        assert seen == [str(uuid).removeprefix("GPU-") for uuid in told], (seen, told)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

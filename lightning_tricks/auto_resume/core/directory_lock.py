@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+from lightning_tricks._shared.file_locks import FileLocks
 
-# The locks of this process: (device, inode) -> process id. POSIX gives a lock to a process, not to an object: a second
-# object in the process would acquire it as well, and closing any descriptor of the file would release both.
-_HELD_KEYS: dict[tuple[int, int], int] = {}
+LOCKS = FileLocks()
 
 
 class DirectoryLock:
@@ -29,8 +25,7 @@ class DirectoryLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = -1
-        self._inode_key = (-1, -1)
+        self._descriptor: int | None = None
 
     def acquire(self, last_holder: Mapping[str, Any]) -> tuple[bool, bool]:
         """Acquire the lock without waiting.
@@ -44,27 +39,24 @@ class DirectoryLock:
         Raises:
             OSError: If the file cannot be created.
         """
-        if self.path.exists() and _HELD_KEYS.get(_inode_key(self.path.stat())) == os.getpid():
-            return False, True  # closing another descriptor of the file would release the lock
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-        acquired, is_certain = _lock(descriptor)
-        if acquired and not is_certain:
-            acquired = has_exited(last_holder) is not False
-        if not acquired:
-            os.close(descriptor)
+        is_certain = True
+
+        def without_locks() -> bool:
+            nonlocal is_certain
+            is_certain = False
+            return has_exited(last_holder) is not False
+
+        descriptor = LOCKS.try_lock(self.path, without_locks)
+        if descriptor is None:
             return False, is_certain
-        self._descriptor, self._inode_key = descriptor, _inode_key(os.fstat(descriptor))
-        _HELD_KEYS[self._inode_key] = os.getpid()
+        self._descriptor = descriptor
         return True, is_certain
 
     def close(self) -> None:
         """Release the lock."""
-        if self._descriptor < 0:
-            return
-        if _HELD_KEYS.get(self._inode_key) == os.getpid():
-            del _HELD_KEYS[self._inode_key]
-        os.close(self._descriptor)
-        self._descriptor = -1
+        if self._descriptor is not None:
+            LOCKS.unlock(self._descriptor)
+            self._descriptor = None
 
 
 def this_process() -> dict[str, Any]:
@@ -86,31 +78,3 @@ def has_exited(process: Mapping[str, Any]) -> bool | None:
     except OSError:
         return True
     return None if pid == os.getpid() else False
-
-
-def _inode_key(state: os.stat_result) -> tuple[int, int]:
-    return state.st_dev, state.st_ino
-
-
-def _lock(descriptor: int) -> tuple[bool, bool]:
-    """Lock a file without waiting; return whether it is locked, and whether the file system supports locks."""
-    if sys.platform == "win32":
-        return _lock_on_windows(descriptor)
-    import fcntl
-
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return (False, True) if error.errno in _LOCKED_ERRORS else (True, False)
-    return True, True
-
-
-def _lock_on_windows(descriptor: int) -> tuple[bool, bool]:
-    import importlib
-
-    msvcrt: Any = importlib.import_module("msvcrt")
-    try:
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-    except OSError:
-        return False, True
-    return True, True

@@ -1,19 +1,130 @@
-"""What was measured on one rank of a run, and a table of it."""
+"""What is measured on each rank of a run, how its values are gathered, and a table of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.report_parts import DeviceUse
-from lightning_tricks.devices.core.quantities import quantity_of
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-_JOULES_IN_KWH = 3.6e6
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity that is measured again and again.
+
+    Attributes:
+        unit: Its unit, for people.
+        logged: What of the values since the last log is logged: their mean, or the largest.
+        field: The field of `Gpu` that tells it; empty for others.
+        divisor: What the field's value is divided by.
+        is_default: Whether it is logged unless others are named.
+    """
+
+    unit: str
+    logged: Literal["mean", "max"]
+    field: str = ""
+    divisor: int = 1
+    is_default: bool = False
+
+
+QUANTITIES: Mapping[str, Quantity] = {
+    "gpu/utilization": Quantity("%", "mean", "utilization", is_default=True),
+    "gpu/memory_used_gib": Quantity("GiB", "max", "memory_used", GIB, is_default=True),
+    "gpu/peak_memory_gib": Quantity("GiB", "max", is_default=True),
+    "gpu/temperature": Quantity("°C", "max", "temperature", is_default=True),
+    "gpu/power_w": Quantity("W", "mean", "power", is_default=True),
+    "gpu/data_wait": Quantity("%", "mean"),
+    "gpu/throttled": Quantity("%", "mean"),
+    "gpu/memory_utilization": Quantity("%", "mean", "memory_utilization"),
+    "gpu/sm_clock_mhz": Quantity("MHz", "mean", "sm_clock"),
+    "gpu/fan": Quantity("%", "max", "fan"),
+    "host/cpu_utilization": Quantity("%", "mean", is_default=True),
+    "host/ram_used_gib": Quantity("GiB", "max", is_default=True),
+    "host/data_wait": Quantity("%", "mean", is_default=True),
+    "host/process_ram_gib": Quantity("GiB", "max"),
+}
+DEFAULT_KEYS = tuple(key for key, quantity in QUANTITIES.items() if quantity.is_default)
+
+
+def check_keys(keys: object) -> tuple[str, ...]:
+    """Return the names of the quantities that "default" or a list of names stands for.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If a name is unknown; the message has the most similar one.
+    """
+    if keys == "default":
+        return DEFAULT_KEYS
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise TypeError(f"keys must be 'default' or a list of {', '.join(QUANTITIES)}, got {keys!r}.")
+    return tuple(check_choice("keys", key, QUANTITIES) for key in keys)
+
+
+@dataclass
+class Statistics:
+    """The mean and the largest of some values."""
+
+    count: int = 0
+    total: float = 0.0
+    maximum: float = float("-inf")
+
+    def add(self, value: float) -> None:
+        """Include a value."""
+        self.count += 1
+        self.total += value
+        self.maximum = max(self.maximum, value)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the values; there has to be one."""
+        return self.total / self.count
+
+
+class Recorder:
+    """Gathers values by key, for a whole stage and since they were last taken; several threads may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stages: dict[str, dict[str, Statistics]] = {}
+        self._recent: dict[str, dict[str, Statistics]] = {}
+
+    def add(self, stage: str, values: Mapping[str, float]) -> None:
+        """Include values of a stage."""
+        with self._lock:
+            for gathered in (self._stages, self._recent):
+                of_stage = gathered.setdefault(stage, {})
+                for key, value in values.items():
+                    of_stage.setdefault(key, Statistics()).add(value)
+
+    def take_recent(self, stage: str) -> dict[str, Statistics]:
+        """Return what was added to a stage since this was last called, by key."""
+        with self._lock:
+            return self._recent.pop(stage, {})
+
+    def whole(self, stage: str) -> dict[str, Statistics]:
+        """Return what was added to a stage, by key."""
+        with self._lock:
+            return {key: Statistics(*vars(value).values()) for key, value in self._stages.get(stage, {}).items()}
+
+
+def generic_key(key: str) -> str:
+    """Return the name of the quantity that a logged key is about: "gpu/power_w" for "gpu3/power_w"."""
+    device, _, name = key.partition("/")
+    return f"{device.rstrip('0123456789')}/{name}"
+
+
+def quantity_of(key: str) -> Quantity:
+    """Return the quantity that a logged key is about."""
+    return QUANTITIES[generic_key(key)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +150,6 @@ class DeviceSummary:
     maxima: Mapping[str, float] = field(default_factory=dict)
     energy: Mapping[str, float] = field(default_factory=dict)
     verdict: Sequence[str] = ()
-
-
-def joules_to_kwh(joules: float) -> float:
-    """Return an energy in kWh."""
-    return joules / _JOULES_IN_KWH
 
 
 def device_use(summary: DeviceSummary) -> DeviceUse:

@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from struct import calcsize
 from typing import Any
 
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.cores import allowed_cores
-from lightning_tricks.devices.core.gpu_reading import driver_version, gpu_handles, read_identity, read_load
+from lightning_tricks.devices.core.gpu import driver_version, gpu_handles, read_field
 from lightning_tricks.devices.core.nvml import DeviceReader, NvmlUnavailableError, open_nvml
+from lightning_tricks.devices.core.utilization import allowed_cores
 
 # Those that a report names in any case, and those that it names if they are there
 PACKAGES = ("lightning_tricks", "lightning", "torchmetrics", "torchensemble", "thop", "numpy", "nvidia-ml-py")
@@ -38,11 +39,8 @@ MORE_PACKAGES = (
 )
 
 
-def environment_report(*, nvml: Any = None) -> dict[str, Any]:
+def environment_report() -> dict[str, Any]:
     """Return versions and hardware; no CUDA context is created.
-
-    Args:
-        nvml: What is used as the module `pynvml`, such as a `FakeNvml`; None imports it.
 
     Returns:
         Name -> text or None, in the order for people; "gpus" has a list of texts and "packages" a dict of versions.
@@ -53,13 +51,15 @@ def environment_report(*, nvml: Any = None) -> dict[str, Any]:
         ['cpu', 'cuda', 'cudnn', 'driver']
     """
     return {
-        "python": f"{platform.python_version()} ({platform.python_implementation()}, {_bits()} bit)",
+        "python": f"{platform.python_version()} ({platform.python_implementation()}, {8 * calcsize('P')} bit)",
         "os": _os(),
         "cpu": _cpu(),
         "ram": _ram(),
         **_torch(),
-        **_nvidia(nvml),
-        "packages": _versions(),
+        **_nvidia(),
+        "packages": {
+            name: version for name in (*PACKAGES, *MORE_PACKAGES) if (version := _version(name)) or name in PACKAGES
+        },
     }
 
 
@@ -101,10 +101,6 @@ _LABELS = {
 }
 
 
-def _bits() -> int:
-    return 64 if sys.maxsize > 2**32 else 32
-
-
 def _os() -> str:
     kernel = f"{platform.system()} {platform.release()} {platform.machine()}"
     if sys.platform == "darwin":
@@ -120,7 +116,7 @@ def _os() -> str:
 def _cpu() -> str:
     logical = os.cpu_count() or 0
     usable = allowed_cores()
-    physical = _try(_physical_cores)
+    physical = _try(lambda: import_module("psutil").cpu_count(logical=False))
     counts = [f"{physical} cores"] * bool(physical) + [f"{logical} threads"]
     counts += [f"{usable} of them usable"] * (usable < logical)
     return f"{_try(_cpu_model) or platform.machine() or 'unknown'} ({', '.join(counts)})"
@@ -140,28 +136,11 @@ def _cpu_model() -> str | None:
     return " ".join(match[1].split()) if match else None  # ARM has none
 
 
-def _physical_cores() -> int | None:
-    import psutil
-
-    count: int | None = psutil.cpu_count(logical=False)
-    return count
-
-
 def _ram() -> str | None:
-    size = _try(_ram_of_psutil) or _try(_ram_of_sysconf)
+    size = _try(lambda: import_module("psutil").virtual_memory().total)
+    if size is None and sys.platform != "win32":  # psutil is in an extra
+        size = _try(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return None if size is None else format_bytes(size)
-
-
-def _ram_of_sysconf() -> int | None:
-    if sys.platform == "win32":
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _ram_of_psutil() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().total)
 
 
 def _torch() -> dict[str, str | None]:
@@ -171,25 +150,24 @@ def _torch() -> dict[str, str | None]:
     if torch.version.hip:
         found["rocm"] = torch.version.hip
     cudnn = _try(torch.backends.cudnn.version)
-    found["cudnn"] = None if cudnn is None else _cudnn_version(cudnn)
+    if cudnn is not None:  # 90100 is 9.1.0, and 8902, as it was before version 9, is 8.9.2
+        major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
+        cudnn = f"{major}.{rest // 100}.{rest % 100}"
+    found["cudnn"] = cudnn
     nccl = _try(torch.cuda.nccl.version) if torch.version.cuda else None
     found["nccl"] = ".".join(map(str, nccl)) if nccl else None
     return found
 
 
-def _cudnn_version(number: int) -> str:
-    """Return 90100 as 9.1.0, and 8902, as it was before version 9, as 8.9.2."""
-    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def _nvidia(nvml: Any) -> dict[str, Any]:
+def _nvidia() -> dict[str, Any]:
     try:
-        with open_nvml(nvml) as module:
-            gpus = Counter(_describe_gpu(module, handle) for handle in gpu_handles(module))
-            driver = _text_of_driver(module)
+        with open_nvml() as nvml:
+            gpus = Counter(_describe_gpu(nvml, handle) for handle in gpu_handles(nvml))
+            driver, cuda = driver_version(nvml), _try(nvml.nvmlSystemGetCudaDriverVersion_v2)
     except (NvmlUnavailableError, ModuleNotFoundError) as error:
         return {"driver": f"unknown: {error}", "gpus": []}
+    if driver is not None and cuda is not None:
+        driver = f"{driver}, for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
     return {"driver": driver, "gpus": [f"{count} x {gpu}" for gpu, count in gpus.items()]}
 
 
@@ -198,24 +176,10 @@ def _describe_gpu(nvml: Any, handle: Any) -> str:
     try:
         if isinstance(handle, nvml.NVMLError):
             raise handle
-        name, memory = read_identity(reader)["name"] or "unknown", read_load(reader).get("memory_total")
-        mig = (reader("MIG mode", "nvmlDeviceGetMigMode") or [0])[0]
+        name, memory, mig = (read_field(reader, field) for field in ("name", "memory_total", "mig_mode"))
     except nvml.NVMLError as error:
         return f"GPU that does not answer ({error})"
-    return name + (f", {format_bytes(memory)}" if memory is not None else "") + ", MIG" * bool(mig)
-
-
-def _text_of_driver(nvml: Any) -> str | None:
-    driver = _try(lambda: driver_version(nvml))
-    cuda = _try(nvml.nvmlSystemGetCudaDriverVersion_v2)
-    if driver is None:
-        return None
-    return driver if cuda is None else f"{driver}, for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
-
-
-def _versions() -> dict[str, str | None]:
-    always = {name: _version(name) for name in PACKAGES}
-    return always | {name: version for name in MORE_PACKAGES if (version := _version(name))}
+    return (name or "unknown") + (f", {format_bytes(memory)}" if memory is not None else "") + ", MIG" * bool(mig)
 
 
 def _version(package: str) -> str | None:
@@ -226,7 +190,7 @@ def _version(package: str) -> str | None:
 
 
 def _try(read: Callable[[], Any]) -> Any:
-    """Return what a function returns, or None if it raises: one line less is no reason to have no report."""
+    """Return the result of a function, or None if it raises: a report may lack a line."""
     try:
         return read()
     except Exception:

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.text import format_shape, list_names, render_text
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.live_tensors import live_storages
+from lightning_tricks.devices.core.live_tensors import live_storages, named_tensors
 from lightning_tricks.devices.core.memory_figures import memory_figures, resolve_device
-from lightning_tricks.devices.core.tensor_names import named_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_SIZES = ("reserved", "peak_allocated", "peak_reserved", "total", "free")  # which a device may not tell
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class MemoryReport:
         table.add_column("largest tensors", overflow="ellipsis")
         for heading in ("shape", "dtype", "size"):
             table.add_column(heading, justify="right")
-        for one in self.largest:
-            cells = (one.name or "(no name)", format_shape(one.shape) or "scalar", one.dtype, format_bytes(one.bytes))
+        for tensor in self.largest:
+            shape = format_shape(tensor.shape) or "scalar"
+            cells = (tensor.name or "(no name)", shape, tensor.dtype, format_bytes(tensor.bytes))
             table.add_row(*map(Text, cells))
         return table
 
@@ -149,7 +151,7 @@ def memory_report(
     Examples:
         >>> model = nn.Linear(1000, 1000, bias=False)
         >>> report = memory_report("cpu", model=model, n_largest=1_000)
-        >>> next(one for one in report.largest if one.name)
+        >>> next(tensor for tensor in report.largest if tensor.name)
         TensorMemory(shape=(1000, 1000), dtype='float32', bytes=4000000, name='weight')
     """
     check_count("n_largest", n_largest, minimum=0)
@@ -157,24 +159,19 @@ def memory_report(
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     figures = memory_figures(device)  # before the tensors are listed, which takes memory of the host
     storages = live_storages(device, named_tensors(model, optimizers))
-    storages.sort(key=lambda one: -one.bytes)
-    found = sum(one.bytes for one in storages)
+    storages.sort(key=lambda storage: -storage.bytes)
+    found = sum(storage.bytes for storage in storages)
     by_kind: dict[str, int] = {}
-    for one in storages:
-        by_kind[one.kind] = by_kind.get(one.kind, 0) + one.bytes
+    for storage in storages:
+        by_kind[storage.kind] = by_kind.get(storage.kind, 0) + storage.bytes
     return MemoryReport(
         device=str(device),
-        allocated=found if figures.allocated is None else figures.allocated,
-        reserved=figures.reserved,
-        peak_allocated=figures.peak_allocated,
-        peak_reserved=figures.peak_reserved,
-        total=figures.total,
-        free=figures.free,
+        **(dict.fromkeys(_SIZES) | {"allocated": found} | figures),
         found=found,
         found_by_kind=by_kind,
-        in_graph=sum(one.bytes for one in storages if one.in_graph),
+        in_graph=sum(storage.bytes for storage in storages if storage.in_graph),
         largest=tuple(
-            TensorMemory(one.shape, one.dtype, one.bytes, list_names(one.names) if one.names else "")
-            for one in storages[:n_largest]
+            TensorMemory(each.shape, each.dtype, each.bytes, list_names(each.names) if each.names else "")
+            for each in storages[:n_largest]
         ),
     )

@@ -1,6 +1,6 @@
-"""NVML, the library behind nvidia-smi: opening it, and reading what a driver and a device support.
+"""NVML, the library behind nvidia-smi: opening it, and reading the values that a driver and a device support.
 
-None of this creates a CUDA context: GPUs that other processes use are only looked at.
+None of this creates a CUDA context: GPUs that other processes use are only read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEPRECATED = 26
 GPU_NOT_FOUND = 28
 
 # How NVML says that there is no such value, in 32 and in 64 bits
-NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
+_NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
 _UNSUPPORTED = (NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
 _DEVICE_IS_GONE = (GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND)
@@ -34,7 +34,7 @@ _REMEDIES = {
     LIBRARY_NOT_FOUND: "this machine has no NVIDIA driver, or the container was started without its GPUs",
     DRIVER_NOT_LOADED: "the NVIDIA driver is installed, but not loaded",
     LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while it was loaded; the machine has to be restarted",
-    NO_PERMISSION: "this user may not talk to the NVIDIA driver",
+    NO_PERMISSION: "this user has no permission to use the NVIDIA driver",
 }
 
 
@@ -66,7 +66,7 @@ def open_nvml(nvml: Any = None) -> Iterator[Any]:
     try:
         yield nvml
     finally:
-        with suppress(nvml.NVMLError):  # what was read before is no worse for it
+        with suppress(nvml.NVMLError):  # the values that were read before are still right
             nvml.nvmlShutdown()
 
 
@@ -75,8 +75,13 @@ def error_code(error: BaseException) -> int:
     return int(getattr(error, "value", -1))
 
 
+def available(value: Any) -> Any:
+    """Return what NVML tells, or None where the value stands for "not available"."""
+    return None if isinstance(value, int) and value in _NOT_AVAILABLE else value
+
+
 class DeviceReader:
-    """Calls functions of NVML for one device, and returns None for what the driver or the device does not tell.
+    """Calls functions of NVML for one device, each once, and returns None for whatever driver or device do not report.
 
     Args:
         nvml: The module `pynvml`, initialized.
@@ -90,41 +95,36 @@ class DeviceReader:
         self.nvml = nvml
         self.handle = handle
         self.problems: list[str] = []
+        self._results: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, what: str, *functions: str, arguments: tuple[Any, ...] = ()) -> Any:
+    def __call__(self, label: str, *calls: str | tuple[Any, ...]) -> Any:
         """Return the result of the first of several functions that driver and module know, or None.
 
         Args:
-            what: What is read, for `problems`.
-            functions: Names of functions, the preferred one first.
-            arguments: What they take after the device.
+            label: What is read, for `problems`.
+            calls: Names of functions, the preferred one first; tuples of a name and what it takes after the device.
 
         Raises:
-            NVMLError: If the device does not answer any more.
+            NVMLError: If the device no longer responds.
         """
-        for name in functions:
+        if calls not in self._results:
+            self._results[calls] = self._call_first(label, calls)
+        return self._results[calls]
+
+    def _call_first(self, label: str, calls: tuple[str | tuple[Any, ...], ...]) -> Any:
+        for name, *arguments in ((call,) if isinstance(call, str) else call for call in calls):
             function = getattr(self.nvml, name, None)  # an older nvidia-ml-py does not have it
             if function is None:
                 continue
             try:
-                value = function(self.handle, *arguments)
+                return available(function(self.handle, *arguments))
             except self.nvml.NVMLError as error:
                 code = error_code(error)
                 if code in _DEVICE_IS_GONE:
                     raise
                 if code not in _UNSUPPORTED:
-                    self._note(f"{what}: {error}")
+                    self.problems.append(f"{label}: {error}")
                     return None
             except UnicodeDecodeError as error:  # pynvml reads text as UTF-8
                 return error.object.decode(errors="replace")
-            else:
-                return None if isinstance(value, int) and value in NOT_AVAILABLE else value
         return None
-
-    def failed(self, what: str) -> bool:
-        """Return whether reading this failed for another reason than missing support."""
-        return any(problem.startswith(f"{what}: ") for problem in self.problems)
-
-    def _note(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)

@@ -1,19 +1,24 @@
-"""CUDA_VISIBLE_DEVICES: which GPUs a process sees, by CUDA's rules.
+"""Which GPUs this process sees, by CUDA's rules for CUDA_VISIBLE_DEVICES, and under which numbers.
 
 Sources: "CUDA Environment Variables" in the CUDA Programming Guide, "CUDA Device Enumeration" in the MIG User Guide.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.devices.core.gpu import Gpu, MigSlice
+from lightning_tricks.devices.core.gpu import Gpu, MigSlice, list_gpus
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+_ORDER_VARIABLE, _PCI_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _NO_GPU = ("", "-1", "NoDevFiles")  # the last is what SLURM writes for a job without GPUs
 
 
@@ -50,8 +55,8 @@ class VisibleDevice:
 def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevice]:
     """Return what a value of CUDA_VISIBLE_DEVICES lets CUDA see, in CUDA's order.
 
-    CUDA takes no notice of what it does not understand: it drops a wrong part with all that follow it, and sees
-    nothing at all if a device is named twice. Here this is an error.
+    CUDA ignores whatever it does not understand: it drops a wrong part with all that follow it, and sees nothing at
+    all if a device is named twice. Here both are errors.
 
     Args:
         value: The value; None if the variable is not set.
@@ -84,7 +89,7 @@ def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevic
     return found
 
 
-def named_by_index(value: str | None) -> bool:
+def _named_by_index(value: str | None) -> bool:
     """Return whether the order of the GPUs of the machine decides what CUDA sees."""
     return value is None or _kind(value) == "an index"
 
@@ -133,8 +138,8 @@ def _what_is_wrong(
     if kind == "an index" and number is None:
         return "is neither an index nor a UUID", _would_see(before)
     if kind == "an index" and number and not part.strip().isdecimal():
-        return "is no index", f"read it as {int(number[0])}"
-    return "is no GPU of this machine", _would_see(before)
+        return "is not an index", f"read it as {int(number[0])}"
+    return "is not a GPU of this machine", _would_see(before)
 
 
 def _would_see(devices: Sequence[VisibleDevice]) -> str:
@@ -154,3 +159,140 @@ def _name(gpu: Gpu) -> str:
         return f"does not answer ({gpu.error})"
     slices = list_names((part.uuid or "a slice without a UUID" for part in gpu.mig_slices), most=8)
     return f"is {gpu.uuid or 'a GPU without a UUID'}" + (f" with {slices}" if gpu.mig_slices else "")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process sees of the machine.
+
+    Attributes:
+        gpus: All GPUs of the machine.
+        devices: What can be selected: GPUs, and the slices of GPUs in MIG mode.
+        numbers: CUDA's index of each, by `VisibleDevice.key`.
+        cuda_initialized: Whether CUDA has read its environment variables in this process.
+    """
+
+    gpus: Sequence[Gpu]
+    devices: Sequence[VisibleDevice]
+    numbers: dict[str, int]
+    cuda_initialized: bool
+
+    def address(self, chosen: Sequence[VisibleDevice]) -> tuple[list[int], str | None]:
+        """Return the indices under which CUDA finds devices, and what CUDA_VISIBLE_DEVICES has to be for it.
+
+        Where it is not certain how CUDA counts, the variable names the chosen ones: CUDA sees a single slice of all
+        GPUs in MIG mode, and no other GPU then; and a GPU that does not answer may be left out.
+
+        Returns:
+            The indices, and the value, or None if the variable stays as it is.
+        """
+        uncertain = any(gpu.error is not None or gpu.mig_mode for gpu in self.gpus)
+        uuids = [device.uuid for device in chosen if device.uuid is not None]
+        if uncertain and not self.cuda_initialized and len(uuids) == len(chosen):
+            return list(range(len(chosen))), ",".join(uuids)
+        return [self.numbers[device.key] for device in chosen], None
+
+
+def see_machine(value: str | None, nvml: Any = None) -> Machine:
+    """Return what this process sees of the machine, creating no CUDA context.
+
+    Args:
+        value: The value of CUDA_VISIBLE_DEVICES.
+        nvml: What is used as the module `pynvml`.
+
+    Raises:
+        NvmlUnavailableError: If there is no working driver.
+        ValueError: If CUDA would not understand CUDA_VISIBLE_DEVICES, or would number the GPUs in another order.
+    """
+    gpus = list_gpus(nvml=nvml)
+    seen = uuids_seen_by_cuda()
+    known = {bare_uuid(device.uuid): device for device in _slices(map(VisibleDevice, gpus)) if device.uuid}
+    # CUDA has read its variables, and they do not matter any more; unless NVML, a fake, tells of another machine
+    if seen is not None and any(uuid in known for uuid in seen):
+        numbered = [(number, known[uuid]) for number, uuid in enumerate(seen) if uuid in known]
+        devices = [device for _, device in numbered]
+        return Machine(gpus, devices, {device.key: number for number, device in numbered}, True)
+    visible = visible_devices(value, gpus)
+    _number_gpus_by_bus(len(gpus), order_matters=bool(visible) and _named_by_index(value))
+    numbers = {device.key: number for number, device in enumerate(visible)}
+    devices = list(_slices(visible))
+    return Machine(gpus, devices, {**dict.fromkeys((device.key for device in devices), 0), **numbers}, False)
+
+
+def hidden_gpus(machine: Machine) -> str:
+    """Return a remark on the GPUs that this process does not see, or an empty string."""
+    seen = {device.gpu.index for device in machine.devices}
+    hidden = [str(gpu.index) for gpu in machine.gpus if gpu.index not in seen]
+    value = os.environ.get(VARIABLE)
+    if not hidden or (value is None and not machine.cuda_initialized):
+        return ""
+    return f" This process does not see GPU {', '.join(hidden)} of the machine ({VARIABLE}={value or ''!r})."
+
+
+def _slices(devices: Iterable[VisibleDevice]) -> Iterator[VisibleDevice]:
+    for device in devices:
+        if device.part is None and device.gpu.mig_slices:
+            yield from (VisibleDevice(device.gpu, part) for part in device.gpu.mig_slices)
+        else:
+            yield device
+
+
+def uuids_seen_by_cuda() -> list[str] | None:
+    """Return the UUIDs of the devices of this process in CUDA's order, or None if CUDA is not initialized.
+
+    CUDA reads its environment variables once, when anything initializes it, `torch.cuda.is_available()` included, which
+    `torch.cuda.is_initialized()` does not tell. The driver itself does, and creates no context for it.
+
+    Returns:
+        UUIDs without "GPU-" or "MIG-" in front.
+    """
+    driver = _loaded_driver()
+    count = ctypes.c_int()
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return None
+    return [_uuid_of_ordinal(driver, ordinal) for ordinal in range(count.value)]
+
+
+def bare_uuid(uuid_: str) -> str:
+    """Return a UUID without "GPU-" or "MIG-" in front, as CUDA and torch tell it."""
+    return uuid_.removeprefix("MIG-").removeprefix("GPU-").lower()
+
+
+def _uuid_of_ordinal(driver: Any, ordinal: int) -> str:
+    device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    driver.cuDeviceGet(ctypes.byref(device), ordinal)
+    driver.cuDeviceGetUuid_v2(ctypes.byref(found), device)  # that of the slice, on a GPU in MIG mode
+    return str(uuid.UUID(bytes=bytes(found)))
+
+
+def _loaded_driver() -> Any:
+    """Return the CUDA driver if this process has loaded it."""
+    if sys.platform == "win32":
+        kernel = ctypes.windll.kernel32
+        kernel.GetModuleHandleW.restype = ctypes.c_void_p
+        handle = kernel.GetModuleHandleW("nvcuda.dll")
+        return ctypes.WinDLL("nvcuda.dll", handle=handle) if handle else None
+    try:
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):  # not loaded; macOS has no driver
+        return None
+
+
+def _number_gpus_by_bus(gpu_count: int, order_matters: bool) -> None:
+    """Let CUDA number the GPUs as NVML does, by the PCI bus; for a process in which CUDA is not initialized.
+
+    Args:
+        gpu_count: The number of GPUs of the machine.
+        order_matters: Whether CUDA_VISIBLE_DEVICES leaves the order to CUDA_DEVICE_ORDER.
+
+    Raises:
+        ValueError: If CUDA_DEVICE_ORDER asks for another order.
+    """
+    order = os.environ.get(_ORDER_VARIABLE)
+    if not order:
+        os.environ[_ORDER_VARIABLE] = _PCI_ORDER
+    elif order != _PCI_ORDER and order_matters and gpu_count > 1:
+        raise ValueError(
+            f"{_ORDER_VARIABLE}={order!r}: CUDA would number the {gpu_count} GPUs in another order than NVML does, "
+            f"which select_gpus reads, and only CUDA knows which order. Unset it, or set it to {_PCI_ORDER}."
+        )

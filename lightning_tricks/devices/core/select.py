@@ -5,38 +5,37 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tricks.devices.core.gpu_choice import Request, describe_owner, in_order, refusal
-from lightning_tricks.devices.core.lock_files import (
+from lightning_tricks._shared.file_locks import lock_holder
+from lightning_tricks.devices.core.gpu_locks import (
     GpuLockError,
     choosing,
     existing_lock_folder,
-    holder,
     is_locked,
     lock_folder,
     lock_path,
     try_lock,
 )
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError
-from lightning_tricks.devices.core.selection import NoGpuAvailableError, Selection, state
-from lightning_tricks.devices.core.selection_ranks import (
+from lightning_tricks.devices.core.rank_handoff import (
     CPU,
     RankError,
     await_choice,
     find_launch,
     inherited_choice,
     is_rank,
-    leave_choice,
     publish_choice,
     repeated_choice,
+    withdraw_choice,
 )
-from lightning_tricks.devices.core.visible_devices import VisibleDevice
-from lightning_tricks.devices.core.visible_machine import Machine, hidden_gpus, see_machine
+from lightning_tricks.devices.core.result import NoGpuAvailableError, Selection, state
+from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, parse_size, refusal
+from lightning_tricks.devices.core.visible_devices import Machine, VisibleDevice, hidden_gpus, see_machine
 
 _log = logging.getLogger("lightning.pytorch.tricks.devices")
 _REMEDY = "Relax the limits that are named, wait by timeout=<seconds>, or train without a GPU by fallback='cpu'."
@@ -100,21 +99,8 @@ def select_gpus(
         >>> select_gpus(lock=False, nvml=FakeNvml(gpus))
         Selection(accelerator='cuda', devices=[2]: GPU 2 (NVIDIA H100 80GB HBM3))
     """
-    request = Request.of(
-        n=n,
-        min_free_memory=min_free_memory,
-        max_utilization=max_utilization,
-        max_temperature=max_temperature,
-        prefer=prefer,
-        timeout=timeout,
-        fallback=fallback,
-        lock=bool(lock),
-    )
-    return select(request, nvml)
-
-
-def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = time.sleep) -> Selection:
-    """Do what `select_gpus` does, with a function that waits for some seconds."""
+    memory = parse_size("min_free_memory", min_free_memory)
+    request = Request(n, memory, max_utilization, max_temperature, prefer, timeout, fallback, bool(lock))
     repeated = repeated_choice(os.environ)
     if repeated is not None:
         return _use(repeated, replace(request, n=len(repeated)), nvml)
@@ -123,11 +109,11 @@ def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = 
         return _use(state.choice, request, nvml)
     choice = inherited_choice(os.environ)
     if choice is None and launch is not None and launch.local_rank > 0:
-        choice = await_choice(launch, request.timeout, sleep)
+        choice = await_choice(launch, request.timeout)
     if choice is not None:
         return _use(choice, request, nvml)
     try:
-        selection = _choose(request, nvml, sleep)
+        selection = _choose(request, nvml)
     except Exception as error:
         if launch is not None:
             with suppress(GpuLockError):  # the other ranks then wait in vain
@@ -138,19 +124,19 @@ def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = 
             publish_choice(launch, state.choice or [])
         except BaseException:
             state.release()
-            state.choice = None  # nobody uses it
-            leave_choice()
+            state.choice = None  # no rank uses it
+            withdraw_choice()
             raise
     return selection
 
 
-def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
+def _choose(request: Request, nvml: Any) -> Selection:
     deadline = time.monotonic() + request.timeout
     said = False
     while True:
         try:
             with state.changing():
-                return _choose_now(request, nvml, sleep)
+                return _choose_now(request, nvml)
         except NoGpuAvailableError as error:
             left = deadline - time.monotonic()
             if error.final or left <= 0:
@@ -162,10 +148,10 @@ def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Sele
             if not said:
                 _log.warning("select_gpus waits up to %g s. %s", request.timeout, error)
                 said = True
-        sleep(min(1.0, left))
+        time.sleep(min(1.0, left))
 
 
-def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
+def _choose_now(request: Request, nvml: Any) -> Selection:
     try:
         machine = see_machine(state.visible_value(), nvml)
     except NvmlUnavailableError as error:
@@ -176,7 +162,7 @@ def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> 
     if len(qualified) < request.n:
         raise _shortage(machine, problems, request)
     folder = lock_folder() if request.lock else existing_lock_folder()
-    with choosing(folder, sleep) if folder else nullcontext():
+    with choosing(folder) if folder else nullcontext():
         chosen: list[VisibleDevice] = []
         locks: dict[str, int] = {}
         for device in in_order(qualified, request, used):
@@ -191,7 +177,7 @@ def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> 
 
 
 def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> str | None:
-    """Lock a device, if it is to be, and return None, or say who has locked it."""
+    """Lock a device if `lock` is set, and return None, or say which process has locked it."""
     if folder is None:
         return None
     path = lock_path(folder, key)
@@ -206,7 +192,7 @@ def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> s
         locked = descriptor is None
         if descriptor is not None:
             locks[key] = descriptor
-    return f"is selected by {describe_owner(holder(path))}" if locked else None
+    return f"is selected by {describe_owner(lock_holder(path))}" if locked else None
 
 
 def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, int], leads: bool = True) -> Selection:
@@ -260,7 +246,7 @@ def _shortage(machine: Machine, problems: Mapping[str, str | None], request: Req
     possible = [device for device in machine.devices if device.part is None or request.n == 1]
     good = sum(problem is None for problem in problems.values())
     if not machine.gpus:
-        return NoGpuAvailableError("No GPU can be selected: the NVIDIA driver knows of none.", final=True)
+        return NoGpuAvailableError("No GPU can be selected: the NVIDIA driver finds none.", final=True)
     if not machine.devices:
         return NoGpuAvailableError(f"No GPU can be selected.{hidden_gpus(machine)}", final=True)
     lines = [f"  {device.label}: {problems[device.key] or 'qualifies'}" for device in machine.devices]

@@ -7,18 +7,29 @@ import psutil
 import pytest
 
 from lightning_tricks._shared.text import render_text
-from lightning_tricks.devices.core import background_sampler
-from lightning_tricks.devices.core.background_sampler import BackgroundSampler
-from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
-from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report
-from lightning_tricks.devices.core.load import GIB, GpuLoad, HostLoad
+from lightning_tricks.devices.core import utilization
+from lightning_tricks.devices.core.device_summary import (
+    DEFAULT_KEYS,
+    QUANTITIES,
+    DeviceSummary,
+    Recorder,
+    check_keys,
+    device_report,
+    quantity_of,
+)
 from lightning_tricks.devices.core.nvml import open_nvml
-from lightning_tricks.devices.core.quantities import DEFAULT_KEYS, QUANTITIES, Recorder, check_keys, quantity_of
+from lightning_tricks.devices.core.utilization import (
+    GIB,
+    BackgroundSampler,
+    GpuUtilization,
+    HostUtilization,
+    find_cuda_handles,
+)
 from lightning_tricks.devices.testing import MIG_ENABLED, UNIFIED_MEMORY, FakeGpu, FakeMigSlice, FakeNvml
 
 
 def test_the_host():
-    load = HostLoad()
+    load = HostUtilization()
     while load._cpu_times() == load._times:  # the clock of the kernel moves every 10 ms
         sum(range(10_000))
     values = load.measure()
@@ -31,7 +42,7 @@ def test_the_host():
 def test_utilization_is_that_since_the_last_measurement(monkeypatch):
     times = [{"user": 10.0, "system": 5.0, "idle": 85.0, "iowait": 0.0, "guest": 4.0}]
     monkeypatch.setattr(psutil, "cpu_times", lambda: type("T", (), {"_asdict": lambda self: times[-1]})())
-    load = HostLoad()
+    load = HostUtilization()
     assert "host/cpu_utilization" not in load.measure(), "no time has passed"
     times.append({"user": 13.0, "system": 6.0, "idle": 89.0, "iowait": 2.0, "guest": 7.0})
     assert load.measure()["host/cpu_utilization"] == pytest.approx(40.0)  # 4 of 10; guests' time is part of the user's
@@ -42,7 +53,7 @@ def test_utilization_is_that_since_the_last_measurement(monkeypatch):
 def test_utilization_is_never_negative(monkeypatch):
     times = [{"user": 10.0, "idle": 85.0, "iowait": 5.0}]
     monkeypatch.setattr(psutil, "cpu_times", lambda: type("T", (), {"_asdict": lambda self: times[0]})())
-    load = HostLoad()
+    load = HostUtilization()
     times[0] = {"user": 9.9, "idle": 86.0, "iowait": 5.0}  # the kernel's counters are no exact clocks
     assert load.measure()["host/cpu_utilization"] == 0
 
@@ -50,13 +61,13 @@ def test_utilization_is_never_negative(monkeypatch):
 def test_without_psutil_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "psutil", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs psutil, from the extra 'devices': pip install .*\"psutil"):
-        HostLoad()
+        HostUtilization()
 
 
 def gpu_load(gpu, **arguments):
     nvml = FakeNvml([gpu])
     nvml.nvmlInit()
-    return GpuLoad(nvml, gpu, "gpu0", **arguments)
+    return GpuUtilization(nvml, gpu, "gpu0", **arguments)
 
 
 def test_a_gpu():
@@ -160,7 +171,7 @@ def test_cuda_devices_are_found_by_uuid(monkeypatch):
         FakeGpu(uuid="GPU-bb", bus_id="00000000:10:00.0", mig_mode=True, mig_slices=slices, fails=MIG_ENABLED),
     ]
     uuids = {0: "aa", 1: "d6a0", 2: "ee"}  # of a GPU, of a part of one, and one that NVML does not know
-    monkeypatch.setattr("lightning_tricks.devices.core.cuda_devices.cuda_uuid", uuids.__getitem__)
+    monkeypatch.setattr("lightning_tricks.devices.core.utilization.cuda_uuid", uuids.__getitem__)
     with open_nvml(FakeNvml(gpus)) as nvml:
         assert find_cuda_handles(nvml, [0, 1, 2]) == {0: gpus[0], 1: slices[1]}
 
@@ -172,7 +183,7 @@ def test_cuda_devices_on_a_gpu():
     torch.zeros(1, device="cuda")
     with open_nvml() as nvml:
         (handle,) = find_cuda_handles(nvml, [0]).values()
-        load = GpuLoad(nvml, handle, "gpu0")
+        load = GpuUtilization(nvml, handle, "gpu0")
         values = load.measure()
         assert load.product == torch.cuda.get_device_name(0)
         assert 0 < values["gpu0/memory_used_gib"] < torch.cuda.get_device_properties(0).total_memory / GIB
@@ -238,7 +249,7 @@ def test_the_thread_measures_until_it_is_stopped():
 
 
 def test_a_measurement_that_hangs_is_waited_for_once_and_nothing_is_released(monkeypatch):
-    monkeypatch.setattr(background_sampler, "_PATIENCE", 1e-3)
+    monkeypatch.setattr(utilization, "PATIENCE", 1e-3)
     hangs, answers, released = threading.Event(), threading.Event(), threading.Event()
 
     def sample():
@@ -249,7 +260,7 @@ def test_a_measurement_that_hangs_is_waited_for_once_and_nothing_is_released(mon
     sampler.start()
     assert hangs.wait(60)
     assert not sampler.stop()
-    monkeypatch.setattr(background_sampler, "_PATIENCE", 3600)
+    monkeypatch.setattr(utilization, "PATIENCE", 3600)
     assert not sampler.stop()
     assert not released.is_set(), "a driver that hangs may hang in nvmlShutdown, too"
     answers.set()

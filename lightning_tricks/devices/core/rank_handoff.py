@@ -16,14 +16,14 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_tricks._shared.extras import import_extra
-from lightning_tricks.devices.core.lock_files import FOLDER_VARIABLE, GpuLockError, lock_folder
+from lightning_tricks.devices.core.gpu_locks import FOLDER_VARIABLE, GpuLockError, lock_folder
 
 VARIABLE = "LIGHTNING_TRICKS_SELECTED_GPUS"
 CPU = "cpu"
@@ -78,13 +78,13 @@ _LAUNCHERS = (
 
 
 def inherited_choice(environment: Mapping[str, str]) -> list[str] | None:
-    """Return what the process that launched this rank has selected, or None if this is no rank that Lightning launched.
+    """Return what the process that launched this rank has selected, or None if Lightning launched no such rank.
 
     Other programs that a script starts inherit the variable too, but with the local rank 0, or without one.
     """
     if _TORCHRUN in environment or _number(environment.get("LOCAL_RANK")) < 1 or not _follows_a_choice(environment):
         return None
-    return _told_choice(environment)
+    return _announced_choice(environment)
 
 
 def repeated_choice(environment: Mapping[str, str]) -> list[str] | None:
@@ -95,20 +95,20 @@ def repeated_choice(environment: Mapping[str, str]) -> list[str] | None:
     """
     # what multiprocessing itself asks to refuse a new process meanwhile
     repeats = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return _told_choice(environment) if repeats else None
+    return _announced_choice(environment) if repeats else None
 
 
-def tell_choice(choice: Sequence[str]) -> None:
-    """Tell the processes that this one starts what it has selected."""
+def announce_choice(choice: Sequence[str]) -> None:
+    """Set the variable by which the processes that this one starts learn what it has selected."""
     os.environ[VARIABLE] = f"{os.getpid()}:{','.join(choice)}"
 
 
-def leave_choice() -> None:
-    """Tell them nothing any more."""
+def withdraw_choice() -> None:
+    """Remove the variable, so that new child processes do not inherit the selection."""
     os.environ.pop(VARIABLE, None)
 
 
-def _told_choice(environment: Mapping[str, str]) -> list[str] | None:
+def _announced_choice(environment: Mapping[str, str]) -> list[str] | None:
     _, colon, choice = environment.get(VARIABLE, "").partition(":")
     return choice.split(",") if colon else None
 
@@ -124,7 +124,7 @@ def _follows_a_choice(environment: Mapping[str, str]) -> bool:
         return True
     if sys.platform != "win32" or leader < 0:
         return False
-    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
+    psutil = _psutil()
     with suppress(psutil.Error, OSError):  # the python.exe of a virtual environment starts another one
         return bool(psutil.Process(os.getppid()).ppid() == leader)
     return False
@@ -143,7 +143,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
         if reports:
             named.append(str(Path(reports).parent.parent))  # <folder of the launch>/<rank>/error.json
         elif launcher.parent:
-            named += [str(os.getppid()), _started(os.getppid())]
+            named += [str(os.getppid()), start_of(os.getppid())]
         text = json.dumps([launcher.sign, named, platform.node(), _user()])
         return Launch(rank, hashlib.sha256(text.encode()).hexdigest()[:32])
     return None
@@ -160,8 +160,8 @@ def publish_choice(launch: Launch, choice: Sequence[str], error: str | None = No
     Raises:
         GpuLockError: If the file cannot be written.
     """
-    path = _path(launch)
-    content = {"pid": os.getpid(), "started": _started(os.getpid()), "choice": list(choice), "error": error}
+    path = handoff_path(launch)
+    content = {"pid": os.getpid(), "started": start_of(os.getpid()), "choice": list(choice), "error": error}
     staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     known = _read(path)
     if known is not None and known["error"] is None and known["pid"] != os.getpid():
@@ -178,33 +178,33 @@ def publish_choice(launch: Launch, choice: Sequence[str], error: str | None = No
         raise GpuLockError(f"{path} cannot be written ({problem}). Set {FOLDER_VARIABLE} to another folder.") from None
 
 
-def await_choice(launch: Launch, timeout: float, sleep: Callable[[float], None] = time.sleep) -> list[str]:
+def await_choice(launch: Launch, timeout: float) -> list[str]:
     """Return what the first rank has selected.
 
     Args:
         launch: The launch.
         timeout: How long the first rank may wait for GPUs, in seconds.
-        sleep: Waits for some seconds.
 
     Raises:
         RankError: If it has failed, or says nothing for a long time.
     """
-    path = _path(launch)
+    path = handoff_path(launch)
     deadline = time.monotonic() + timeout + _GRACE
     while (content := _read(path)) is None:
         if time.monotonic() > deadline:
             raise RankError(
                 f"Local rank {launch.local_rank} has waited {timeout + _GRACE:g} s for the GPUs that local rank 0 of "
-                "its launch selects. All ranks have to call select_gpus. A program that is no rank, and was started by "
-                "one, must not inherit LOCAL_RANK, SLURM_LOCALID or OMPI_COMM_WORLD_LOCAL_RANK."
+                "its launch selects. All ranks have to call select_gpus. A program that a rank has started must "
+                "not inherit LOCAL_RANK, SLURM_LOCALID or OMPI_COMM_WORLD_LOCAL_RANK."
             )
-        sleep(0.1)
+        time.sleep(0.1)
     if content["error"] is not None:
         raise RankError(f"Local rank 0, which selects the GPUs of this launch, has failed: {content['error']}")
     return list(content["choice"])
 
 
-def _path(launch: Launch) -> Path:
+def handoff_path(launch: Launch) -> Path:
+    """Return the path of the file that the first rank of a launch leaves to the others."""
     return lock_folder() / f"ranks-{launch.key}.json"
 
 
@@ -220,7 +220,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         choice, error = content["choice"], content["error"]
         plain = isinstance(choice, list) and all(isinstance(uuid, str) for uuid in choice)
         # a writer that has ended wrote for earlier ranks, or failed
-        valid = content["started"] == _started(content["pid"]) or (error and status.st_mtime > _own_start())
+        valid = content["started"] == start_of(content["pid"]) or (error and status.st_mtime > _own_start())
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return content if plain and valid and isinstance(error, str | None) else None
@@ -234,22 +234,25 @@ def _remove_old(folder: Path) -> None:
                 path.unlink()
 
 
-def _started(pid: int) -> str | None:
+def start_of(pid: int) -> str | None:
     """Return when a process was started, the same for all who ask; None if it has ended."""
     try:
         with Path(f"/proc/{pid:d}/stat").open(encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]  # psutil's depends on the clock of the host
     except (OSError, IndexError):
         pass
-    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
+    psutil = _psutil()
     with suppress(psutil.Error, OSError):
         return str(psutil.Process(pid).create_time())
     return None
 
 
 def _own_start() -> float:
-    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
-    return float(psutil.Process().create_time()) - 1.0
+    return float(_psutil().Process().create_time()) - 1.0
+
+
+def _psutil() -> Any:
+    return import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
 
 
 def _user() -> int:

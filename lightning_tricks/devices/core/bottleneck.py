@@ -1,18 +1,25 @@
-"""How long a run waits for its data."""
+"""How long a run waits for its data, and sentences about what it waited for and what to try."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+_BOTTLENECK = 0.1  # the share of the time from which waiting is worth a remedy
+_FEWEST_BATCHES = 10  # below, a share of the time says nothing
+_BUSY = 50  # percent of utilization
+_HAND_OVER = 1e-3  # seconds: about what it takes to send a batch from a worker process
 
 
 @dataclass
 class WaitTotals:
-    """The time of a stage, and what of it was spent in waiting for batches, in seconds.
+    """The time of a stage, and how much of it was spent waiting for batches, in seconds.
 
     Attributes:
         seconds: The time of the stage, without other stages inside it and without the wait for its very first batch.
@@ -166,3 +173,109 @@ class DataWait:
         if self._stages:
             self.totals[self._stages[-1]].seconds += now - self._since
         self._since = now
+
+
+def judge_wait(wait: WaitTotals, loaders: Sequence[Any], cores: int, cpu_utilization: float | None = None) -> list[str]:
+    """Say which share of the time a stage waited for data, and what to try if that is much.
+
+    With a GPU it is the time in which the GPU had nothing to do meanwhile.
+
+    Args:
+        wait: What was measured.
+        loaders: The loaders, if they are known. A remedy that names their arguments needs that it is one DataLoader.
+        cores: The cores that the workers of this rank may use.
+        cpu_utilization: The mean utilization of all cores, in percent, if it is known.
+
+    Returns:
+        A sentence; none if there were too few batches.
+    """
+    if wait.n_batches < _FEWEST_BATCHES or wait.seconds <= 0:
+        return []
+    share = _percent(wait.lost / wait.seconds)
+    if waits_for_data(wait):
+        is_known = len(loaders) == 1 and isinstance(getattr(loaders[0], "num_workers", None), int)
+        remedy = _remedy(wait, loaders[0] if is_known else None, cores, cpu_utilization)
+        return [f"Waited for data {share} of the time: the loader is the bottleneck; {remedy}."]
+    if wait.idle is not None and wait.waited >= _BOTTLENECK * wait.seconds:
+        share = _percent(wait.waited / wait.seconds)
+        return [f"The host waited for data {share} of the time, and the GPU had work meanwhile: the loader keeps up."]
+    return [f"Waited for data {share} of the time: the loader keeps up."]
+
+
+def waits_for_data(wait: WaitTotals) -> bool:
+    """Whether so much of the time is lost in waiting for data that it is worth a remedy."""
+    return wait.n_batches >= _FEWEST_BATCHES and wait.lost > 0 and wait.lost >= _BOTTLENECK * wait.seconds
+
+
+def _remedy(wait: WaitTotals, loader: Any, cores: int, cpu_utilization: float | None) -> str:
+    if loader is None:
+        return "load in worker processes, or make loading cheaper"
+    lasting = getattr(loader, "persistent_workers", False)
+    if wait.waited_first > wait.waited / 2 and loader.num_workers and not lasting:
+        return "most of it was at the start of epochs, where the workers start anew; try persistent_workers=True"
+    per_batch = wait.waited / wait.n_batches
+    if loader.num_workers == 0 and per_batch < _HAND_OVER:
+        return (
+            f"loading a batch takes only {1000 * per_batch:.2g} ms, which worker processes would not make faster; use "
+            "larger batches, or take each batch out of tensors in memory at once"
+        )
+    needed = num_workers_needed(wait, loader.num_workers)
+    if loader.num_workers >= cores:
+        if cpu_utilization is not None and cpu_utilization < _BUSY:  # it computes little: more can wait at once
+            return (
+                f"try num_workers={needed}, now {loader.num_workers}: the CPU is not busy, so the workers wait for a "
+                "disk or a network"
+            )
+        return (
+            f"{loader.num_workers} workers on {_count(cores)} are not enough, so make loading cheaper: decoded, "
+            "smaller or cached data, fewer augmentations"
+        )
+    more = "" if needed <= cores else f" ({needed} would keep up, on {_count(cores)}: make loading cheaper, too)"
+    return f"try num_workers={min(needed, cores)}, now {loader.num_workers}{more}"
+
+
+def _count(cores: int) -> str:
+    return "1 core" if cores == 1 else f"{cores} cores"
+
+
+def num_workers_needed(wait: WaitTotals, num_workers: int) -> int:
+    """Return how many workers load batches as fast as they are trained on.
+
+    Without workers a batch takes the time that was waited for it. With n of them, which were always behind, n batches
+    were loaded in the time of one step and its wait each.
+    """
+    working = max(wait.seconds - wait.lost, 1e-9)
+    loading = num_workers * wait.seconds if num_workers else wait.waited
+    return max(num_workers + 1, math.ceil(loading / working))
+
+
+def judge_gpu(
+    name: str, utilization: float | None, reasons: Mapping[str, int], n_measurements: int, has_data: bool
+) -> list[str]:
+    """Say if a GPU was idle for another reason than data, and if it was slowed down.
+
+    Args:
+        name: What it is called, such as "gpu0".
+        utilization: The mean of its utilization, in percent, if it is known.
+        reasons: How often it was slowed down for a reason.
+        n_measurements: How often that was measured.
+        has_data: Whether it does not wait for data.
+
+    Returns:
+        Sentences; none if there is nothing to say.
+    """
+    sentences = []
+    if utilization is not None and utilization < _BUSY and has_data:
+        sentences.append(
+            f"{name} worked {_percent(utilization / 100)} of the time although data was available: the host starts "
+            "kernels too slowly, or something else runs between the steps; try larger batches or torch.compile."
+        )
+    shares = {reason: count / n_measurements for reason, count in reasons.items()}
+    often = [f"{reason} {_percent(share)}" for reason, share in shares.items() if share >= _BOTTLENECK]
+    if often:
+        sentences.append(f"{name} ran below its clock rate: {', '.join(often)} of the time.")
+    return sentences
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,4 +1,4 @@
-"""What a process has selected, and what it holds for it until it ends."""
+"""The selection of a process, and the locks that it holds until it ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_tricks.devices.core.cuda_state import uuids_seen_by_cuda
 from lightning_tricks.devices.core.gpu import Gpu
-from lightning_tricks.devices.core.lock_files import keep_locks, unlock
-from lightning_tricks.devices.core.selection_ranks import CPU, is_rank, leave_choice, tell_choice
+from lightning_tricks.devices.core.gpu_locks import LOCKS
+from lightning_tricks.devices.core.rank_handoff import CPU, announce_choice, is_rank, withdraw_choice
 from lightning_tricks.devices.core.visible_devices import VARIABLE as VISIBLE_VARIABLE
+from lightning_tricks.devices.core.visible_devices import uuids_seen_by_cuda
 
 # CUDA_VISIBLE_DEVICES as it was set here, and before; in the environment, as the programs that are started inherit both
 _REPLACED_VARIABLE = "LIGHTNING_TRICKS_REPLACED_DEVICES"
@@ -89,11 +89,11 @@ class _State:
     def changing(self) -> Iterator[None]:
         """Let one thread choose, and leave no lock that belongs to no selection, wherever an exception interrupts."""
         with self.guard:
-            keep_locks(self.locks.values())  # the exception may also have interrupted what is below
+            LOCKS.keep(self.locks.values())  # an exception may also have interrupted the cleanup below
             try:
                 yield
             finally:
-                keep_locks(self.locks.values())
+                LOCKS.keep(self.locks.values())
 
     def visible_value(self) -> str | None:
         """Return CUDA_VISIBLE_DEVICES as it was before a selection changed it, of this process or one before it."""
@@ -122,9 +122,9 @@ class _State:
             leads: Whether this process has chosen it.
         """
         self._show(visible)
-        tell_choice(choice)
+        announce_choice(choice)
         self.selection, self.choice, self.locks, self.leads = selection, list(choice), locks or {}, leads
-        keep_locks(self.locks.values())  # last: an interrupt before this leaves too many locks, and none too few
+        LOCKS.keep(self.locks.values())  # last: an interrupt before this leaves too many locks, and none too few
         return selection
 
     def release(self) -> None:
@@ -133,16 +133,16 @@ class _State:
             locks = self.locks
             self.selection, self.locks = None, {}
             for descriptor in locks.values():
-                unlock(descriptor)
+                LOCKS.unlock(descriptor)
             self._show(None)
             if not is_rank(os.environ):  # other ranks do not know that it was released
                 self.choice = None
-                leave_choice()
+                withdraw_choice()
 
     def forget(self) -> None:
         """Let a forked child begin without a selection; the locks are its parent's."""
         if self.choice is not None:
-            tell_choice(self.choice)  # what it launches finds the selection under its number
+            announce_choice(self.choice)  # what it launches finds the selection under its number
         self.guard = threading.RLock()  # a thread that the child does not have may hold that of the parent
         self.selection, self.choice, self.locks, self.leads = None, None, {}, False
 
