@@ -9,26 +9,26 @@ from typing import Any
 from torch import nn
 
 from lightning_tricks._torch_compat.modules import own_modules
-from lightning_tricks.auto_resume.core.attributes.attribute_access import delete_attribute, set_attribute
-from lightning_tricks.auto_resume.core.attributes.decoding import ObjectResolver, decode
-from lightning_tricks.auto_resume.core.attributes.in_place import replace_contents
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    MISSING,
+    CannotRestoreError,
+    delete_attribute,
+    find_class,
+    is_subclass,
+    set_attribute,
+    type_name,
+)
+from lightning_tricks.auto_resume.core.attributes.encoding import ObjectResolver, decode
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
+    STATE_KEY,
     AttributeSlot,
     ObjectWalk,
     SkippedNames,
     is_skipped,
     nothing_skipped,
 )
-from lightning_tricks.auto_resume.core.attributes.value_types import (
-    MISSING,
-    CannotRestoreError,
-    find_class,
-    is_subclass,
-    type_name,
-)
-from lightning_tricks.auto_resume.core.attributes.walkable_types import can_be_rebuilt
-
-STATE_KEY = "state_dict()"  # the name of an object's own state among its attributes
+from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
+from lightning_tricks.auto_resume.core.attributes.value_kinds import replace_contents
 
 
 def restore_changes(
@@ -42,9 +42,8 @@ def restore_changes(
     its class is plain Python, has no `__del__`, and is known in the module of the class that holds it; a metric that a
     list of modules gained is restored as a copy of its sibling. Of the user's code only `load_state_dict` is called.
 
-    A float that was the reading of a clock is set only where the object has no such attribute, or the dict no such
-    entry, as a timer of another process is not this one's. Such are readings of `time.time()` since the start of the
-    fit, and those of `time.monotonic()` and `time.perf_counter()` under a name that says so, such as `start`.
+    Where both processes keep what a clock showed since they began, each keeps its own: a timer of another process is
+    not this one's. Such are readings of `time.time()`, `time.monotonic()` and `time.perf_counter()`.
 
     Args:
         roots: Fresh objects, by the names that they had.
