@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import logging
+import marshal
 import mmap
 import operator
 import threading
@@ -25,12 +26,12 @@ from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, key_label, type_name
 from lightning_tricks.auto_resume.core.attributes.encoding import MAX_DEPTH, EncodeBudget, encode
 from lightning_tricks.auto_resume.core.attributes.value_kinds import (
-    ARRAY_KINDS,
     ValueKind,
     container_kind,
     is_generator,
     kind_of,
 )
+from lightning_tricks.auto_resume.core.attributes.value_parts import is_plain_dtype
 
 MAX_ENTRIES = 10_000  # of a container; a larger one is sampled
 _SAMPLED_ENTRIES = 1_000
@@ -156,18 +157,15 @@ class ValueDigest:
         head, columns = found
         joined, bytes_left = list[tuple[str, Any]](), self._whole_bytes_left
         for column in columns:
-            if self._paths and not self._paths.keys().isdisjoint(map(id, column)):
+            are_known = self._paths and not self._paths.keys().isdisjoint(map(id, column))
+            together = None if are_known else _joined(column, bytes_left)
+            if together is None:
                 return False
-            text, data = _joined(column, bytes_left) or ("", None)
-            if data is None:
-                return False
-            joined.append((text, data))
-            bytes_left -= 0 if data is column else data.nbytes
+            joined.append(together)
+            bytes_left -= getattr(together[1], "nbytes", 0)
         self._update(head)
-        for (text, data), column in zip(joined, columns, strict=True):
-            self._update(text, b"" if data is column else data)
-            for one in column if data is column else ():
-                self._feed_scalar(type(one), one)
+        for text, data in joined:
+            self._update(text, data)
         self._parts, self._whole_bytes_left = self._parts + len(rows) * (len(columns) + 1), bytes_left
         return True
 
@@ -255,7 +253,7 @@ class ValueDigest:
         return True
 
     def _feed_array(self, array: Any, value: Any) -> bool:
-        if array.dtype.kind not in ARRAY_KINDS or array.dtype.hasobject:
+        if not is_plain_dtype(array.dtype):
             return False
         self._update(f"{type(value).__name__} {array.dtype.descr} {array.shape}")
         if step := self._sampling_step(array.nbytes, array.size, _WHOLE_ARRAY):
@@ -319,10 +317,10 @@ def _columns(rows: Sequence[Any]) -> tuple[str, list[Any]] | None:
 
 
 def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
-    """Return what the values of a column are, and all of them as one array; the column itself if it holds scalars."""
+    """Return what the values of a column are, and all of them as one block of bytes; None if they are not alike."""
     kinds, first = set(map(type, column)), column[0]
     if kinds <= SCALARS:
-        return "scalars", column
+        return "scalars", marshal.dumps(list(column), 2)  # later versions also encode which objects are identical
     if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_TRAITS[type(first)], column))) > 1:
         return None
     if type(first) is Tensor and (
@@ -336,13 +334,12 @@ def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
     are_equal = shapes.count(shapes[0]) == len(shapes)
     text = f"{first.dtype} {tuple(shapes[0]) if are_equal else list(map(tuple, shapes))}"
     if type(first) is np.ndarray:
-        if first.dtype.kind not in ARRAY_KINDS or first.dtype.hasobject:
+        if not is_plain_dtype(first.dtype):
             return None
-        return f"arrays {first.dtype.descr} {text}", np.frombuffer(
-            b"".join([one.tobytes() for one in column]), np.uint8
-        )
+        data = b"".join([array.tobytes() for array in column])
+        return f"arrays {first.dtype.descr} {text}", np.frombuffer(data, np.uint8)
     try:
-        joined = torch.stack(list(column)) if are_equal else torch.cat([one.reshape(-1) for one in column])
+        joined = torch.stack(list(column)) if are_equal else torch.cat([tensor.reshape(-1) for tensor in column])
         return f"tensors {text}", joined.reshape(-1).cpu().view(torch.uint8).numpy()
     except RuntimeError:  # such as quantized ones
         return None

@@ -194,8 +194,8 @@ class ObjectResolver:
         made: Path -> entry of a container that was decoded.
     """
 
-    def __init__(self, made: dict[str, Any] | None = None) -> None:
-        self.made: dict[str, Any] = {} if made is None else made
+    def __init__(self) -> None:
+        self.made = dict[str, Any]()
 
     def known(self, path: str) -> Any:
         """Return the value at a path.

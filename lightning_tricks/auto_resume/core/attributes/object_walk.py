@@ -94,8 +94,6 @@ class ObjectWalk:
         paths: Id of each object -> its path.
         references: Id -> path of objects, parameters and buffers.
         truncated: Paths of objects beyond the bounds on their number and depth.
-        made: Path -> entry of a container that was decoded while attributes were restored.
-        num_built: Number of objects that were created while attributes were restored.
         has_models: Whether the model is among the roots: elsewhere, modules that functions name are left out.
     """
 
@@ -109,8 +107,6 @@ class ObjectWalk:
     paths: dict[int, str] = field(default_factory=dict)
     references: dict[int, str] = field(default_factory=dict)
     truncated: list[str] = field(default_factory=list)
-    made: dict[str, Any] = field(default_factory=dict)
-    num_built: int = 0
     has_models: bool = False
     _seen_functions: set[int] = field(default_factory=set)
     _open_owners: set[int] = field(default_factory=set)
@@ -241,51 +237,44 @@ class ObjectWalk:
 
     def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
         """Add an attribute, and walk over what it holds."""
-        value, kind = slot.value, type(slot.value)
         self.slots[path] = slot
-        if kind in SCALARS:
-            return
+        if type(slot.value) not in SCALARS:
+            slot.target = self._visit_value(slot.value, path, depth, 0)
+
+    def _visit_value(self, value: Any, path: str, depth: int, nested: int) -> str:
+        """Walk over the value of an attribute, or an entry of a container; return the path of an object."""
+        kind = type(value)
         if is_walkable(kind):
-            slot.target = self._visit(value, path, depth)
-        elif is_callable_with_state(kind):
+            return self._visit(value, path, depth)
+        if is_callable_with_state(kind):
             self._visit_callable(value, path, depth)
         elif container_kind(kind) is not None:
-            self._visit_container(value, path, depth, 0)
-        elif has_own_state_dict(kind) or is_stateful(kind):
+            self._visit_container(value, path, depth, nested)
+        elif has_own_state_dict(kind) or (not nested and is_stateful(kind)):
             self._add_stateful(value, path)
+        return ""
 
     def _visit_container(self, value: Any, path: str, depth: int, nested: int) -> None:
         """Walk over the objects in a container and in containers in it, and the attributes of subclasses of these."""
-        container = container_kind(type(value))
-        base = None if container is None else container.container
-        is_new = base is not type(value) and has_attributes(type(value)) and id(value) not in self._seen_containers
-        if is_new and attribute_dict(value) is not value:
+        container: Any = container_kind(type(value))
+        is_subclassed = container.container is not type(value) and has_attributes(type(value))
+        if is_subclassed and id(value) not in self._seen_containers and attribute_dict(value) is not value:
             self._seen_containers.add(id(value))
             inner = f"{path}.__dict__"
             self.owners[inner] = value
             for name, part in attributes(value):
                 self._add_slot(AttributeSlot(value, inner, name, part), f"{inner}.{name}", depth + 1)
-        if container is None or nested > MAX_CONTAINER_DEPTH or not container.has_order:
-            return
-        if container.container.__len__(value) > MAX_ENTRIES:
+        is_searched = nested <= MAX_CONTAINER_DEPTH and container.has_order
+        if not is_searched or container.container.__len__(value) > MAX_ENTRIES:
             return
         for key, part in list(container.entries(value)):
             kind = type(part)
             if kind in _LEAVES or (kind in (list, tuple) and _LEAVES.issuperset(map(type, part))):
                 continue
-            if is_subclass(kind, Tensor):
-                continue
-            if is_walkable(kind):
-                inner = f"{path}.{key_label(key)}"
-                while inner in self.owners and id(part) not in self.paths:
-                    inner += "'"  # of another key
-                self._visit(part, inner, depth)
-            elif is_callable_with_state(kind):
-                self._visit_callable(part, f"{path}.{key_label(key)}", depth)
-            elif has_own_state_dict(kind):
-                self._add_stateful(part, f"{path}.{key_label(key)}")
-            elif container_kind(kind) is not None:
-                self._visit_container(part, f"{path}.{key_label(key)}", depth, nested + 1)
+            inner = f"{path}.{key_label(key)}"
+            while inner in self.owners and is_walkable(kind) and id(part) not in self.paths:
+                inner += "'"  # of another key
+            self._visit_value(part, inner, depth, nested + 1)
 
     def _add_stateful(self, value: Any, path: str) -> None:
         """Add an object that is not walked, by its state."""

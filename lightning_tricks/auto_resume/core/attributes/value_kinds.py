@@ -10,7 +10,6 @@ import datetime
 import decimal
 import enum
 import fractions
-import operator
 import pathlib
 import random
 import types
@@ -18,9 +17,9 @@ import uuid
 import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,14 +30,10 @@ from torch import Tensor, nn
 from lightning_tricks.auto_resume.core.attributes import value_parts
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
-    SCALARS,
     CannotRestoreError,
-    find_class,
     is_subclass,
 )
 
-ARRAY_KINDS = "biufcUSmMV"
-_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 # also those without data, and of other classes
 _MUTABLE = (Tensor, np.ndarray, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, deque, Counter)}
@@ -76,15 +71,15 @@ class ValueKind:
     sample: Callable[[Any, int], Any] = lambda value, max_bytes: value
     container: Any = None
 
-    @property
+    @cached_property
     def has_order(self) -> bool:
         """Whether the entries of a container have keys or numbers by which they are found again."""
-        return not issubclass(self.container, set | frozenset)
+        return not issubclass(self.container, Set)
 
-    @property
+    @cached_property
     def is_keyed(self) -> bool:
         """Whether entries have keys of their own."""
-        return self.container is not None and issubclass(self.container, dict)
+        return self.container is not None and issubclass(self.container, Mapping)
 
     def entries(self, value: Any) -> Iterable[tuple[Any, Any]]:
         """Return (key, value) or (number, value) pairs of a container; no method of a subclass is called."""
@@ -154,44 +149,45 @@ def _find_kind(kind: type) -> ValueKind | None:
     )
 
 
-def _check_same(what: str, one: object, other: object) -> None:
-    if one != other:
-        raise ValueError(f"{what} is {one} and {other}")  # so that it is replaced, not filled
+def _container(
+    base: Any,
+    parts: Callable[[Any], dict[str, Any]] = lambda value: {},
+    begin: Callable[[Any, Any, Any], object] = lambda made, parts, present: None,
+    accepts: Callable[[type], bool] = lambda kind: True,
+) -> ValueKind:
+    """Return the kind of a container; only methods of its base are called.
 
+    Args:
+        base: The container. It can be changed if it has `clear`, and `extend`, `update` or `__setitem__` of a mapping.
+        parts: Returns what it has beside its entries.
+        begin: Prepares an empty one, given its parts and the value in the same place of this process.
+        accepts: Whether a subclass is a container of the kind.
+    """
 
-def _new_container(parts: Any, present: Any, base: Any) -> Any:
-    made = base.__new__(parts["class"])
-    base.__init__(made, parts["items"], *([parts["maxlen"]] if base is deque else []))
-    return made
+    def refill(target: Any, items: Iterable[Any]) -> None:
+        base.clear(target)
+        if not kind.is_keyed:
+            (base.extend if hasattr(base, "extend") else base.update)(target, items)
+            return
+        for key, part in items:
+            base.__setitem__(target, key, part)
 
+    def fill(target: Any, value: Any) -> None:
+        if parts(target).get("maxlen") != parts(value).get("maxlen"):
+            raise ValueError("of another maxlen")
+        refill(target, list(base.items(value) if kind.is_keyed else base.__iter__(value)))
 
-def _fill_container(target: Any, value: Any, base: Any) -> None:
-    if base is deque:
-        _check_same("the longest length", target.maxlen, value.maxlen)
-    items = list(base.__iter__(value))
-    base.clear(target)
-    (base.update if base is set else base.extend)(target, items)
+    def rebuild(parts: Any, present: Any) -> Any:
+        made = base.__new__(parts["class"])
+        begin(made, parts, present)
+        refill(made, parts["items"])
+        return made
 
+    def rebuild_frozen(parts: Any, present: Any) -> Any:
+        return base.__new__(parts["class"], parts["items"])
 
-def _new_dict(parts: Any, present: Any, base: Any) -> Any:
-    made = base.__new__(parts["class"])
-    if base is defaultdict:
-        factory = _FACTORIES.get(parts.get("factory", ""))
-        if factory is None and is_subclass(type(present), defaultdict):
-            factory = present.default_factory
-        if factory is None:
-            raise CannotRestoreError("it holds a defaultdict whose factory is unknown")
-        defaultdict.__init__(made, factory)
-    for key, part in parts["items"]:
-        base.__setitem__(made, key, part)
-    return made
-
-
-def _fill_dict(target: Any, value: Any, base: Any) -> None:
-    pairs = list(base.items(value))
-    base.clear(target)
-    for key, part in pairs:
-        base.__setitem__(target, key, part)
+    kind = ValueKind(base.__name__, (base,), parts, rebuild, fill, (base,), accepts, container=base)
+    return kind if hasattr(base, "clear") else replace(kind, rebuild=rebuild_frozen, fill=None)
 
 
 def _factory_name(value: Any) -> dict[str, str]:
@@ -199,127 +195,22 @@ def _factory_name(value: Any) -> dict[str, str]:
     return {"factory": factory.__name__} if factory in _FACTORIES.values() else {}
 
 
-def _container(base: Any, parts: Callable[[Any], dict[str, Any]] = lambda value: {}) -> ValueKind:
-    new, fill = (_new_dict, _fill_dict) if issubclass(base, dict) else (_new_container, _fill_container)
-    return ValueKind(
-        base.__name__, (base,), parts, partial(new, base=base), partial(fill, base=base), bases=(base,), container=base
-    )
+def _set_factory(made: Any, parts: Any, present: Any) -> None:
+    factory = _FACTORIES.get(parts.get("factory", ""))
+    if factory is None and is_subclass(type(present), defaultdict):
+        factory = present.default_factory
+    if factory is None:
+        raise CannotRestoreError("it holds a defaultdict whose factory is unknown")
+    defaultdict.__init__(made, factory)
 
 
-def _frozen_container(base: Any, accepts: Callable[[type], bool] = lambda kind: True) -> ValueKind:
-    def rebuild(parts: Any, present: Any) -> Any:
-        return base.__new__(parts["class"], parts["items"])
+def _data(name: str, kinds: tuple[type, ...], take: Any, make: Any, fill: Any = None, **options: Any) -> ValueKind:
+    """Return the kind of values that are a block of bytes."""
 
-    return ValueKind(base.__name__, (base,), lambda value: {}, rebuild, bases=(base,), accepts=accepts, container=base)
+    def size(value: Any) -> int:
+        return len(value) if type(value) in (bytes, bytearray) else int(value.nbytes)
 
-
-def _tensor_parts(value: Any) -> dict[str, Any]:
-    if value.is_quantized or value.device.type == "meta" or value.is_nested:
-        raise CannotRestoreError("it has no plain data")
-    data = value.detach().resolve_conj().resolve_neg()
-    data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
-    return {"data": data, "device": value.device.type, "requires_grad": value.requires_grad and value.is_leaf}
-
-
-def _new_tensor(parts: Any, present: Any) -> Tensor:
-    device = torch.device(parts["device"])
-    if is_subclass(type(present), Tensor) and present.device.type == device.type:
-        device = present.device
-    elif device.type != "cpu" and not torch.get_device_module(device).is_available():
-        device = torch.device("cpu")
-    data = parts["data"].to(device, copy=True)
-    return data.requires_grad_() if parts["requires_grad"] else data  # type: ignore[no-any-return]
-
-
-def _new_parameter(parts: Any, present: Any) -> nn.Parameter:
-    return nn.Parameter(_new_tensor(parts | {"requires_grad": False}, present), bool(parts["requires_grad"]))
-
-
-def _fill_tensor(target: Tensor, value: Tensor) -> None:
-    _check_same("the shape", target.shape, value.shape)
-    _check_same("the dtype", target.dtype, value.dtype)
-    _check_same("requires_grad", target.requires_grad, value.requires_grad)
-    with torch.no_grad():
-        target.copy_(value)  # raises for a tensor of inference mode and an expanded one
-
-
-def _array_parts(value: Any) -> dict[str, Any]:
-    array = np.asarray(value)
-    if array.dtype.kind not in ARRAY_KINDS or array.dtype.hasobject:
-        raise CannotRestoreError("it has no plain data")
-    dtype = np.lib.format.dtype_to_descr(array.dtype)
-    return {"dtype": dtype, "shape": list(array.shape), "data": _as_tensor(array.tobytes())}
-
-
-def _new_array(parts: Any, present: Any) -> Any:
-    data = np.frombuffer(parts["data"].numpy().tobytes(), dtype=np.lib.format.descr_to_dtype(parts["dtype"]))
-    return data.reshape(parts["shape"]).copy()
-
-
-def _fill_array(target: Any, value: Any) -> None:
-    _check_same("the shape", target.shape, value.shape)
-    _check_same("the dtype", target.dtype, value.dtype)
-    np.copyto(target, value)
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-
-
-def _bytes(kind: Any, fill: Any = None) -> ValueKind:
-    return ValueKind(
-        kind.__name__,
-        (kind,),
-        lambda value: {"data": _as_tensor(bytes(value))},
-        lambda parts, present: kind(parts["data"].numpy().tobytes()),
-        fill,
-        size=len,
-    )
-
-
-def _generator_parts(value: Any) -> dict[str, Any]:
-    kind = type(value)
-    if kind is torch.Generator:
-        return {"type": f"torch {value.device}", "state": value.get_state()}
-    if kind is random.Random:
-        return {"type": "random", "state": value.getstate()}
-    if kind is np.random.Generator:
-        return {"type": f"numpy {type(value.bit_generator).__name__}", "state": value.bit_generator.state}
-    if kind is np.random.RandomState:
-        return {"type": f"legacy {type(value._bit_generator).__name__}", "state": value.get_state(legacy=False)}
-    return {"type": f"bits {kind.__name__}", "state": value.state}
-
-
-def _new_generator(parts: Any, present: Any) -> Any:
-    library, _, which = parts["type"].partition(" ")
-    if library in ("numpy", "legacy", "bits") and which not in _BIT_GENERATORS:
-        raise CannotRestoreError(f"NumPy's bit generator {which} is not supported")
-    made: Any
-    if library == "torch":
-        made = torch.Generator(which)
-    elif library == "random":
-        made = random.Random()  # noqa: S311
-    else:
-        bits = getattr(np.random, which)()
-        made = {"numpy": np.random.Generator, "legacy": np.random.RandomState}.get(library, lambda own: own)(bits)
-    _set_state(made, parts["state"])
-    return made
-
-
-def _fill_generator(target: Any, value: Any) -> None:
-    own, parts = _generator_parts(target), _generator_parts(value)
-    _check_same("the type", own["type"], parts["type"])
-    _set_state(target, parts["state"])
-
-
-def _set_state(value: Any, state: Any) -> None:
-    kind = type(value)
-    if kind is random.Random:
-        value.setstate(state)
-    elif kind in (torch.Generator, np.random.RandomState):
-        value.set_state(state)
-    else:
-        (value.bit_generator if kind is np.random.Generator else value).state = state
+    return ValueKind(name, kinds, take, make, fill, size=size, **options)
 
 
 def _times(kind: Any) -> ValueKind:
@@ -329,32 +220,6 @@ def _times(kind: Any) -> ValueKind:
         return str(value.isoformat())
 
     return _scalar(kind.__name__, (kind,), write, kind.fromisoformat)
-
-
-def _read_dtype(name: str) -> torch.dtype:
-    found = vars(torch).get(name.removeprefix("torch."))
-    if not isinstance(found, torch.dtype):
-        raise CannotRestoreError(f"{name} is not a dtype")
-    return found
-
-
-def _write_slice(value: slice) -> list[Any]:
-    parts = [value.start, value.stop, value.step]
-    if any(type(part) not in SCALARS for part in parts):
-        raise CannotRestoreError("it is a slice of values that are not numbers")
-    return parts
-
-
-def _find_member(parts: Any, present: Any) -> Any:
-    members = find_class(parts["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
-    if parts["name"] not in members:
-        raise CannotRestoreError(f"{parts['class']} has no {parts['name']}")
-    return members[parts["name"]]
-
-
-def _enum_parts(value: Any) -> dict[str, str]:
-    kind = type(value)
-    return {"class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
 
 
 def _scalar(name: str, kinds: tuple[type, ...], write: Callable[[Any], Any], read: Callable[[Any], Any]) -> ValueKind:
@@ -378,7 +243,6 @@ def _has_data(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
 
 
-_NUM_BYTES = operator.attrgetter("nbytes")
 _SUBCLASS = (value_parts.take_subclass, value_parts.make_subclass, value_parts.fill_subclass)
 _TABLE = {"fill": value_parts.fill_table, "sample": value_parts.sample_table}
 _OBJECTS = _composite(
@@ -396,37 +260,33 @@ _COMPRESSED = _composite("compressed", value_parts.take_compressed, value_parts.
 _GENERATOR = ValueKind(
     "generator",
     (torch.Generator, random.Random, np.random.Generator, np.random.RandomState),
-    _generator_parts,
-    _new_generator,
-    _fill_generator,
+    value_parts.take_generator,
+    value_parts.make_generator,
+    value_parts.fill_generator,
     bases=(np.random.BitGenerator,),
 )
 VALUE_KINDS: tuple[ValueKind, ...] = (
-    *(_container(base) for base in (OrderedDict, Counter)),
-    _container(defaultdict, _factory_name),
-    *(_container(base) for base in (dict, list, set)),
-    _frozen_container(frozenset),
-    _container(deque, lambda value: {"maxlen": value.maxlen}),
-    _frozen_container(tuple, accepts=lambda kind: hasattr(kind, "_fields")),
-    ValueKind("tensor", (Tensor,), _tensor_parts, _new_tensor, _fill_tensor, size=_NUM_BYTES),
-    ValueKind("parameter", (nn.Parameter,), _tensor_parts, _new_parameter, _fill_tensor, size=_NUM_BYTES),
-    ValueKind("array", (np.ndarray,), _array_parts, _new_array, _fill_array, size=_NUM_BYTES),
-    ValueKind(
-        "scalar",
-        (),
-        _array_parts,
-        lambda parts, present: _new_array(parts, present)[()],
-        bases=(np.generic,),
-        size=_NUM_BYTES,
+    *(_container(base) for base in (OrderedDict, Counter)),  # the special ones first
+    _container(defaultdict, _factory_name, _set_factory),
+    *(_container(base) for base in (dict, list, set, frozenset)),
+    _container(
+        deque,
+        lambda value: {"maxlen": value.maxlen},
+        lambda made, parts, present: deque.__init__(made, (), parts["maxlen"]),
     ),
-    _bytes(bytes),
-    _bytes(bytearray, fill=lambda target, value: target.__setitem__(slice(None), value)),
+    _container(tuple, accepts=lambda kind: hasattr(kind, "_fields")),
+    _data("tensor", (Tensor,), value_parts.take_tensor, value_parts.make_tensor, value_parts.fill_tensor),
+    _data("parameter", (nn.Parameter,), value_parts.take_tensor, value_parts.make_parameter, value_parts.fill_tensor),
+    _data("array", (np.ndarray,), value_parts.take_array, value_parts.make_array, value_parts.fill_array),
+    _data("scalar", (), value_parts.take_array, value_parts.make_number, bases=(np.generic,)),
+    _data("bytes", (bytes,), value_parts.take_bytes, value_parts.make_bytes),
+    _data("bytearray", (bytearray,), value_parts.take_bytes, value_parts.make_bytearray, value_parts.fill_all),
     _GENERATOR,
-    ValueKind("enum", (), _enum_parts, _find_member, bases=(enum.Enum,)),
+    ValueKind("enum", (), value_parts.take_member, value_parts.make_member, bases=(enum.Enum,)),
     _scalar("int", (int,), hex, lambda text: int(text, 16)),
     _scalar("complex", (complex,), lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     _scalar("Size", (torch.Size,), list, torch.Size),
-    _scalar("dtype", (torch.dtype,), str, _read_dtype),
+    _scalar("dtype", (torch.dtype,), str, value_parts.read_dtype),
     _scalar("device", (torch.device,), str, torch.device),
     *(_times(kind) for kind in (datetime.datetime, datetime.date, datetime.time)),
     _scalar(
@@ -445,7 +305,7 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
     ),
     *(_scalar(kind.__name__, (kind,), str, kind) for kind in (decimal.Decimal, uuid.UUID)),
     _scalar("range", (range,), lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    _scalar("slice", (slice,), _write_slice, lambda parts: slice(*parts)),
+    _scalar("slice", (slice,), value_parts.write_slice, lambda parts: slice(*parts)),
     _composite("array", *_SUBCLASS, bases=(np.ndarray,), accepts=lambda kind: not is_subclass(kind, np.memmap)),
     _composite("tensor", *_SUBCLASS, bases=(Tensor,), accepts=_has_data),
     _OBJECTS,
@@ -455,7 +315,7 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
         "array.array",
         lambda value: [value.typecode, value.tobytes()],
         lambda parts: array(*parts),
-        lambda target, value: target.__setitem__(slice(None), value),
+        value_parts.fill_all,
     ),
     _composite("numpy.SeedSequence", lambda value: value.state, lambda parts: np.random.SeedSequence(**parts)),
     _composite("builtins.mappingproxy", dict, types.MappingProxyType),

@@ -1,18 +1,21 @@
-"""Values that are made of plain data without being any: what their parts are, and how they are made of them again.
+"""How values are taken apart, made again and changed in place, for the table of their kinds.
 
 No library is imported here: where a fit holds a value of one, it is loaded.
 """
 
 from __future__ import annotations
 
+import enum
+import random
 import sys
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    SCALARS,
     CannotRestoreError,
     attribute_dict,
     find_class,
@@ -20,6 +23,177 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
 )
 
 _MAX_ROWS, _SAMPLED_ROWS = 10_000, 1_000  # of a table with columns of other than numbers, which is sampled if larger
+
+
+_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+
+
+def take_tensor(value: Any) -> dict[str, Any]:
+    """Return the data of a tensor on the CPU, and where it was."""
+    if value.is_quantized or value.device.type == "meta" or value.is_nested:
+        raise CannotRestoreError("it has no plain data")
+    data = value.detach().resolve_conj().resolve_neg()
+    data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
+    return {"data": data, "device": value.device.type, "requires_grad": value.requires_grad and value.is_leaf}
+
+
+def make_tensor(parts: Any, present: Any) -> Tensor:
+    """Return a tensor on the device of the one that this process has in its place."""
+    device = torch.device(parts["device"])
+    if is_subclass(type(present), Tensor) and present.device.type == device.type:
+        device = present.device
+    elif device.type != "cpu" and not torch.get_device_module(device).is_available():
+        device = torch.device("cpu")
+    data = parts["data"].to(device, copy=True)
+    return data.requires_grad_() if parts["requires_grad"] else data  # type: ignore[no-any-return]
+
+
+def make_parameter(parts: Any, present: Any) -> nn.Parameter:
+    """Return a parameter as `make_tensor` does a tensor."""
+    return nn.Parameter(make_tensor(parts | {"requires_grad": False}, present), bool(parts["requires_grad"]))
+
+
+def fill_tensor(target: Tensor, value: Tensor) -> None:
+    """Copy a tensor into another one, as far as it allows that."""
+    if (target.shape, target.dtype, target.requires_grad) != (value.shape, value.dtype, value.requires_grad):
+        raise ValueError("of another shape or dtype")
+    with torch.no_grad():
+        target.copy_(value)  # raises for a tensor of inference mode and an expanded one
+
+
+def is_plain_dtype(dtype: Any) -> bool:
+    """Whether arrays of a dtype hold numbers, dates and text, and no objects."""
+    return dtype.kind in "biufcUSmMV" and not dtype.hasobject
+
+
+def take_array(value: Any) -> dict[str, Any]:
+    """Return the bytes of an array or a number of NumPy."""
+    array = np.asarray(value)
+    if not is_plain_dtype(array.dtype):
+        raise CannotRestoreError("it has no plain data")
+    dtype = np.lib.format.dtype_to_descr(array.dtype)
+    return {"dtype": dtype, "shape": list(array.shape), "data": _as_tensor(array.tobytes())}
+
+
+def make_array(parts: Any, present: Any) -> Any:
+    """Return the array that `take_array` took apart."""
+    data = np.frombuffer(parts["data"].numpy().tobytes(), dtype=np.lib.format.descr_to_dtype(parts["dtype"]))
+    return data.reshape(parts["shape"]).copy()
+
+
+def fill_array(target: Any, value: Any) -> None:
+    """Copy an array into another one."""
+    if (target.shape, target.dtype) != (value.shape, value.dtype):
+        raise ValueError("of another shape or dtype")
+    np.copyto(target, value)
+
+
+def make_number(parts: Any, present: Any) -> Any:
+    """Return the number of NumPy that `take_array` took apart."""
+    return make_array(parts, present)[()]
+
+
+def take_bytes(value: Any) -> dict[str, Any]:
+    """Return bytes as a tensor."""
+    return {"data": _as_tensor(bytes(value))}
+
+
+def make_bytes(parts: Any, present: Any) -> bytes:
+    """Return the bytes of a tensor."""
+    return bytes(parts["data"].numpy().tobytes())
+
+
+def make_bytearray(parts: Any, present: Any) -> bytearray:
+    """Return the bytes of a tensor, which may be changed."""
+    return bytearray(make_bytes(parts, present))
+
+
+def fill_all(target: Any, value: Any) -> None:
+    """Replace all entries of an array or of bytes."""
+    target[:] = value
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def take_generator(value: Any) -> dict[str, Any]:
+    """Return which random generator it is, and its state."""
+    kind = type(value)
+    if kind is torch.Generator:
+        return {"type": f"torch {value.device}", "state": value.get_state()}
+    if kind is random.Random:
+        return {"type": "random", "state": value.getstate()}
+    if kind is np.random.Generator:
+        return {"type": f"numpy {type(value.bit_generator).__name__}", "state": value.bit_generator.state}
+    if kind is np.random.RandomState:
+        return {"type": f"legacy {type(value._bit_generator).__name__}", "state": value.get_state(legacy=False)}
+    return {"type": f"bits {kind.__name__}", "state": value.state}
+
+
+def make_generator(parts: Any, present: Any) -> Any:
+    """Return a new random generator with a state."""
+    library, _, which = parts["type"].partition(" ")
+    if library in ("numpy", "legacy", "bits") and which not in _BIT_GENERATORS:
+        raise CannotRestoreError(f"NumPy's bit generator {which} is not supported")
+    made: Any
+    if library == "torch":
+        made = torch.Generator(which)
+    elif library == "random":
+        made = random.Random()  # noqa: S311
+    else:
+        bits = getattr(np.random, which)()
+        made = {"numpy": np.random.Generator, "legacy": np.random.RandomState}.get(library, lambda own: own)(bits)
+    _set_state(made, parts["state"])
+    return made
+
+
+def fill_generator(target: Any, value: Any) -> None:
+    """Give a random generator the state of another one."""
+    parts = take_generator(value)
+    if take_generator(target)["type"] != parts["type"]:
+        raise ValueError("of another type")
+    _set_state(target, parts["state"])
+
+
+def _set_state(value: Any, state: Any) -> None:
+    kind = type(value)
+    if kind is random.Random:
+        value.setstate(state)
+    elif kind in (torch.Generator, np.random.RandomState):
+        value.set_state(state)
+    else:
+        (value.bit_generator if kind is np.random.Generator else value).state = state
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name."""
+    found = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(found, torch.dtype):
+        raise CannotRestoreError(f"{name} is not a dtype")
+    return found
+
+
+def write_slice(value: slice) -> list[Any]:
+    """Return the three numbers of a slice."""
+    parts = [value.start, value.stop, value.step]
+    if any(type(part) not in SCALARS for part in parts):
+        raise CannotRestoreError("it is a slice of values that are not numbers")
+    return parts
+
+
+def make_member(parts: Any, present: Any) -> Any:
+    """Return a member of an enum that this process has."""
+    members = find_class(parts["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
+    if parts["name"] not in members:
+        raise CannotRestoreError(f"{parts['class']} has no {parts['name']}")
+    return members[parts["name"]]
+
+
+def take_member(value: Any) -> dict[str, str]:
+    """Return the class of an enum and the name of its member."""
+    kind = type(value)
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
 
 
 def take_subclass(value: Any) -> Any:
