@@ -25,9 +25,9 @@ from lightning_tricks._lightning_compat.fit_end import averaged_models
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._torch_compat.hooks import hooks_of
-from lightning_tricks.auto_resume.core.attributes.code_state import is_callable_with_state
+from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras
+from lightning_tricks.auto_resume.core.attributes.user_code import is_callable_with_state
 
 # Their attributes belong to the process, or another part of this room restores them
 _EXCLUDED_CALLBACKS = (

@@ -21,22 +21,24 @@ from lightning_tricks.auto_resume.callback_state import (
     restore_model_checkpoints,
 )
 from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
-from lightning_tricks.auto_resume.core.attributes.drawable_values import drawable_values
-from lightning_tricks.auto_resume.core.attributes.gradient_readers import reads_gradients
-from lightning_tricks.auto_resume.core.attributes.model_outline import Outline, differing_parts, outline
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     ModelStructure,
     capture_gradients,
+    module_list_types,
+    optimizer_extras,
     restore_flags,
     restore_gradients,
+    restore_module_lists,
+    restore_optimizer_extras,
     restore_param_groups,
     restore_pruning_masks,
 )
-from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
-from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
+from lightning_tricks.auto_resume.core.attributes.uncheckpointed_structure import Outline, differing_parts, outline
+from lightning_tricks.auto_resume.core.attributes.unseeded_values import unseeded_values
+from lightning_tricks.auto_resume.core.attributes.user_code import reads_gradients
 from lightning_tricks.auto_resume.module_state import (
     buffer_digests,
     move_to_device,
@@ -204,7 +206,7 @@ class RankState:
             own = [name for name in vars(owner) if name.startswith("_")] if is_ours else ()
             return (*self._owners.skipped_names(owner), "_hparams", "_hparams_initial", *own)
 
-        return drawable_values(self._owners.module_and_callbacks(), skipped=skipped)
+        return unseeded_values(self._owners.module_and_callbacks(), skipped=skipped)
 
     def detach(self, objects: Sequence[object], holders: Sequence[Sequence[str]]) -> None:
         """Give a copy to each attribute that holds one of the objects, but did not hold it in the stopped run.

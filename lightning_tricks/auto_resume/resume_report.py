@@ -17,8 +17,8 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.attributes.comparison import differing_paths
-from lightning_tricks.auto_resume.core.attributes.model_outline import differing_parts
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.attributes.uncheckpointed_structure import differing_parts
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.pending_resume import PendingResume
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX, RankState

@@ -42,12 +42,11 @@ from torchmetrics.wrappers import (
     Running,
 )
 
-from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
-from lightning_tricks.auto_resume.core.attributes.decoding import decode
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, encode
+from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, decode, encode
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
+from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 
 Point = namedtuple("Point", "x y")
@@ -456,21 +455,26 @@ def test_the_state_of_an_object_is_restored(tmp_path):
     assert fresh.sampler.state_dict() == {"position": 2}
 
 
-def test_clock_readings_of_another_process_are_ignored(tmp_path):
+def test_where_both_processes_have_read_a_clock_each_keeps_its_own(tmp_path):
+    """A clock is known by what it shows; what this process has not read is restored, as a sum of losses is."""
+    own = []
+
+    def make():
+        own.append((time.time(), time.perf_counter()))
+        wall, started = own[-1]
+        return Holder(wall=wall, started=started, rate=0.1, loss=0.0, times={"a": wall})
+
     def act(holder):
         time.sleep(0.01)
-        holder.wall, holder.started, holder.late_time = time.time(), time.perf_counter(), time.monotonic()
+        holder.wall, holder.started, holder.late = time.time(), time.perf_counter(), time.monotonic()
         holder.rate, holder.loss = 0.5, time.perf_counter()
         holder.times = {"a": time.time(), "b": time.time(), "n": 2}
 
-    old, fresh, lost = resumed(
-        lambda: Holder(wall=0.5, started=0.5, rate=0.1, loss=0.0, times={"a": 0.5}), act, tmp_path
-    )
+    old, fresh, lost = resumed(make, act, tmp_path)
     assert not lost
-    assert (fresh.wall, fresh.started, fresh.rate) == (0.5, 0.5, 0.5)
-    assert fresh.late_time == old.late_time
-    assert fresh.loss == old.loss
-    assert fresh.times == {"a": 0.5, "b": old.times["b"], "n": 2}
+    assert (fresh.wall, fresh.started) == own[1]
+    assert (fresh.rate, fresh.late, fresh.loss) == (0.5, old.late, old.loss)
+    assert fresh.times == {"a": own[1][0], "b": old.times["b"], "n": 2}
 
 
 class Strange:
@@ -727,7 +731,7 @@ def test_class_attributes_are_restored(monkeypatch):
 _DIGESTS = """
 import numpy as np, torch
 from torch.utils.data import TensorDataset, random_split
-from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
+from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
 class Words:
     def __init__(self, first):
         self.words = {first, "b", "c"}

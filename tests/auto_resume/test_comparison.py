@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.auto_resume.core.attributes.comparison import differing_paths
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 _VALUES = st.recursive(

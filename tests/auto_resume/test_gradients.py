@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
-from lightning_tricks.auto_resume.core.attributes.gradient_readers import reads_gradients
+from lightning_tricks.auto_resume.core.attributes.user_code import reads_gradients
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import Net, same
 

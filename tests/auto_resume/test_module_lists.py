@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
 
-from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
+from lightning_tricks.auto_resume.core.attributes.model_structure import module_list_types, restore_module_lists
 
 
 def grown(metric, count):

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
-from lightning_tricks.auto_resume.core.attributes.drawable_values import drawable_values
+from lightning_tricks.auto_resume.core.attributes.unseeded_values import unseeded_values
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import Net, same
 
@@ -275,13 +275,13 @@ def test_what_was_drawn_without_a_seed_is_named(tmp_path, seeded):
 
 def test_drawable_values_are_of_the_kinds_that_random_numbers_make():
     module = _Drawing()
-    found = drawable_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
+    found = unseeded_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
     own = {path.removeprefix("module.") for path in found if path.count(".") == 1}
     assert own - {"automatic_optimization"} == {*_DRAWN, "kept"}
-    assert found == drawable_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
+    assert found == unseeded_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
     before = found["module.generator"]
     module.generator.random()
-    assert drawable_values({"module": module})["module.generator"] != before
+    assert unseeded_values({"module": module})["module.generator"] != before
 
 
 class _Normalized(Net):

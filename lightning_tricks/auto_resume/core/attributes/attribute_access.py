@@ -1,19 +1,71 @@
-"""Reads, sets and deletes attributes of an object without calling any method of its class."""
+"""Types, names and attributes of objects, read and set without calling any method of theirs."""
 
 from __future__ import annotations
 
+import enum
+import sys
 import types
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from lightning_tricks._torch_compat.modules import REGISTRIES
-from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, CannotRestoreError, is_subclass
 
+SCALARS = frozenset({type(None), bool, int, float, str})
+MISSING: Any = object()
 CELL_CONTENTS = "cell_contents"  # the attribute of a cell, which is a variable of a closure
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_METHODS = (types.FunctionType, classmethod, staticmethod, property)
 _slots_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+
+class CannotRestoreError(ValueError):
+    """A saved value needs something that this process lacks."""
+
+
+def is_subclass(kind: type, *bases: type) -> bool:
+    """Whether a type inherits from one of others; `__subclasscheck__` of a metaclass is not asked."""
+    return any(base in kind.__mro__ for base in bases)
+
+
+def type_name(kind: type) -> str:
+    """Return the qualified name of a type, without the module for built-in types and those of the main script."""
+    module = kind.__module__ if isinstance(kind.__module__, str) else ""
+    return f"{module}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+
+
+def function_name(value: Any) -> str:
+    """Return the qualified name of a function or method written in Python; empty for other values."""
+    if type(value) not in (types.FunctionType, types.MethodType):
+        return ""
+    return f"function {value.__module__}.{value.__qualname__}"
+
+
+def key_label(key: Any) -> str:
+    """Return the name of a container's entry in a path."""
+    kind = type(key)
+    if kind in SCALARS or (kind is tuple and all(type(part) in SCALARS for part in key)):
+        return str(key)[:100]
+    return f"{kind.__name__}.{key._name_}" if is_subclass(kind, enum.Enum) else kind.__name__
+
+
+def find_class(name: str, base: type, present: Any = MISSING) -> type:
+    """Return a class of a module that is imported already, by its qualified name.
+
+    Raises:
+        CannotRestoreError: If there is no such class, or it does not extend `base`.
+    """
+    if present is not MISSING and name == f"{type(present).__module__}.{type(present).__qualname__}":
+        return type(present)
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:cut]))
+        for part in parts[cut:] if found is not None else ():
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
+        if isinstance(found, type) and is_subclass(found, base):
+            return found
+    raise CannotRestoreError(f"there is no class {name}")
 
 
 def has_attributes(kind: type) -> bool:
@@ -22,7 +74,7 @@ def has_attributes(kind: type) -> bool:
 
 
 def attribute_dict(value: Any) -> dict[str, Any] | None:
-    """Return the dict of an object's attributes; None if it has none. No method of the class is called."""
+    """Return the dict of an object's attributes; None if it has none."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except Exception:  # a property of a strange class may raise anything
@@ -32,14 +84,13 @@ def attribute_dict(value: Any) -> dict[str, Any] | None:
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
     """Return names and values of the attributes that an object itself has, those in `__slots__` included."""
-    if type(value) is types.CellType:
-        part = _slot(value, CELL_CONTENTS)
-        return [] if part is MISSING else [(CELL_CONTENTS, part)]
-    found = [(name, part) for name, part in (attribute_dict(value) or {}).items() if type(name) is str]
-    for name in _slots(type(value)):
-        part = _slot(value, name)
-        if part is not MISSING:
-            found.append((name, part))
+    own = {} if type(value) is types.CellType else attribute_dict(value) or {}
+    found = [(name, part) for name, part in own.items() if type(name) is str]
+    for name in (CELL_CONTENTS,) if type(value) is types.CellType else _slots(type(value)):
+        try:
+            found.append((name, object.__getattribute__(value, name)))
+        except (AttributeError, ValueError):  # it is not set; the latter of a closure's variable
+            continue
     return found
 
 
@@ -54,57 +105,45 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
         raise CannotRestoreError("it is a method of the class")
     if is_subclass(type(owner), nn.Module) and any(name in (own or {}).get(kind, ()) for kind in REGISTRIES):
         raise CannotRestoreError("it is registered in the module here")
-    if type(owner) in (types.ModuleType, types.CellType) and _is_code(dict(attributes(owner)).get(name)):
+    is_code = is_subclass(type(dict(attributes(owner)).get(name)), *_CODE)
+    if is_code and type(owner) in (types.ModuleType, types.CellType):
         raise CannotRestoreError("it is a function, a class or a module here")
-    if is_subclass(type(owner), type):
-        type.__setattr__(owner, name, value)
-    elif own is None or name in _slots(type(owner)):
-        object.__setattr__(owner, name, value)
+    own, base = _own_dict(owner, name), type if is_subclass(type(owner), type) else object
+    if own is None:
+        base.__setattr__(owner, name, value)
     else:
         own[name] = value
 
 
 def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute without calling `__delattr__` of the class."""
-    own = attribute_dict(owner)
-    if is_subclass(type(owner), type):
-        type.__delattr__(owner, name)
-    elif own is None or name in _slots(type(owner)):
-        object.__delattr__(owner, name)
+    own, base = _own_dict(owner, name), type if is_subclass(type(owner), type) else object
+    if own is None:
+        base.__delattr__(owner, name)
     else:
         del own[name]
 
 
-def _is_code(value: Any) -> bool:
-    return is_subclass(type(value), types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+def _own_dict(owner: Any, name: str) -> dict[str, Any] | None:
+    """Return the dict that holds an attribute; None for an attribute of a class, and for one in `__slots__`."""
+    return None if is_subclass(type(owner), type) or name in _slots(type(owner)) else attribute_dict(owner)
 
 
 def _is_method(owner: Any, name: str) -> bool:
     kind = owner if is_subclass(type(owner), type) else type(owner)
     found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return is_subclass(type(found), types.FunctionType, classmethod, staticmethod, property)
+    return is_subclass(type(found), *_METHODS)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     found = _slots_of.get(kind)
     if found is None:
-        found = _slots_of[kind] = _find_slots(kind)
+        declared = [vars(part).get("__slots__", ()) for part in kind.__mro__]
+        names = [name for one in declared for name in ((one,) if isinstance(one, str) else one)]
+        slots = [name for name in names if isinstance(name, str) and _is_slot(kind, name)]
+        found = _slots_of[kind] = tuple(dict.fromkeys(slots))
     return found
 
 
-def _find_slots(kind: type) -> tuple[str, ...]:
-    names = [name for part in kind.__mro__ for name in _names(vars(part).get("__slots__", ()))]
-    return tuple(
-        dict.fromkeys(name for name in names if isinstance(getattr(kind, name, None), types.MemberDescriptorType))
-    )
-
-
-def _names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if isinstance(name, str))
-
-
-def _slot(value: Any, name: str) -> Any:
-    try:
-        return object.__getattribute__(value, name)
-    except (AttributeError, ValueError):  # the latter of a closure's variable that is not set
-        return MISSING
+def _is_slot(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), types.MemberDescriptorType)

@@ -6,11 +6,12 @@ import inspect
 import io
 import itertools
 import logging
+import marshal
 import mmap
 import operator
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -22,17 +23,15 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
-from lightning_tricks.auto_resume.core.attributes.encoding import ARRAY_KINDS, MAX_DEPTH, EncodeBudget, encode
-from lightning_tricks.auto_resume.core.attributes.generators import generator_state
-from lightning_tricks.auto_resume.core.attributes.value_parts import PART_KINDS, part_kind_of
-from lightning_tricks.auto_resume.core.attributes.value_types import (
-    SCALARS,
-    container_base,
-    container_items,
-    is_subclass,
-    key_label,
-    type_name,
+from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, key_label, type_name
+from lightning_tricks.auto_resume.core.attributes.encoding import MAX_DEPTH, EncodeBudget, encode
+from lightning_tricks.auto_resume.core.attributes.value_kinds import (
+    ValueKind,
+    container_kind,
+    is_generator,
+    kind_of,
 )
+from lightning_tricks.auto_resume.core.attributes.value_parts import is_plain_dtype
 
 MAX_ENTRIES = 10_000  # of a container; a larger one is sampled
 _SAMPLED_ENTRIES = 1_000
@@ -59,7 +58,6 @@ class ValueDigest:
     """Digests one value with all that it holds.
 
     Args:
-        registered: Ids of parameters and buffers, of which only the types count.
         paths: Id -> path of objects that are walked, parameters and buffers; the path counts.
         same_process: Whether the digest is compared in this process alone: then the identities of opaque and of sampled
             values, and the states of generators, count as well.
@@ -85,6 +83,13 @@ class ValueDigest:
         self.is_complete = True
         self.opaque_values: dict[tuple[tuple[str, ...], str], int] = {}
 
+    @classmethod
+    def of(cls, value: Any, *args: Any, **options: Any) -> ValueDigest:
+        """Return the digest of a value."""
+        digest = cls(*args, **options)
+        digest.feed(value)
+        return digest
+
     def __int__(self) -> int:
         return int.from_bytes(self._hash.digest(), "big")
 
@@ -95,10 +100,10 @@ class ValueDigest:
         if kind in SCALARS:
             self._feed_scalar(kind, value)
             return
-        base = container_base(kind)
-        if base is not None and len(location) < MAX_DEPTH and id(value) not in self._open_containers:
+        container = container_kind(kind)
+        if container is not None and len(location) < MAX_DEPTH and id(value) not in self._open_containers:
             self._open_containers.add(id(value))
-            self._feed_container(value, base, location)
+            self._feed_container(value, container, location)
             self._open_containers.discard(id(value))
             return
         try:
@@ -122,30 +127,25 @@ class ValueDigest:
         self.is_complete = False
         self._update(f"{size} {id(value) if self._same_process and not self._of_parts else ''}")
 
-    def _feed_container(self, value: Any, base: type, location: tuple[str, ...]) -> None:
-        size = base.__len__(value)  # type: ignore[attr-defined]
-        self._update(
-            f"{type_name(type(value))} {size} {getattr(value, 'maxlen', '') if base.__name__ == 'deque' else ''}"
-        )
+    def _feed_container(self, value: Any, container: ValueKind, location: tuple[str, ...]) -> None:
+        size = container.container.__len__(value)
+        self._update(f"{type_name(type(value))} {size} {container.parts(value).get('maxlen', '')}")
         step = 1
-        with_keys = is_subclass(base, dict)
         if size > MAX_ENTRIES or self._parts + size > _MAX_PARTS:
             self._mark_sampled(value, size)
             if self._parts > 2 * _MAX_PARTS:
                 return
             step = max(1, size // _SAMPLED_ENTRIES)
-        if is_subclass(base, set, frozenset):
-            self._feed_set(value, base, step, location)
+        if not container.has_order:
+            self._feed_set(container.entries(value) if step == 1 else (), location)
             return
-        if (
-            base in (list, tuple)
-            and self._same_process
-            and self._feed_rows(base.__getitem__(value, slice(0, None, step)))
-        ):
-            return
-        for key, part in itertools.islice(container_items(value, base), 0, None, step):
+        if self._same_process and container.container in (list, tuple):
+            rows = container.container.__getitem__(value, slice(0, None, step))
+            if self._feed_rows(rows):
+                return
+        for key, part in itertools.islice(container.entries(value), 0, None, step):
             inner = (*location, key_label(key))
-            if with_keys:
+            if container.is_keyed:
                 self.feed(key, inner)
             self.feed(part, inner)
 
@@ -157,27 +157,22 @@ class ValueDigest:
         head, columns = found
         joined, bytes_left = list[tuple[str, Any]](), self._whole_bytes_left
         for column in columns:
-            if self._paths and not self._paths.keys().isdisjoint(map(id, column)):
+            are_known = self._paths and not self._paths.keys().isdisjoint(map(id, column))
+            together = None if are_known else _joined(column, bytes_left)
+            if together is None:
                 return False
-            text, data = _joined(column, bytes_left) or ("", None)
-            if data is None:
-                return False
-            joined.append((text, data))
-            bytes_left -= 0 if data is column else data.nbytes
+            joined.append(together)
+            bytes_left -= getattr(together[1], "nbytes", 0)
         self._update(head)
-        for (text, data), column in zip(joined, columns, strict=True):
-            self._update(text, b"" if data is column else data)
-            for one in column if data is column else ():
-                self._feed_scalar(type(one), one)
+        for text, data in joined:
+            self._update(text, data)
         self._parts, self._whole_bytes_left = self._parts + len(rows) * (len(columns) + 1), bytes_left
         return True
 
-    def _feed_set(self, value: Any, base: type, step: int, location: tuple[str, ...]) -> None:
+    def _feed_set(self, entries: Iterable[tuple[Any, Any]], location: tuple[str, ...]) -> None:
+        """Add the entries of a set, whose order differs between processes: so those of a large one are not sampled."""
         numbers = []
-        chosen = (
-            container_items(value, base) if step == 1 else ()
-        )  # not sampled: the order of a set differs between processes
-        for _, part in chosen:
+        for _, part in entries:
             digest = self._part_digest()
             digest.feed(part, (*location, key_label(part)))
             self.opaque_values |= digest.opaque_values
@@ -191,8 +186,11 @@ class ValueDigest:
         return digest
 
     def _feed_leaf(self, value: Any, kind: type, location: tuple[str, ...]) -> bool:
-        if name := part_kind_of(value):
-            return self._feed_parts(value, kind, name, location)
+        """Add what is no container; return False where the value is not plain data."""
+        found = kind_of(value)
+        if found is not None and found.is_composite:
+            self._feed_composite(value, found, location)
+            return True
         if is_subclass(kind, Tensor):
             return self._feed_tensor(value, bool(location))
         if kind is np.ndarray or is_subclass(kind, np.generic):
@@ -209,11 +207,11 @@ class ValueDigest:
         if is_subclass(kind, *_FUNCTIONS):
             self._update(f"function {value.__module__} {value.__qualname__}")
             return False
-        if generator_state(value) is not None:
-            name, state = generator_state(value) or ("", None)
-            self._update(f"generator {name.partition(' ')[0]}")
+        if found is not None and is_generator(value):
+            parts = found.parts(value)
+            self._update(f"generator {parts['type'].partition(' ')[0]}")
             if self._same_process:
-                self.feed(state)
+                self.feed(parts["state"])
             return True
         budget = EncodeBudget(bytes_left=4096)
         encoded = encode(value, budget)
@@ -222,19 +220,18 @@ class ValueDigest:
         self._update(f"{kind.__name__} {encoded!r}")
         return True
 
-    def _feed_parts(self, value: Any, kind: type, name: str, location: tuple[str, ...]) -> bool:
-        part_kind, inner = PART_KINDS[name], self._part_digest(of_parts=True)
+    def _feed_composite(self, value: Any, found: ValueKind, location: tuple[str, ...]) -> None:
+        inner = self._part_digest(of_parts=True)
         inner._whole_bytes_left = self._whole_bytes_left
-        smaller = part_kind.sample(value, self._whole_bytes_left)
-        inner.feed(part_kind.take(smaller), (*location, name))
+        smaller = found.sample(value, self._whole_bytes_left)
+        inner.feed(found.parts(smaller), (*location, found.name))
         self._whole_bytes_left = inner._whole_bytes_left
         self._parts += inner._parts
         if smaller is not value or not inner.is_complete:
             self._mark_sampled(value, getattr(value, "shape", getattr(value, "size", "")))
-        self._update(f"{type_name(kind)} {int(inner)}")
+        self._update(f"{type_name(type(value))} {int(inner)}")
         if inner.opaque_values:
-            self.opaque_values[location, type_name(kind)] = int(inner)
-        return True
+            self.opaque_values[location, type_name(type(value))] = int(inner)
 
     def _feed_tensor(self, value: Tensor, is_entry: bool) -> bool:
         if value.is_quantized or value.is_nested or value.device.type == "meta":
@@ -256,7 +253,7 @@ class ValueDigest:
         return True
 
     def _feed_array(self, array: Any, value: Any) -> bool:
-        if array.dtype.kind not in ARRAY_KINDS or array.dtype.hasobject:
+        if not is_plain_dtype(array.dtype):
             return False
         self._update(f"{type(value).__name__} {array.dtype.descr} {array.shape}")
         if step := self._sampling_step(array.nbytes, array.size, _WHOLE_ARRAY):
@@ -320,10 +317,10 @@ def _columns(rows: Sequence[Any]) -> tuple[str, list[Any]] | None:
 
 
 def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
-    """Return what the values of a column are, and all of them as one array; the column itself if it holds scalars."""
+    """Return what the values of a column are, and all of them as one block of bytes; None if they are not alike."""
     kinds, first = set(map(type, column)), column[0]
     if kinds <= SCALARS:
-        return "scalars", column
+        return "scalars", marshal.dumps(list(column), 2)  # later versions also encode which objects are identical
     if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_TRAITS[type(first)], column))) > 1:
         return None
     if type(first) is Tensor and (
@@ -337,13 +334,12 @@ def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
     are_equal = shapes.count(shapes[0]) == len(shapes)
     text = f"{first.dtype} {tuple(shapes[0]) if are_equal else list(map(tuple, shapes))}"
     if type(first) is np.ndarray:
-        if first.dtype.kind not in ARRAY_KINDS or first.dtype.hasobject:
+        if not is_plain_dtype(first.dtype):
             return None
-        return f"arrays {first.dtype.descr} {text}", np.frombuffer(
-            b"".join([one.tobytes() for one in column]), np.uint8
-        )
+        data = b"".join([array.tobytes() for array in column])
+        return f"arrays {first.dtype.descr} {text}", np.frombuffer(data, np.uint8)
     try:
-        joined = torch.stack(list(column)) if are_equal else torch.cat([one.reshape(-1) for one in column])
+        joined = torch.stack(list(column)) if are_equal else torch.cat([tensor.reshape(-1) for tensor in column])
         return f"tensors {text}", joined.reshape(-1).cpu().view(torch.uint8).numpy()
     except RuntimeError:  # such as quantized ones
         return None

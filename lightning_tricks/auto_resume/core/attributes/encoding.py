@@ -1,38 +1,45 @@
 """Values as plain data: tensors and JSON, which a checkpoint holds and a fresh process reads as data.
 
-What has no JSON form becomes a dict with a `kind`. A value that is no data, such as a function, leaves a hole, which
-the value in the same location of the fresh process fills.
+What has no JSON form becomes a dict with a `kind`, see `VALUE_KINDS`. A value that is not plain data, such as a
+function, leaves a hole, which the value in the same place of the fresh process fills. No code of a file is run.
 """
 
 from __future__ import annotations
 
-import enum
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_tricks.auto_resume.core.attributes.comparison import differing_paths
-from lightning_tricks.auto_resume.core.attributes.generators import generator_state
-from lightning_tricks.auto_resume.core.attributes.scalar_encoding import write_scalar
-from lightning_tricks.auto_resume.core.attributes.value_parts import PART_KINDS, is_mutable, part_kind_of
-from lightning_tricks.auto_resume.core.attributes.value_types import (
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    MISSING,
     SCALARS,
-    container_base,
-    container_items,
+    CannotRestoreError,
+    attributes,
+    find_class,
+    function_name,
+    has_attributes,
     is_subclass,
     key_label,
+    set_attribute,
     type_name,
+)
+from lightning_tricks.auto_resume.core.attributes.value_kinds import (
+    ValueKind,
+    is_mutable,
+    kind_named,
+    kind_of,
 )
 
 KEY = "a key"  # the name of a key of a dict in a path
 MAX_DEPTH = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
-FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, deque, Counter)}
-ARRAY_KINDS = "biufcUSmMV"
+_CLOCKS = [(clock, clock()) for clock in (time.monotonic, time.perf_counter)]  # and what they showed at first
+_A_DAY = 86400.0
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))  # other objects may not define equality
 
 
 class TooLargeError(ValueError):
@@ -50,8 +57,7 @@ class EncodeBudget:
         path: Path of the value that is encoded; empty if entries that are shared need not be.
         places: Id -> path of objects, and of entries that were encoded, which are encoded as references elsewhere.
         taken: The paths among them.
-        is_clock: Tells by name and value whether an entry of a dict is the reading of a clock.
-        opaque_values: Location of each value that is no data, with the name of its type.
+        opaque_values: Location of each value that is not plain data, with the name of its type.
         opaque_types: Name -> type of those values.
         open_containers: Ids of the containers that are being encoded, to find cycles.
     """
@@ -62,7 +68,6 @@ class EncodeBudget:
     path: str = ""
     places: dict[int, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
-    is_clock: Callable[[str, float], bool] = lambda name, value: False
     opaque_values: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
     opaque_types: dict[str, type] = field(default_factory=dict)
     open_containers: set[int] = field(default_factory=set)
@@ -90,7 +95,7 @@ class EncodeBudget:
 
 
 def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> Any:
-    """Return a value as tensors and JSON, with holes where it is no data.
+    """Return a value as tensors and JSON, with holes where it is not plain data.
 
     Args:
         value: The value to encode.
@@ -108,122 +113,228 @@ def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> 
         return {"kind": "same", "path": budget.known[id(value)]}
     if place := budget.place_of(value, location):
         return {"kind": "same", "path": place}
-    base = container_base(kind)
-    if base is not None and len(location) < MAX_DEPTH and id(value) not in budget.open_containers:
+    found = kind_of(value)
+    if found is not None and found.container and len(location) < MAX_DEPTH and id(value) not in budget.open_containers:
         budget.open_containers.add(id(value))
-        encoded = _encode_container(value, base, budget, location)
+        encoded = _encode_container(value, found, budget, location)
         budget.open_containers.discard(id(value))
         return encoded
-    try:
-        found = None if id(value) in budget.registered else _encode_leaf(value, kind, budget, location)
-    except TooLargeError:
-        raise
-    except Exception:  # the value may be of any class, and raise anything
-        found = None
-    if found is None:
-        budget.opaque_values.add((location, type_name(kind)))
-        budget.opaque_types[type_name(kind)] = kind
-        return {"kind": "hole", "type": type_name(kind)}
-    return found
+    if found is not None and not found.container and id(value) not in budget.registered:
+        try:
+            return _encode_leaf(value, found, budget, location)
+        except TooLargeError:
+            raise
+        except Exception:  # noqa: S110  # the value may be of any class, and raise anything
+            pass
+    budget.opaque_values.add((location, type_name(kind)))
+    budget.opaque_types[type_name(kind)] = kind
+    return {"kind": "hole", "type": type_name(kind)}
 
 
-def _encode_container(value: Any, base: type, budget: EncodeBudget, location: tuple[str, ...]) -> Any:
-    kind = type(value)
-    budget.consume(16 + 8 * base.__len__(value))  # type: ignore[attr-defined]
-    if is_subclass(base, dict):
-        parts: list[Any] = []
-        for key, part in container_items(value, base):
+def _encode_container(value: Any, found: ValueKind, budget: EncodeBudget, location: tuple[str, ...]) -> Any:
+    kind, base = type(value), found.container
+    budget.consume(16 + 8 * base.__len__(value))
+    items: list[Any] = []
+    if found.is_keyed:
+        for key, part in found.entries(value):
             inner = (*location, key_label(key))
-            is_clock = type(part) is float and budget.is_clock(".".join(inner), part)
+            is_clock = type(part) is float and budget.path and is_clock_reading(part)
             encoded_part = {"kind": "clock", "value": part} if is_clock else encode(part, budget, inner)
-            parts.append([encode(key, budget, (*inner, KEY)), encoded_part])
+            items.append([encode(key, budget, (*inner, KEY)), encoded_part])
     else:
-        parts = list(base.__iter__(value))  # type: ignore[attr-defined]
-        if not _are_plain(parts):
-            by_value = is_subclass(base, set, frozenset)
-            parts = [
-                encode(part, budget, (*location, key_label(part if by_value else at))) for at, part in enumerate(parts)
-            ]
+        items = list(base.__iter__(value))
+        if _are_plain(items):
+            budget.consume(16 * len(items) + sum(len(part) for part in items if type(part) is str))
         else:
-            budget.consume(16 * len(parts) + sum(len(part) for part in parts if type(part) is str))
+            named = enumerate(items) if found.has_order else zip(items, items, strict=True)
+            items = [encode(part, budget, (*location, key_label(key))) for key, part in named]
     if kind is list:
-        return parts
-    encoded: dict[str, Any] = {"kind": base.__name__, "items": parts}
+        return items
+    encoded: dict[str, Any] = {"kind": found.name, "items": items, **found.parts(value)}
     if kind is not base:
         encoded["class"] = type_name(kind) if kind.__module__ != "__main__" else f"__main__.{kind.__qualname__}"
-    if base is deque:
-        encoded["maxlen"] = value.maxlen
-    if base is defaultdict and value.default_factory in FACTORIES.values():
-        encoded["factory"] = value.default_factory.__name__
     return encoded
 
 
 def _are_plain(parts: list[Any]) -> bool:
-    opaque_types = set(map(type, parts))
-    return opaque_types <= SCALARS and (
-        int not in opaque_types or all(part.bit_length() < 1000 for part in parts if type(part) is int)
+    kinds = set(map(type, parts))
+    return kinds <= SCALARS and (
+        int not in kinds or all(part.bit_length() < 1000 for part in parts if type(part) is int)
     )
 
 
-def _encode_leaf(value: Any, kind: type, budget: EncodeBudget, location: tuple[str, ...]) -> dict[str, Any] | None:
-    if name := part_kind_of(value):
-        return _encode_parts(value, name, budget, location)
-    if kind is Tensor or kind is nn.Parameter:
-        return _encode_tensor(value, budget)
-    if kind is np.ndarray or is_subclass(kind, np.generic):
-        return _encode_array(value, kind is not np.ndarray, budget)
-    if kind in (bytes, bytearray):
-        budget.consume(len(value))
-        return {"kind": kind.__name__, "data": _as_tensor(bytes(value))}
-    if is_subclass(kind, enum.Enum):
-        return {"kind": "enum", "class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
-    scalar = write_scalar(value)
-    if scalar is not None:
-        budget.consume(64)
-        return scalar
-    state = generator_state(value)
-    if state is None:
-        return None
-    budget.consume(64)
-    return {"kind": "generator", "type": state[0], "state": encode(state[1], EncodeBudget(2**20))}
+def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: tuple[str, ...]) -> dict[str, Any]:
+    """Return a value by its parts.
 
-
-def _encode_parts(value: Any, name: str, budget: EncodeBudget, location: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return what a value is made of; None if a part is no data, or another value would be made of the parts."""
-    kind, inner = PART_KINDS[name], replace(budget, opaque_values=set(), path="")
-    parts = kind.take(value)
-    encoded = encode(parts, inner, (*location, name))
-    again = encode(kind.take(kind.make(parts)), replace(inner, bytes_left=budget.bytes_left), (*location, name))
+    Raises:
+        CannotRestoreError: If a part is not plain data, or another value would be made of the parts.
+    """
+    budget.consume(64 + found.size(value))
+    # parts are made for this, and nothing else shares them
+    inner, parts = replace(budget, opaque_values=set(), path=""), found.parts(value)
+    inside = (*location, found.name)
+    if not found.is_composite:
+        encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts.items()}
+        encoded = {"kind": found.name, **encoded}
+    else:
+        encoded = {"kind": "parts", "type": found.name, "parts": encode(parts, inner, inside)}
+        again = encode(found.parts(found.rebuild(parts, MISSING)), replace(inner, bytes_left=budget.bytes_left), inside)
+        if any(True for _ in differing_paths(encoded["parts"], again)):
+            raise CannotRestoreError("another value would be made of its parts")
     budget.bytes_left = inner.bytes_left
-    if inner.opaque_values or any(True for _ in differing_paths(encoded, again)):
-        return None
-    return {"kind": "parts", "type": name, "parts": encoded}
+    if inner.opaque_values:
+        raise CannotRestoreError("a part of it is not plain data")
+    return encoded
 
 
-def _encode_tensor(value: Tensor, budget: EncodeBudget) -> dict[str, Any] | None:
-    if value.is_quantized or value.device.type == "meta" or value.is_nested:
-        return None
-    budget.consume(64 + value.numel() * value.element_size())
-    data = value.detach().resolve_conj().resolve_neg()
-    data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
-    needs_grad = value.requires_grad and value.is_leaf
-    return {
-        "kind": "parameter" if type(value) is nn.Parameter else "tensor",
-        "data": data,
-        "device": value.device.type,
-        "requires_grad": needs_grad,
-    }
+class ObjectResolver:
+    """Finds what an encoded value refers to in this process; this base class finds nothing but what was decoded.
+
+    Attributes:
+        made: Path -> entry of a container that was decoded.
+    """
+
+    def __init__(self) -> None:
+        self.made = dict[str, Any]()
+
+    def known(self, path: str) -> Any:
+        """Return the value at a path.
+
+        Raises:
+            CannotRestoreError: If there is no such path.
+        """
+        if path in self.made:
+            return self.made[path]
+        raise CannotRestoreError(f"it refers to {path}, which does not exist")
+
+    def rebuild(self, name: str) -> Any:
+        """Return a new object of a class, without attributes and without calling `__init__`.
+
+        Raises:
+            CannotRestoreError: If that is not possible without running code of the class.
+        """
+        raise CannotRestoreError(f"it holds a {name}, which is not plain data")
+
+    def note_made(self) -> None:
+        """Note that there is a new container that has attributes."""
 
 
-def _encode_array(value: Any, is_scalar: bool, budget: EncodeBudget) -> dict[str, Any] | None:
-    array = np.asarray(value)
-    if array.dtype.kind not in ARRAY_KINDS or array.dtype.hasobject:
-        return None
-    budget.consume(64 + array.nbytes)
-    kind = "scalar" if is_scalar else "array"
-    dtype = encode(np.lib.format.dtype_to_descr(array.dtype), budget)
-    return {"kind": kind, "dtype": dtype, "shape": list(array.shape), "data": _as_tensor(array.tobytes())}
+def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None = None, path: str = "") -> Any:
+    """Return the value that was encoded.
+
+    Args:
+        encoded: What `encode` returned, possibly saved to a file and loaded.
+        present: The value in the same place of this process; it fills holes, and tells classes and devices.
+        resolver: Finds what neither of them holds.
+        path: Path of the value, for others that refer to its entries; empty if none does.
+
+    Raises:
+        CannotRestoreError: If the value needs something that this process lacks.
+    """
+    resolver = resolver or ObjectResolver()
+    if type(encoded) is list:
+        encoded = {"kind": "list", "items": encoded}
+    if type(encoded) is not dict:
+        return encoded
+    kind = encoded["kind"]
+    if kind == "hole":
+        fits = present is not MISSING and encoded["type"] in (type_name(type(present)), function_name(present))
+        return present if fits else resolver.rebuild(encoded["type"])
+    if kind == "clock":  # a timer of another process is not this one's
+        return present if type(present) is float and is_clock_reading(present) else encoded["value"]
+    if kind == "same":
+        return resolver.known(encoded["path"])
+    found = kind_named(encoded)
+    if found.container:
+        return _decode_container(encoded, found, present, resolver, path)
+    if found.is_composite:
+        return found.rebuild(decode(encoded["parts"], resolver=resolver), present)
+    parts = {name: part if name == "data" else decode(part, resolver=resolver) for name, part in encoded.items()}
+    return found.rebuild(parts, present)
 
 
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+def _decode_container(
+    encoded: dict[str, Any], found: ValueKind, present: Any, resolver: ObjectResolver, path: str
+) -> Any:
+    base, items = found.container, encoded["items"]
+    kind = find_class(encoded["class"], base, present) if "class" in encoded else base
+    has_places = present is not MISSING and is_subclass(type(present), base) and found.has_order
+    here = dict(found.entries(present)) if has_places else {}
+
+    def entry(key: Any, part: Any) -> Any:
+        inner = f"{path}.{key_label(key)}" if path else ""
+        value = decode(part, here.get(key, MISSING), resolver, inner)
+        reference = part["kind"] if type(part) is dict else ""
+        if inner and reference != "same" and (reference == "hole" or is_mutable(type(value))):
+            resolver.made.setdefault(inner, value)
+        return value
+
+    if found.is_keyed:
+        keys = [decode(key, resolver=resolver) for key, _ in items]
+        items = [(key, entry(key, part)) for key, (_, part) in zip(keys, items, strict=True)]
+    else:
+        items = [entry(number, part) for number, part in enumerate(items)]
+    value = found.rebuild({**encoded, "items": items, "class": kind}, present)
+    if kind is not base and has_attributes(kind):  # they are restored afterwards, where they changed
+        for name, part in attributes(present) if type(present) is kind else ():
+            set_attribute(value, name, part)
+        resolver.note_made()
+    return value
+
+
+def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths, such as `state_dict.net.weight`, at which nested plain values and tensors differ.
+
+    Tensors are compared bit by bit: NaN equals itself. What only `restored` has is ignored, and so are clock readings.
+    """
+    if isinstance(saved, Tensor):
+        if not (isinstance(restored, Tensor) and _same_tensor(saved, restored)):
+            yield path
+    elif isinstance(saved, Mapping):
+        if saved.keys() == {"kind", "value"} and saved["kind"] == "clock":
+            return
+        for key, value in saved.items():
+            counterpart = restored.get(key, MISSING) if isinstance(restored, Mapping) else MISSING
+            yield from differing_paths(value, counterpart, f"{path}.{key}" if path else str(key))
+    elif isinstance(saved, list | tuple):
+        if not isinstance(restored, list | tuple) or len(restored) != len(saved):
+            yield path
+        else:
+            for number, (saved_value, restored_value) in enumerate(zip(saved, restored, strict=True)):
+                yield from differing_paths(saved_value, restored_value, f"{path}.{number}" if path else str(number))
+    elif not _same_value(saved, restored):
+        yield path
+
+
+def _same_tensor(saved: Tensor, restored: Tensor) -> bool:
+    restored = restored.detach().to("cpu")
+    if saved.shape != restored.shape or saved.layout != restored.layout:
+        return False
+    if saved.layout != torch.strided or saved.is_quantized:
+        return True  # these have no plain bits to compare
+    saved, restored = saved.detach().to("cpu"), restored.to(saved.dtype)
+    return torch.equal(saved, restored) or torch.equal(_bits(saved), _bits(restored))
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same_value(saved: Any, restored: Any) -> bool:
+    if isinstance(restored, Tensor):
+        return restored.numel() == 1 and bool(restored == saved)
+    if isinstance(saved, float) and isinstance(restored, int | float):
+        same = saved == restored or (math.isnan(saved) and math.isnan(restored))
+        return same or (_is_time_of_day(saved) and _is_time_of_day(restored))
+    return not isinstance(saved, _PLAIN) or saved == restored
+
+
+def is_clock_reading(value: float) -> bool:
+    """Whether a number is what a clock has shown since this process began, or `time.time()` in the last day."""
+    if value.is_integer():
+        return False
+    return _is_time_of_day(value) or any(first <= value <= clock() for clock, first in _CLOCKS)
+
+
+def _is_time_of_day(value: float) -> bool:
+    return 0 <= time.time() - value < _A_DAY

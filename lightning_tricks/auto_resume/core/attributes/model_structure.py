@@ -6,13 +6,16 @@ No state dict holds these. `ModelStructure` records them when a fit starts, and 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from lightning_tricks._torch_compat.modules import own_buffers, own_parameters, pruned_parameters
+from lightning_tricks._torch_compat.modules import own_buffers, own_modules, own_parameters, pruned_parameters
 from lightning_tricks.auto_resume.core.changed_values import ChangedValues
 
 _OWN_FLAGS = frozenset({"automatic_optimization"})  # of a LightningModule
@@ -208,3 +211,86 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
+
+
+def optimizer_extras(optimizers: Sequence[Any]) -> dict[str, SimpleNamespace]:
+    """Return the attributes of optimizers that are not from torch, such as slow weights or an inner optimizer."""
+    return {f"optimizers.{number}": SimpleNamespace(**_own_extras(one)) for number, one in enumerate(optimizers)}
+
+
+def restore_optimizer_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]) -> None:
+    """Set the attributes of `optimizer_extras` in the optimizers, with the values that they have now."""
+    for number, optimizer in enumerate(optimizers):
+        vars(optimizer).update(vars(extras[f"optimizers.{number}"]))
+
+
+def _own_extras(optimizer: Any) -> dict[str, Any]:
+    known = _torch_attributes()
+    return {name: value for name, value in vars(optimizer).items() if name not in known and not callable(value)}
+
+
+@cache
+def _torch_attributes() -> frozenset[str]:
+    """Return the names of the attributes that every torch optimizer has."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
+
+
+def module_list_types(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """Return the types of what each list inside some modules holds.
+
+    Args:
+        modules: The modules by the names under which they are found again.
+
+    Returns:
+        Name of the module and path of the list in it, joined by a colon -> qualified names of types.
+    """
+    return {name: [_type_name(part) for part in module_list] for name, module_list in _module_lists(modules)}
+
+
+def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str]]) -> list[str]:
+    """Restore the lengths of lists, with copies of modules that they hold.
+
+    The attributes of the copies are restored afterwards, as those of all modules. A module with parameters is not
+    copied, as no optimizer would have the new parameters.
+
+    Args:
+        modules: The modules whose lists were saved, under the same names.
+        saved: What `module_list_types` returned.
+
+    Returns:
+        The names of lists that still lack modules, as there was nothing to copy.
+    """
+    incomplete = []
+    for name, module_list in _module_lists(modules):
+        saved_types = saved.get(name, [_type_name(part) for part in module_list])
+        registered = own_modules(module_list)
+        # `del module_list[...]` would rename the base metric that a MetricTracker registers among its copies
+        for key in list(registered)[len(saved_types) :]:
+            del registered[key]
+        for kind in saved_types[len(module_list) :]:
+            same_type = {key: part for key, part in registered.items() if part is not None and _type_name(part) == kind}
+            template = find_template(same_type)
+            if not template:
+                incomplete.append(name)
+                break
+            module_list.append(deepcopy(registered[template]))
+    return incomplete
+
+
+def find_template(same_type: Mapping[str, nn.Module]) -> str:
+    """Return the name of a module whose copy can stand for a new module of its type; empty if there is none.
+
+    Args:
+        same_type: The siblings of the new module, by name, that have its type.
+    """
+    return next((name for name, part in same_type.items() if not any(True for _ in part.parameters())), "")
+
+
+def _module_lists(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    for name, module in modules.items():
+        parts = [(part_name, part) for part_name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+        yield from ((f"{name}:{part_name}", part) for part_name, part in parts)
+
+
+def _type_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

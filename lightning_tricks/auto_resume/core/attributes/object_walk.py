@@ -9,46 +9,41 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CELL_CONTENTS,
+    MISSING,
+    SCALARS,
+    CannotRestoreError,
     attribute_dict,
     attributes,
     has_attributes,
+    is_subclass,
+    key_label,
 )
-from lightning_tricks.auto_resume.core.attributes.code_state import (
+from lightning_tricks.auto_resume.core.attributes.digests import MAX_ENTRIES, ValueDigest
+from lightning_tricks.auto_resume.core.attributes.user_code import (
     closure_variables,
     functions_of,
     global_names,
     held_parts,
     is_callable_with_state,
-    is_users,
-)
-from lightning_tricks.auto_resume.core.attributes.digests import MAX_ENTRIES
-from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
-    UnsavedModuleState,
-    as_stateful,
-    has_own_state_dict,
-)
-from lightning_tricks.auto_resume.core.attributes.value_parts import is_mutable
-from lightning_tricks.auto_resume.core.attributes.value_types import (
-    MISSING,
-    SCALARS,
-    container_base,
-    container_items,
-    is_subclass,
-    key_label,
-)
-from lightning_tricks.auto_resume.core.attributes.walkable_types import (
     is_never_walked,
     is_stateful,
     is_user_class,
     is_user_module,
+    is_users,
     is_walkable,
 )
+from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_mutable
 
+STATE_KEY = "state_dict()"  # the name of an object's own state among its attributes
 MAX_OBJECTS = 20_000
 MAX_OBJECT_DEPTH = 40  # attributes of attributes
 MAX_CONTAINER_DEPTH = 4  # containers in containers whose objects are walked
@@ -99,8 +94,6 @@ class ObjectWalk:
         paths: Id of each object -> its path.
         references: Id -> path of objects, parameters and buffers.
         truncated: Paths of objects beyond the bounds on their number and depth.
-        made: Path -> entry of a container that was decoded while attributes were restored.
-        num_built: Number of objects that were created while attributes were restored.
         has_models: Whether the model is among the roots: elsewhere, modules that functions name are left out.
     """
 
@@ -114,8 +107,6 @@ class ObjectWalk:
     paths: dict[int, str] = field(default_factory=dict)
     references: dict[int, str] = field(default_factory=dict)
     truncated: list[str] = field(default_factory=list)
-    made: dict[str, Any] = field(default_factory=dict)
-    num_built: int = 0
     has_models: bool = False
     _seen_functions: set[int] = field(default_factory=set)
     _open_owners: set[int] = field(default_factory=set)
@@ -129,7 +120,7 @@ class ObjectWalk:
         for name, root in roots.items():
             if is_never_walked(type(root)) or type(root) in SCALARS:
                 continue
-            if has_attributes(type(root)) and container_base(type(root)) is None:
+            if has_attributes(type(root)) and container_kind(type(root)) is None:
                 walk._visit(root, name, 0)
             else:
                 walk._add_slot(AttributeSlot(None, name, "", root), name, 0)
@@ -143,6 +134,10 @@ class ObjectWalk:
         own = attribute_dict(self.owners.get(owner)) or {}
         found = [registry[name] for kind in REGISTRIES[:-1] if name in (registry := own.get(kind, {}))]
         return found[0] if found else MISSING
+
+    def digest(self, value: Any, *, same_process: bool = True) -> ValueDigest:
+        """Return the digest of a value, in which walked objects, parameters and buffers count by their paths."""
+        return ValueDigest.of(value, self.references, same_process, lambda part: is_walkable(type(part)))
 
     def _visit(self, value: Any, path: str, depth: int, *, is_part: bool = False) -> str:
         """Walk over an object unless it was seen before; return its path, empty if it is beyond the bounds."""
@@ -242,50 +237,44 @@ class ObjectWalk:
 
     def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
         """Add an attribute, and walk over what it holds."""
-        value, kind = slot.value, type(slot.value)
         self.slots[path] = slot
-        if kind in SCALARS:
-            return
+        if type(slot.value) not in SCALARS:
+            slot.target = self._visit_value(slot.value, path, depth, 0)
+
+    def _visit_value(self, value: Any, path: str, depth: int, nested: int) -> str:
+        """Walk over the value of an attribute, or an entry of a container; return the path of an object."""
+        kind = type(value)
         if is_walkable(kind):
-            slot.target = self._visit(value, path, depth)
-        elif is_callable_with_state(kind):
+            return self._visit(value, path, depth)
+        if is_callable_with_state(kind):
             self._visit_callable(value, path, depth)
-        elif container_base(kind) is not None:
-            self._visit_container(value, path, depth, 0)
-        elif has_own_state_dict(kind) or is_stateful(kind):
+        elif container_kind(kind) is not None:
+            self._visit_container(value, path, depth, nested)
+        elif has_own_state_dict(kind) or (not nested and is_stateful(kind)):
             self._add_stateful(value, path)
+        return ""
 
     def _visit_container(self, value: Any, path: str, depth: int, nested: int) -> None:
         """Walk over the objects in a container and in containers in it, and the attributes of subclasses of these."""
-        base = container_base(type(value))
-        is_new = base is not type(value) and has_attributes(type(value)) and id(value) not in self._seen_containers
-        if is_new and attribute_dict(value) is not value:
+        container: Any = container_kind(type(value))
+        is_subclassed = container.container is not type(value) and has_attributes(type(value))
+        if is_subclassed and id(value) not in self._seen_containers and attribute_dict(value) is not value:
             self._seen_containers.add(id(value))
             inner = f"{path}.__dict__"
             self.owners[inner] = value
             for name, part in attributes(value):
                 self._add_slot(AttributeSlot(value, inner, name, part), f"{inner}.{name}", depth + 1)
-        if base is None or nested > MAX_CONTAINER_DEPTH or is_subclass(base, set, frozenset):
+        is_searched = nested <= MAX_CONTAINER_DEPTH and container.has_order
+        if not is_searched or container.container.__len__(value) > MAX_ENTRIES:
             return
-        if base.__len__(value) > MAX_ENTRIES:  # type: ignore[attr-defined]
-            return
-        for key, part in list(container_items(value, base)):
+        for key, part in list(container.entries(value)):
             kind = type(part)
             if kind in _LEAVES or (kind in (list, tuple) and _LEAVES.issuperset(map(type, part))):
                 continue
-            if is_subclass(kind, Tensor):
-                continue
-            if is_walkable(kind):
-                inner = f"{path}.{key_label(key)}"
-                while inner in self.owners and id(part) not in self.paths:
-                    inner += "'"  # of another key
-                self._visit(part, inner, depth)
-            elif is_callable_with_state(kind):
-                self._visit_callable(part, f"{path}.{key_label(key)}", depth)
-            elif has_own_state_dict(kind):
-                self._add_stateful(part, f"{path}.{key_label(key)}")
-            elif container_base(kind) is not None:
-                self._visit_container(part, f"{path}.{key_label(key)}", depth, nested + 1)
+            inner = f"{path}.{key_label(key)}"
+            while inner in self.owners and is_walkable(kind) and id(part) not in self.paths:
+                inner += "'"  # of another key
+            self._visit_value(part, inner, depth, nested + 1)
 
     def _add_stateful(self, value: Any, path: str) -> None:
         """Add an object that is not walked, by its state."""
@@ -297,3 +286,86 @@ class ObjectWalk:
 def is_skipped(owner: Any, name: str, skipped: SkippedNames) -> bool:
     """Whether an attribute of an object is left out of a walk."""
     return name in skipped(owner) or (is_subclass(type(owner), nn.Module) and name in module_internals())
+
+
+class UnsavedModuleState:
+    """The parameters and buffers of a module that are saved nowhere else.
+
+    Args:
+        module: The module.
+        saved: Ids of tensors that are saved elsewhere.
+    """
+
+    def __init__(self, module: nn.Module, saved: Collection[int]) -> None:
+        self._module, self._saved = module, frozenset(saved)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors, including non-persistent buffers."""
+        return {name: tensor.detach() for name, tensor in self.tensors().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy saved values into the tensors.
+
+        Raises:
+            CannotRestoreError: If a tensor is missing or has another shape.
+        """
+        own = self.tensors()
+        for name, value in state.items():
+            if name not in own or own[name].shape != value.shape:
+                raise CannotRestoreError(f"it has no tensor {name} of shape {tuple(value.shape)}")
+        with torch.no_grad():
+            for name, value in state.items():
+                own[name].copy_(value)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors themselves: name -> tensor."""
+        tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        return {name: tensor for name, tensor in tensors.items() if self._is_unsaved(tensor)}
+
+    def _is_unsaved(self, tensor: Tensor) -> bool:
+        return id(tensor) not in self._saved and not is_lazy(tensor) and tensor.device.type != "meta"
+
+
+class InPlaceOptimizerState:
+    """An optimizer whose state is replaced in place, as other objects may share it.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state into the dicts that the optimizer has, where `Optimizer.load_state_dict` would set new ones."""
+        optimizer = self._optimizer
+        groups, kept = optimizer.param_groups, optimizer.state
+        optimizer.load_state_dict(state)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        loaded_state = dict(optimizer.state)
+        kept.clear()
+        kept.update(loaded_state)
+        optimizer.param_groups, optimizer.state = groups, kept
+
+
+def has_own_state_dict(kind: type) -> bool:
+    """Whether objects of a type are tracked by their states alone: optimizers and schedulers."""
+    return is_subclass(kind, Optimizer, LRScheduler)
+
+
+def as_stateful(value: Any) -> Any:
+    """Return an object that captures and loads the state of an optimizer or a scheduler."""
+    return InPlaceOptimizerState(value) if is_subclass(type(value), Optimizer) else value
+
+
+def get_state(stateful: Any) -> Any:
+    """Return the state of an object; `MISSING` if it raises."""
+    try:
+        return stateful.state_dict()
+    except Exception:  # user code
+        return MISSING

@@ -9,26 +9,26 @@ from typing import Any
 from torch import nn
 
 from lightning_tricks._torch_compat.modules import own_modules
-from lightning_tricks.auto_resume.core.attributes.attribute_access import delete_attribute, set_attribute
-from lightning_tricks.auto_resume.core.attributes.decoding import ObjectResolver, decode
-from lightning_tricks.auto_resume.core.attributes.in_place import replace_contents
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    MISSING,
+    CannotRestoreError,
+    delete_attribute,
+    find_class,
+    is_subclass,
+    set_attribute,
+    type_name,
+)
+from lightning_tricks.auto_resume.core.attributes.encoding import ObjectResolver, decode
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
+    STATE_KEY,
     AttributeSlot,
     ObjectWalk,
     SkippedNames,
     is_skipped,
     nothing_skipped,
 )
-from lightning_tricks.auto_resume.core.attributes.value_types import (
-    MISSING,
-    CannotRestoreError,
-    find_class,
-    is_subclass,
-    type_name,
-)
-from lightning_tricks.auto_resume.core.attributes.walkable_types import can_be_rebuilt
-
-STATE_KEY = "state_dict()"  # the name of an object's own state among its attributes
+from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
+from lightning_tricks.auto_resume.core.attributes.value_kinds import replace_contents
 
 
 def restore_changes(
@@ -42,9 +42,8 @@ def restore_changes(
     its class is plain Python, has no `__del__`, and is known in the module of the class that holds it; a metric that a
     list of modules gained is restored as a copy of its sibling. Of the user's code only `load_state_dict` is called.
 
-    A float that was the reading of a clock is set only where the object has no such attribute, or the dict no such
-    entry, as a timer of another process is not this one's. Such are readings of `time.time()` since the start of the
-    fit, and those of `time.monotonic()` and `time.perf_counter()` under a name that says so, such as `start`.
+    Where both processes keep what a clock showed since they began, each keeps its own: a timer of another process is
+    not this one's. Such are readings of `time.time()`, `time.monotonic()` and `time.perf_counter()`.
 
     Args:
         roots: Fresh objects, by the names that they had.
@@ -54,32 +53,20 @@ def restore_changes(
     Returns:
         Path -> why the attribute could not be restored.
     """
-    values, failed = changes["values"], dict[str, str]()
+    values, restoration = changes["values"], _Restoration(roots, skipped)
+    own_states = [path for path, change in values.items() if change["name"] == STATE_KEY]
+    kinds = {path: "" if path in own_states else _kind(change) for path, change in values.items()}
+    others = [path for path in values if path not in own_states and kinds[path] not in ("module", "same")]
     # in this order: modules, as others' attributes lie in them; values; what shares a value; states of whole objects
-    made = dict[str, Any]()
-
-    def fresh_walk() -> ObjectWalk:
-        walk = ObjectWalk.from_roots(roots, skipped, with_code=True)
-        walk.made = made
-        return walk
-
-    walk = fresh_walk()
-    for path, change in values.items():
-        if _kind(change) == "module" and _try_restore(_restore_module_copy, path, change, walk, failed):
-            walk = fresh_walk()
-    later = ("same", "module")
-    for path, change in sorted(values.items(), key=lambda item: _refers(item[1]["value"], values)):
-        if change["name"] != STATE_KEY and _kind(change) not in later:
-            num_before = walk.num_built
-            _try_restore(_restore_value, path, change, walk, failed)
-            walk = fresh_walk() if walk.num_built > num_before else walk
-    for path, change in values.items():
-        if _kind(change) == "same":
-            _try_restore(_restore_shared, path, change, walk, failed)
-    for path, change in values.items():
-        if change["name"] == STATE_KEY:
-            _try_restore(_restore_state, path, change, walk, failed)
-    return failed
+    for restore, paths in (
+        (restoration.copy_module, [path for path in values if kinds[path] == "module"]),
+        (restoration.set_value, sorted(others, key=lambda path: _refers(values[path]["value"], values))),
+        (restoration.share_value, [path for path in values if kinds[path] == "same"]),
+        (restoration.load_state, own_states),
+    ):
+        for path in paths:
+            restoration.attempt(restore, path, values[path])
+    return restoration.failed
 
 
 def _refers(encoded: Any, paths: Collection[str]) -> bool:
@@ -95,87 +82,99 @@ def _kind(change: Mapping[str, Any]) -> str:
     return str(value.get("kind", "")) if isinstance(value, dict) else ""
 
 
-def _try_restore(
-    restore: Callable[[str, Any, ObjectWalk], object], path: str, change: Any, walk: ObjectWalk, failed: dict[str, str]
-) -> bool:
-    owner = change["of"]
-    if any(owner == known or owner.startswith(f"{known}.") for known in failed):
-        return False
-    is_there = owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
-    if not is_there and (change["name"] or owner not in walk.slots):
-        failed[owner] = "it does not exist here"
-        return False
-    if owner in walk.owners and is_skipped(walk.owners[owner], change["name"], walk.skipped):
-        failed[path] = "it is an internal attribute of its class"
-        return False
-    try:
-        restore(path, change, walk)
-    except Exception as error:  # the changes come from a file, and the objects run user code
-        failed[path] = f"{error}" if isinstance(error, CannotRestoreError) else f"{type(error).__name__}: {error}"
-        return False
-    return True
+class _Restoration(ObjectResolver):
+    """Restores one change after the other, and finds what they refer to among the objects of this process.
 
+    Attributes:
+        walk: A walk over the objects as they are now.
+        failed: Path -> why the attribute could not be restored.
+    """
 
-def _restore_module_copy(path: str, change: Any, walk: ObjectWalk) -> None:
-    modules = own_modules(walk.owners[change["of"]])
-    if change["name"] in modules:
-        return
-    template = modules.get(change["value"]["like"])
-    if not is_subclass(type(template), nn.Module) or type_name(type(template)) != change["value"]["type"]:
-        raise CannotRestoreError(f"it has no sibling of type {change['value']['type']}")
-    modules[change["name"]] = deepcopy(template)
+    def __init__(self, roots: Mapping[str, Any], skipped: SkippedNames) -> None:
+        super().__init__()
+        self._roots, self._skipped = roots, skipped
+        self._owner: Any = None
+        self.walk, self._is_outdated = ObjectWalk.from_roots(roots, skipped, with_code=True), False
+        self.failed = dict[str, str]()
 
+    def attempt(self, restore: Callable[[str, Any], None], path: str, change: Any) -> None:
+        """Restore a change, or note in `failed` why that is not possible."""
+        owner, walk = change["of"], self.walk
+        if any(owner == known or owner.startswith(f"{known}.") for known in self.failed):
+            return
+        is_there = owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
+        if not is_there and (change["name"] or owner not in walk.slots):
+            self.failed[owner] = "it does not exist here"
+            return
+        self._owner = walk.owners.get(owner)
+        if owner in walk.owners and is_skipped(self._owner, change["name"], self._skipped):
+            self.failed[path] = "it is an internal attribute of its class"
+            return
+        try:
+            restore(path, change)
+        except CannotRestoreError as error:
+            self.failed[path] = f"{error}"
+        except Exception as error:  # the changes come from a file, and the objects run user code
+            self.failed[path] = f"{type(error).__name__}: {error}"
+        if self._is_outdated:
+            self.walk, self._is_outdated = ObjectWalk.from_roots(self._roots, self._skipped, with_code=True), False
 
-def _restore_value(path: str, change: Any, walk: ObjectWalk) -> None:
-    present = walk.slots[path].value if path in walk.slots else MISSING
-    owner, name = walk.owners.get(change["of"]), change["name"]
-    if _kind(change) == "initial":
-        return
-    if _kind(change) == "deleted":
-        if present is not MISSING:
-            delete_attribute(owner, name)
-        return
-    value = decode(change["value"], present, _WalkResolver(walk, owner), path)
-    if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
-        return
-    if not name:
-        raise CannotRestoreError(f"it is a {type_name(type(present))} that cannot be replaced in place")
-    set_attribute(owner, name, value)
-    walk.slots[path] = AttributeSlot(owner, change["of"], name, value)
+    def copy_module(self, path: str, change: Any) -> None:
+        """Add a copy of a sibling. Its attributes are restored later: what is not plain data stays the sibling's."""
+        modules = own_modules(self._owner)
+        if change["name"] in modules:
+            return
+        template = modules.get(change["value"]["like"])
+        if not is_subclass(type(template), nn.Module) or type_name(type(template)) != change["value"]["type"]:
+            raise CannotRestoreError(f"it has no sibling of type {change['value']['type']}")
+        modules[change["name"]] = deepcopy(template)
+        self._is_outdated = True
 
+    def set_value(self, path: str, change: Any) -> None:
+        """Fill, set or delete the value of an attribute."""
+        walk, name = self.walk, change["name"]
+        present = walk.slots[path].value if path in walk.slots else MISSING
+        if _kind(change) == "initial":
+            return
+        if _kind(change) == "deleted":
+            if present is not MISSING:
+                delete_attribute(self._owner, name)
+            return
+        value = decode(change["value"], present, self, path)
+        if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
+            return
+        if not name:
+            raise CannotRestoreError(f"it is a {type_name(type(present))} that cannot be replaced in place")
+        set_attribute(self._owner, name, value)
+        walk.slots[path] = AttributeSlot(self._owner, change["of"], name, value)
 
-def _restore_shared(path: str, change: Any, walk: ObjectWalk) -> None:
-    value = _WalkResolver(walk, None).known(change["value"]["path"])
-    set_attribute(walk.owners[change["of"]], change["name"], value)
+    def share_value(self, path: str, change: Any) -> None:
+        """Set an attribute to the value of another one."""
+        set_attribute(self._owner, change["name"], self.known(change["value"]["path"]))
 
-
-class _WalkResolver(ObjectResolver):
-    """Finds values among those that a walk over fresh objects found."""
-
-    def __init__(self, walk: ObjectWalk, owner: Any) -> None:
-        super().__init__(walk.made)
-        self._walk, self._owner = walk, owner
+    def load_state(self, path: str, change: Any) -> None:
+        """Load the state of a whole object."""
+        self.walk.stateful[change["of"]].load_state_dict(decode(change["value"]))
 
     def known(self, path: str) -> Any:
+        """Return what an attribute refers to."""
         if path in self.made:
             return self.made[path]
-        if path in self._walk.owners:
-            return self._walk.owners[path]
-        if path in self._walk.slots:
-            return self._walk.slots[path].value
-        found = self._walk.tensor(path)
+        if path in self.walk.owners:
+            return self.walk.owners[path]
+        if path in self.walk.slots:
+            return self.walk.slots[path].value
+        found = self.walk.tensor(path)
         return super().known(path) if found is MISSING else found
 
     def rebuild(self, name: str) -> Any:
+        """Return a new object of a class that the module of its owner knows."""
         kind = find_class(name if "." in name else f"__main__.{name}", object)
         if not can_be_rebuilt(kind, self._owner):
             return super().rebuild(name)
-        self._walk.num_built += 1
+        self._is_outdated = True
         return object.__new__(kind)
 
     def note_made(self) -> None:
-        self._walk.num_built += 1
-
-
-def _restore_state(path: str, change: Any, walk: ObjectWalk) -> None:
-    walk.stateful[change["of"]].load_state_dict(decode(change["value"]))
+        """Walk over the objects again before the next change."""
+        self._is_outdated = True

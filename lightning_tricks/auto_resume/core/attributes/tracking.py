@@ -8,46 +8,179 @@ returns what became of them, and `restore_changes` restores that in the same obj
 from __future__ import annotations
 
 import sys
-import time
 import types
+import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
-from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import (
-    AttributeSnapshot,
-    state_digest,
-    take_snapshots,
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    MISSING,
+    attributes,
+    function_name,
+    is_subclass,
+    type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.change_collector import (
-    MAX_BYTES,
-    AttributeChanges,
-    ChangeCollector,
-    too_large_reason,
+from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES, ValueDigest
+from lightning_tricks.auto_resume.core.attributes.encoding import (
+    EncodeBudget,
+    TooLargeError,
+    encode,
+    is_clock_reading,
 )
-from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES
-from lightning_tricks.auto_resume.core.attributes.drawable_values import CLOCK_NAME
-from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, TooLargeError, encode
-from lightning_tricks.auto_resume.core.attributes.generators import generator_state
-from lightning_tricks.auto_resume.core.attributes.module_lists import find_template
+from lightning_tricks.auto_resume.core.attributes.model_structure import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
+    STATE_KEY,
     AttributeSlot,
+    InPlaceOptimizerState,
     ObjectWalk,
     SkippedNames,
-    nothing_skipped,
-)
-from lightning_tricks.auto_resume.core.attributes.restoring import STATE_KEY
-from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
-    InPlaceOptimizerState,
     UnsavedModuleState,
     get_state,
     has_own_state_dict,
+    nothing_skipped,
 )
-from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, function_name, is_subclass, type_name
-from lightning_tricks.auto_resume.core.attributes.walkable_types import can_be_rebuilt
+from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
+from lightning_tricks.auto_resume.core.attributes.value_kinds import is_generator, is_mutable
 
-_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+MAX_BYTES = 64 * 2**20  # of all changed attributes
+
+
+class AttributeChanges(TypedDict):
+    """The changes of attributes.
+
+    Attributes:
+        values: Path -> the change as tensors and JSON, for `restore_changes`.
+        lost: Path -> the type that is not plain data, or why the value is not saved.
+    """
+
+    values: dict[str, Any]
+    lost: dict[str, str]
+
+
+@dataclass
+class _Snapshot:
+    """What tells later whether an attribute changed; it keeps no value alive.
+
+    Attributes:
+        location: Path of the owner, and name of the attribute.
+        digest: Digest of the value.
+        is_complete: Whether the digest covers the whole value.
+        opaque_values: Locations of what is not plain data in the value, with the names of their types -> their content.
+        target: Path of the object that the attribute holds, if that is walked.
+        shared: Path of an attribute with the same mutable value; empty if there is none.
+        run_identity: `id` of the value.
+        reference: Weak reference to the value; None where its type allows none.
+    """
+
+    location: tuple[str, str]
+    digest: int
+    is_complete: bool
+    opaque_values: dict[tuple[tuple[str, ...], str], int]
+    target: str
+    shared: str
+    run_identity: int
+    reference: Any
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether the value is neither plain data nor an object that is walked."""
+        return any(location == () for location, _ in self.opaque_values) and not self.target
+
+    def is_value(self, value: Any) -> bool:
+        """Whether a value is the same object as at the snapshot."""
+        return self.run_identity == id(value) and (self.reference is None or self.reference() is value)
+
+    def differs(self, now: _Snapshot, value: Any) -> bool:
+        """Whether an attribute changed, which now has the given snapshot and value."""
+        if self.target or now.target:
+            return (self.target, self.digest) != (now.target, now.digest)
+        is_other = not self.is_complete or self.shared != now.shared  # it may look the same and be another
+        return self.digest != now.digest or (is_other and not self.is_value(value))
+
+
+def _take_snapshots(walk: ObjectWalk, known: dict[int, str]) -> dict[str, _Snapshot]:
+    """Return path -> snapshot of each attribute.
+
+    Args:
+        walk: The walk that found the attributes.
+        known: `id` of each value -> path under which it was seen first; the attributes are added to it.
+    """
+    found = dict[str, _Snapshot]()
+    for path, slot in walk.slots.items():
+        value, digest = slot.value, walk.digest(slot.value)
+        shared = known.setdefault(id(value), path) if is_mutable(type(value)) else path
+        try:
+            reference: Any = weakref.ref(value)
+        except TypeError:
+            reference = None
+        opaque, shared = digest.opaque_values, "" if shared == path else shared
+        location = slot.owner_path, slot.name
+        found[path] = _Snapshot(
+            location, int(digest), digest.is_complete, opaque, slot.target, shared, id(value), reference
+        )
+    return found
+
+
+def _state_digest(stateful: Any) -> int | None:
+    """Return a digest of a state, None without one; of a module, the identities of its tensors count, and samples."""
+    state = stateful.tensors() if is_subclass(type(stateful), UnsavedModuleState) else get_state(stateful)
+    return None if state is MISSING else int(ValueDigest.of(state))
+
+
+@dataclass
+class _FoundChanges:
+    """The changes of attributes as they are found.
+
+    Attributes:
+        lost: Path -> why a change cannot be saved.
+        stateful: Paths of objects whose states are saved.
+        values: Path -> change.
+        sizes: Path -> size of the change in bytes.
+        copied: Paths of modules that are restored as copies of others.
+    """
+
+    lost: dict[str, str]
+    stateful: set[str]
+    values: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+
+    def add(
+        self, path: str, location: tuple[str, str], value: Any, size: int = 0, in_place: bool = False, **by_hooks: bool
+    ) -> None:
+        """Add the new value of an attribute, encoded as plain data, with holes that hooks fill if `by_hooks=True`."""
+        owner, name = location
+        self.values[path] = {"of": owner, "name": name, "value": value, "in_place": in_place, **by_hooks}
+        self.sizes[path] = size
+
+    def encode(self, path: str, value: Any, budget: EncodeBudget) -> Any:
+        """Return an encoded value; `MISSING`, and why it cannot be saved in `lost`, if it is too large."""
+        try:
+            return encode(value, budget)
+        except TooLargeError:
+            self.lost[path] = _too_large(f"over {MAX_BYTES >> 20} MiB")
+            return MISSING
+
+    def is_copied(self, path: str) -> bool:
+        """Whether an object belongs to a module that is restored as a copy."""
+        return any(path == copy or path.startswith(f"{copy}.") for copy in self.copied)
+
+    def within_limit(self) -> AttributeChanges:
+        """Return the changes, without the largest ones as long as they exceed the limit together."""
+        total = sum(self.sizes.values())
+        for path in sorted(self.sizes, key=self.sizes.__getitem__, reverse=True):
+            if total <= MAX_BYTES:
+                break
+            total -= self.sizes[path]
+            self.lost[path] = _too_large(f"{self.sizes[path] / 2**20:.0f} MiB")
+            del self.values[path]
+        return {"values": self.values, "lost": self.lost}
+
+
+def _too_large(size: str) -> str:
+    return f"{size}, with all attributes more than {MAX_BYTES >> 20} MiB"
 
 
 class AttributeTracker:
@@ -99,55 +232,46 @@ class AttributeTracker:
     ) -> None:
         self._roots, self._skipped, self._with_code = roots, skipped, with_code
         self._with_generators = with_generators
-        self._clocks = [clock() for clock in _CLOCKS]
         walk = self._walk()
-        self._snapshots = dict(take_snapshots(walk, dict(walk.paths)))
-        self._state_digests = {path: state_digest(value) for path, value in walk.stateful.items()}
+        self._snapshots = _take_snapshots(walk, dict(walk.paths))
+        self._state_digests = {path: _state_digest(value) for path, value in walk.stateful.items()}
         self._owners = {path: type_name(type(owner)) for path, owner in walk.owners.items()}
         self._modules, self._truncated = set(walk.modules), frozenset(walk.truncated)
-        self._made_by_hooks: dict[str, AttributeSnapshot] | None = None
+        self._made_by_hooks: dict[str, _Snapshot] | None = None
         self._seen_changed = dict[str, tuple[str, str]]()  # path -> path of the owner, and name
 
     def note(self, changes: Mapping[str, Any]) -> None:
         """Count as changed what had changed in another process, whose `changes` are restored here."""
-        values: Mapping[str, Any] = changes["values"]
-        kept = {path: one for path, one in values.items() if path not in self._modules}
-        self._seen_changed |= {path: (one["of"], one["name"]) for path, one in kept.items()}
+        for path, change in changes["values"].items():
+            if path not in self._modules:
+                self._seen_changed[path] = change["of"], change["name"]
 
     def changes(self, *, after_hooks: bool = False) -> AttributeChanges:
         """Return what is other than when the tracker was created, or was so at an earlier call.
 
         Args:
             after_hooks: Whether just the hooks were called that a resumed fit calls again before attributes are
-                restored. What is no data now is expected there as well, where it stays as it is at the first such call.
+                restored. What is not plain data now is expected there as well, where it stays as it is at the first
+                such call.
         """
         walk = self._walk()
-        found = ChangeCollector(_newly_truncated(walk, self._truncated), set(walk.stateful))
+        found = _FoundChanges(_newly_truncated(walk, self._truncated), set(walk.stateful))
         self._compare_modules(walk, found)
         self._forget_exchanged(walk)
         # values that a fresh process has, or has restored before it comes to a later path
         known = {number: path for number, path in walk.paths.items() if path in self._owners}
         known |= {number: path for number, path in walk.registered.items() if path.rpartition(".")[0] in self._owners}
-        places, taken = dict(walk.paths), {*walk.paths.values()}
-        snapshots = dict(take_snapshots(walk, known))
+        snapshots = _take_snapshots(walk, known)
         if after_hooks and self._made_by_hooks is None:
-            self._made_by_hooks = {path: one for path, one in snapshots.items() if one.opaque_values}
+            self._made_by_hooks = {path: snapshot for path, snapshot in snapshots.items() if snapshot.opaque_values}
+        places, taken = dict(walk.paths), {*walk.paths.values()}
         for path, snapshot in snapshots.items():
-            budget = self._encode_budget(path, walk, known)
-            budget.places, budget.taken = places, taken
+            budget = EncodeBudget(MAX_BYTES, walk.registered, known, path, places, taken)
             self._compare_attribute(path, walk.slots[path], snapshot, budget, found)
-        initial = {path: snapshot.location for path, snapshot in self._snapshots.items()}
-        for path, (owner, name) in {**self._seen_changed, **initial}.items():
-            if path in walk.slots or owner not in walk.owners or name == STATE_KEY:
-                continue
-            replaced = _replaced_variable(walk.owners[owner], name)
-            if replaced is MISSING:
-                found.add(path, AttributeSlot(None, owner, name, None), {"kind": "deleted"})
-            else:
-                found.lost[path] = type_name(type(replaced))
+        self._compare_deleted(walk, found)
         for path, stateful in walk.stateful.items():
             self._compare_state(path, stateful, found)
-        return found.within_limit(MAX_BYTES)
+        return found.within_limit()
 
     def _forget_exchanged(self, walk: ObjectWalk) -> None:
         """Forget the objects whose place others of another class have taken: all of these is saved."""
@@ -163,135 +287,103 @@ class AttributeTracker:
         return ObjectWalk.from_roots(roots, self._skipped, with_code=self._with_code)
 
     def _compare_attribute(
-        self,
-        path: str,
-        slot: AttributeSlot,
-        snapshot: AttributeSnapshot,
-        budget: EncodeBudget,
-        found: ChangeCollector,
+        self, path: str, slot: AttributeSlot, now: _Snapshot, budget: EncodeBudget, found: _FoundChanges
     ) -> None:
         """Add an attribute to the changes if it changed, or was changed and changed back."""
-        before = self._snapshots.get(path)
-        kind = type(slot.value)
+        before, value, kind = self._snapshots.get(path), slot.value, type(slot.value)
         if is_subclass(kind, *IGNORED_TYPES) or has_own_state_dict(kind):
             return
-        if before is None or before.differs(snapshot, slot.value):
-            self._seen_changed[path] = snapshot.location
-        elif path not in self._seen_changed and not (self._with_generators and generator_state(slot.value)):
+        if before is None or before.differs(now, value):
+            self._seen_changed[path] = now.location
+        elif path not in self._seen_changed and not (self._with_generators and is_generator(value)):
             return
-        elif snapshot.is_opaque or slot.target == path:
-            found.add(path, slot, {"kind": "initial"})  # an object that a fresh process has as well
+        elif now.is_opaque or slot.target == path:
+            found.add(path, now.location, {"kind": "initial"})  # an object that a fresh process has as well
             return
-        rebound = before is None or not before.is_value(slot.value)
-        alias = slot.target if slot.target != path else ""
-        if not alias and rebound and not slot.target:
-            alias = snapshot.shared
-        if alias:
-            found.add(path, slot, {"kind": "same", "path": alias})
-        elif type(slot.value) is float and budget.is_clock("", slot.value):
-            found.add(path, slot, {"kind": "clock", "value": slot.value})
+        is_rebound = before is None or not before.is_value(value)
+        alias = now.shared if is_rebound and not slot.target else slot.target
+        if alias and alias != path:
+            found.add(path, now.location, {"kind": "same", "path": alias})
+        elif kind is float and is_clock_reading(value):
+            found.add(path, now.location, {"kind": "clock", "value": value})
         else:
-            self._encode_change(path, slot, budget, snapshot, found)
+            self._encode_change(path, slot, budget, now, found)
 
     def _encode_change(
-        self,
-        path: str,
-        slot: AttributeSlot,
-        budget: EncodeBudget,
-        snapshot: AttributeSnapshot,
-        found: ChangeCollector,
+        self, path: str, slot: AttributeSlot, budget: EncodeBudget, now: _Snapshot, found: _FoundChanges
     ) -> None:
         before, is_copied = self._snapshots.get(path), found.is_copied(slot.owner_path)
         made = (self._made_by_hooks or {}).get(path)
-        try:
-            encoded = encode(slot.value, budget)
-        except TooLargeError:
-            found.lost[path] = too_large_reason(f"over {MAX_BYTES >> 20} MiB")
+        encoded = found.encode(path, slot.value, budget)
+        if encoded is MISSING:
             return
-        # holes are filled with what a fresh process has in the same location: only a new one is a loss
-        expected = is_copied or bool(slot.target) or (before and not before.is_complete)
-        kept = before.opaque_values.items() & snapshot.opaque_values.items() if before else ()
-        new = set() if expected else budget.opaque_values - {hole for hole, _ in kept}
-        by_hooks = {hole for hole in new if made and made.opaque_values.get(hole) == snapshot.opaque_values.get(hole)}
+        # holes are filled with what a fresh process has in the same place: only a new one is a loss
+        is_expected = is_copied or bool(slot.target) or (before and not before.is_complete)
+        kept = before.opaque_values.items() & now.opaque_values.items() if before else ()
+        new = set() if is_expected else budget.opaque_values - {hole for hole, _ in kept}
+        by_hooks = {hole for hole in new if made and made.opaque_values.get(hole) == now.opaque_values.get(hole)}
         new = {hole for hole in new - by_hooks if ".".join((path, *hole[0])) not in found.stateful}
         new = {hole for hole in new if not can_be_rebuilt(budget.opaque_types.get(hole[1], object), slot.owner)}
+        filled_by_hooks = {"by_hooks": True} if by_hooks else {}
         function = function_name(slot.value) if before is None else ""
         # a function or a stateful object is likely to be set again by a hook at the start of the fit
-        if snapshot.is_opaque and (path in found.stateful or function or (made and made.digest == snapshot.digest)):
+        if now.is_opaque and (path in found.stateful or function or (made and made.digest == now.digest)):
             hole = {"kind": "hole", "type": function or type_name(type(slot.value))}
-            found.add(path, slot, hole, by_hooks=bool(by_hooks))
-        elif snapshot.is_opaque and not is_copied:
+            found.add(path, now.location, hole, **filled_by_hooks)
+        elif now.is_opaque and not is_copied:
             found.lost[path] = type_name(type(slot.value))
         elif new:
             locations, kinds = zip(*sorted(new), strict=True)
             found.lost[".".join((path, *locations[0]))] = list_names(kinds, 1)
-        elif not snapshot.is_opaque:
+        elif not now.is_opaque:
             in_place = before is not None and before.is_value(slot.value)
-            found.add(path, slot, encoded, MAX_BYTES - budget.bytes_left, in_place, bool(by_hooks))
+            found.add(path, now.location, encoded, MAX_BYTES - budget.bytes_left, in_place, **filled_by_hooks)
 
-    def _encode_budget(self, path: str, walk: ObjectWalk, known: Mapping[int, str]) -> EncodeBudget:
-        name = path.rpartition(".")[2]
-        return EncodeBudget(
-            MAX_BYTES,
-            walk.registered,
-            known,
-            path,
-            is_clock=lambda entry, value: self._is_clock(f"{name}.{entry}", value),
-        )
+    def _compare_deleted(self, walk: ObjectWalk, found: _FoundChanges) -> None:
+        initial = {path: snapshot.location for path, snapshot in self._snapshots.items()}
+        for path, (owner, name) in {**self._seen_changed, **initial}.items():
+            if path in walk.slots or owner not in walk.owners or name == STATE_KEY:
+                continue
+            replaced = _replaced_variable(walk.owners[owner], name)
+            if replaced is MISSING:
+                found.add(path, (owner, name), {"kind": "deleted"})
+            else:
+                found.lost[path] = type_name(type(replaced))
 
-    def _is_clock(self, name: str, value: float) -> bool:
-        spans = zip(self._clocks, _CLOCKS, strict=True)
-        matching = {clock for start, clock in spans if start <= value <= clock()}
-        # seconds since 1970 are hardly anything else; seconds since the machine started could be a sum of losses
-        return not value.is_integer() and (time.time in matching or (bool(matching) and bool(CLOCK_NAME.search(name))))
-
-    def _compare_state(self, path: str, stateful: Any, found: ChangeCollector) -> None:
+    def _compare_state(self, path: str, stateful: Any, found: _FoundChanges) -> None:
         state, state_path = get_state(stateful), f"{path}.{STATE_KEY}"
         if state is MISSING:
             return
-        if state != {} and state_digest(stateful) != self._state_digests.get(path):
+        if state != {} and _state_digest(stateful) != self._state_digests.get(path):
             self._seen_changed[state_path] = path, STATE_KEY
         elif state_path not in self._seen_changed:
             return
-        is_large = isinstance(stateful, UnsavedModuleState | InPlaceOptimizerState)  # as the model itself is
+        is_large = is_subclass(type(stateful), UnsavedModuleState, InPlaceOptimizerState)  # as the model itself is
         budget = EncodeBudget(sys.maxsize if is_large else MAX_BYTES)
-        try:
-            encoded = encode(state, budget)
-        except TooLargeError:
-            found.lost[state_path] = too_large_reason(f"over {MAX_BYTES >> 20} MiB")
-            return
+        encoded = found.encode(state_path, state, budget)
         if budget.opaque_values:
             found.lost |= {".".join((path, STATE_KEY, *location)): kind for location, kind in budget.opaque_values}
-        else:
-            size = 0 if is_large else MAX_BYTES - budget.bytes_left
-            found.add(state_path, AttributeSlot(stateful, path, STATE_KEY, state), encoded, size)
+        elif encoded is not MISSING:
+            found.add(state_path, (path, STATE_KEY), encoded, 0 if is_large else MAX_BYTES - budget.bytes_left)
 
-    def _compare_modules(self, walk: ObjectWalk, found: ChangeCollector) -> None:
+    def _compare_modules(self, walk: ObjectWalk, found: _FoundChanges) -> None:
         """Find modules that were added and removed; one without weights is restored as a copy of a sibling."""
         for path, (parent, name) in walk.modules.items():
-            kind = type_name(type(walk.owners[path]))
+            module, kind = walk.owners[path], type_name(type(walk.owners[path]))
             if parent not in self._owners or self._owners.get(path) == kind:
                 continue
-            like = self._sibling_like(walk, parent, walk.owners[path])
-            if like and path not in self._owners:
-                found.add(path, AttributeSlot(None, parent, name, None), {"kind": "module", "type": kind, "like": like})
+            same_kind = {other: walk.modules[other] for other in walk.modules if self._owners.get(other) == kind}
+            siblings = {name: walk.owners[at] for at, (owner, name) in same_kind.items() if owner == parent}
+            has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+            like = "" if has_tensors or path in self._owners else find_template(siblings)
+            if like:
+                found.add(path, (parent, name), {"kind": "module", "type": kind, "like": like})
                 found.copied.append(path)
             else:
                 found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
         for path in self._modules - walk.modules.keys():
-            parent = path.rpartition(".")[0]
-            if parent in walk.owners and path not in walk.owners:
+            if path.rpartition(".")[0] in walk.owners and path not in walk.owners:
                 found.lost[path] = f"{self._owners[path]} that was removed in the fit"
-
-    def _sibling_like(self, walk: ObjectWalk, parent: str, module: Any) -> str:
-        if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-            return ""
-        same_type = {
-            name: walk.owners[path]
-            for path, (owner, name) in walk.modules.items()
-            if owner == parent and self._owners.get(path) == type_name(type(module))
-        }
-        return find_template(same_type)
 
 
 def all_values(

@@ -1,89 +1,202 @@
-"""Values that are made of plain data without being any: what their parts are, and how they are made of them again.
+"""How values are taken apart, made again and changed in place, for the table of their kinds.
 
 No library is imported here: where a fit holds a value of one, it is loaded.
 """
 
 from __future__ import annotations
 
+import enum
+import random
 import sys
-import types
-import weakref
-from array import array
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks.auto_resume.core.attributes.attribute_access import attribute_dict
-from lightning_tricks.auto_resume.core.attributes.value_types import (
-    GENERATORS,
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    SCALARS,
     CannotRestoreError,
+    attribute_dict,
     find_class,
     is_subclass,
 )
 
 _MAX_ROWS, _SAMPLED_ROWS = 10_000, 1_000  # of a table with columns of other than numbers, which is sampled if larger
 
-_part_names: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+
+_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
-@dataclass(frozen=True)
-class PartKind:
-    """How values of a kind are taken apart.
-
-    Attributes:
-        take: Returns the parts: plain data, tensors, arrays and containers of them.
-        make: Returns a value made of its parts.
-        fill: Replaces the contents of a value by those of another one, in place; None for what never changes in place.
-        sample: Returns the value, or a smaller one of it if it has more than a number of bytes.
-    """
-
-    take: Callable[[Any], Any]
-    make: Callable[[Any], Any]
-    fill: Callable[[Any, Any], object] | None = None
-    sample: Callable[[Any, int], Any] = lambda value, max_bytes: value
+def take_tensor(value: Any) -> dict[str, Any]:
+    """Return the data of a tensor on the CPU, and where it was."""
+    if value.is_quantized or value.device.type == "meta" or value.is_nested:
+        raise CannotRestoreError("it has no plain data")
+    data = value.detach().resolve_conj().resolve_neg()
+    data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
+    return {"data": data, "device": value.device.type, "requires_grad": value.requires_grad and value.is_leaf}
 
 
-def part_kind(kind: type) -> str:
-    """Return the name of the kind in `PART_KINDS` that values of a type have; empty if they have none."""
-    if kind not in _part_names:
-        _part_names[kind] = _find_part_kind(kind)
-    return _part_names[kind]
+def make_tensor(parts: Any, present: Any) -> Tensor:
+    """Return a tensor on the device of the one that this process has in its place."""
+    device = torch.device(parts["device"])
+    if is_subclass(type(present), Tensor) and present.device.type == device.type:
+        device = present.device
+    elif device.type != "cpu" and not torch.get_device_module(device).is_available():
+        device = torch.device("cpu")
+    data = parts["data"].to(device, copy=True)
+    return data.requires_grad_() if parts["requires_grad"] else data  # type: ignore[no-any-return]
 
 
-def _find_part_kind(kind: type) -> str:
-    if is_subclass(kind, np.ndarray) and not is_subclass(kind, np.memmap):
-        return "array" if kind is not np.ndarray else ""
-    if is_subclass(kind, Tensor):
-        has_data = getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
-        return "tensor" if has_data and kind not in (Tensor, nn.Parameter) else ""
-    name = f"{str(kind.__module__).partition('.')[0]}.{kind.__qualname__}"
-    return name if name in PART_KINDS else ""
+def make_parameter(parts: Any, present: Any) -> nn.Parameter:
+    """Return a parameter as `make_tensor` does a tensor."""
+    return nn.Parameter(make_tensor(parts | {"requires_grad": False}, present), bool(parts["requires_grad"]))
 
 
-def part_kind_of(value: Any) -> str:
-    """Return the name of the kind in `PART_KINDS` that a value has; empty if it has none."""
+def fill_tensor(target: Tensor, value: Tensor) -> None:
+    """Copy a tensor into another one, as far as it allows that."""
+    if (target.shape, target.dtype, target.requires_grad) != (value.shape, value.dtype, value.requires_grad):
+        raise ValueError("of another shape or dtype")
+    with torch.no_grad():
+        target.copy_(value)  # raises for a tensor of inference mode and an expanded one
+
+
+def is_plain_dtype(dtype: Any) -> bool:
+    """Whether arrays of a dtype hold numbers, dates and text, and no objects."""
+    return dtype.kind in "biufcUSmMV" and not dtype.hasobject
+
+
+def take_array(value: Any) -> dict[str, Any]:
+    """Return the bytes of an array or a number of NumPy."""
+    array = np.asarray(value)
+    if not is_plain_dtype(array.dtype):
+        raise CannotRestoreError("it has no plain data")
+    dtype = np.lib.format.dtype_to_descr(array.dtype)
+    return {"dtype": dtype, "shape": list(array.shape), "data": _as_tensor(array.tobytes())}
+
+
+def make_array(parts: Any, present: Any) -> Any:
+    """Return the array that `take_array` took apart."""
+    data = np.frombuffer(parts["data"].numpy().tobytes(), dtype=np.lib.format.descr_to_dtype(parts["dtype"]))
+    return data.reshape(parts["shape"]).copy()
+
+
+def fill_array(target: Any, value: Any) -> None:
+    """Copy an array into another one."""
+    if (target.shape, target.dtype) != (value.shape, value.dtype):
+        raise ValueError("of another shape or dtype")
+    np.copyto(target, value)
+
+
+def make_number(parts: Any, present: Any) -> Any:
+    """Return the number of NumPy that `take_array` took apart."""
+    return make_array(parts, present)[()]
+
+
+def take_bytes(value: Any) -> dict[str, Any]:
+    """Return bytes as a tensor."""
+    return {"data": _as_tensor(bytes(value))}
+
+
+def make_bytes(parts: Any, present: Any) -> bytes:
+    """Return the bytes of a tensor."""
+    return bytes(parts["data"].numpy().tobytes())
+
+
+def make_bytearray(parts: Any, present: Any) -> bytearray:
+    """Return the bytes of a tensor, which may be changed."""
+    return bytearray(make_bytes(parts, present))
+
+
+def fill_all(target: Any, value: Any) -> None:
+    """Replace all entries of an array or of bytes."""
+    target[:] = value
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def take_generator(value: Any) -> dict[str, Any]:
+    """Return which random generator it is, and its state."""
     kind = type(value)
-    if kind is np.ndarray:
-        return "objects" if value.dtype.kind == "O" else ""
-    if kind is Tensor and value.layout is not torch.strided:
-        return "coo" if value.layout is torch.sparse_coo else "compressed"
-    return part_kind(kind)
+    if kind is torch.Generator:
+        return {"type": f"torch {value.device}", "state": value.get_state()}
+    if kind is random.Random:
+        return {"type": "random", "state": value.getstate()}
+    if kind is np.random.Generator:
+        return {"type": f"numpy {type(value.bit_generator).__name__}", "state": value.bit_generator.state}
+    if kind is np.random.RandomState:
+        return {"type": f"legacy {type(value._bit_generator).__name__}", "state": value.get_state(legacy=False)}
+    return {"type": f"bits {kind.__name__}", "state": value.state}
 
 
-def is_mutable(kind: type) -> bool:
-    """Whether it matters which of two equal values of a type an object holds."""
-    plain = (list, dict, set, deque, bytearray, Tensor, np.ndarray, *GENERATORS)
-    name = part_kind(kind)
-    return is_subclass(kind, *plain) or (bool(name) and PART_KINDS[name].fill is not None)
+def make_generator(parts: Any, present: Any) -> Any:
+    """Return a new random generator with a state."""
+    library, _, which = parts["type"].partition(" ")
+    if library in ("numpy", "legacy", "bits") and which not in _BIT_GENERATORS:
+        raise CannotRestoreError(f"NumPy's bit generator {which} is not supported")
+    made: Any
+    if library == "torch":
+        made = torch.Generator(which)
+    elif library == "random":
+        made = random.Random()  # noqa: S311
+    else:
+        bits = getattr(np.random, which)()
+        made = {"numpy": np.random.Generator, "legacy": np.random.RandomState}.get(library, lambda own: own)(bits)
+    _set_state(made, parts["state"])
+    return made
 
 
-def _take_subclass(value: Any) -> Any:
+def fill_generator(target: Any, value: Any) -> None:
+    """Give a random generator the state of another one."""
+    parts = take_generator(value)
+    if take_generator(target)["type"] != parts["type"]:
+        raise ValueError("of another type")
+    _set_state(target, parts["state"])
+
+
+def _set_state(value: Any, state: Any) -> None:
+    kind = type(value)
+    if kind is random.Random:
+        value.setstate(state)
+    elif kind in (torch.Generator, np.random.RandomState):
+        value.set_state(state)
+    else:
+        (value.bit_generator if kind is np.random.Generator else value).state = state
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name."""
+    found = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(found, torch.dtype):
+        raise CannotRestoreError(f"{name} is not a dtype")
+    return found
+
+
+def write_slice(value: slice) -> list[Any]:
+    """Return the three numbers of a slice."""
+    parts = [value.start, value.stop, value.step]
+    if any(type(part) not in SCALARS for part in parts):
+        raise CannotRestoreError("it is a slice of values that are not numbers")
+    return parts
+
+
+def make_member(parts: Any, present: Any) -> Any:
+    """Return a member of an enum that this process has."""
+    members = find_class(parts["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
+    if parts["name"] not in members:
+        raise CannotRestoreError(f"{parts['class']} has no {parts['name']}")
+    return members[parts["name"]]
+
+
+def take_member(value: Any) -> dict[str, str]:
+    """Return the class of an enum and the name of its member."""
+    kind = type(value)
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
+
+
+def take_subclass(value: Any) -> Any:
     """Return the data of an array or a tensor as one of the base class, its class, and its attributes."""
     kind = type(value)
     plain = np.asarray(value) if is_subclass(kind, np.ndarray) else value.detach().as_subclass(Tensor)
@@ -91,7 +204,8 @@ def _take_subclass(value: Any) -> Any:
     return [plain, f"{kind.__module__}.{kind.__qualname__}", own]
 
 
-def _make_subclass(parts: Any) -> Any:
+def make_subclass(parts: Any) -> Any:
+    """Return an array or a tensor of a class that this process has."""
     plain, name, own = parts
     kind = find_class(name, type(plain))
     made: Any = plain.view(kind) if type(plain) is np.ndarray else plain.as_subclass(kind)
@@ -105,34 +219,39 @@ def _set_attributes(value: Any, own: dict[str, Any]) -> None:
         present.update(own)
 
 
-def _fill_subclass(target: Any, value: Any) -> None:
-    (plain, _, _), (other, _, own) = _take_subclass(target), _take_subclass(value)
+def fill_subclass(target: Any, value: Any) -> None:
+    """Copy data and attributes of an array or a tensor into another one."""
+    (plain, _, _), (other, _, own) = take_subclass(target), take_subclass(value)
     if (plain.shape, plain.dtype) != (other.shape, other.dtype):
         raise ValueError("of another shape")
     plain[...] = other
     _set_attributes(target, own)
 
 
-def _make_objects(parts: Any) -> Any:
+def make_objects(parts: Any) -> Any:
+    """Return an array of objects of its shape and its entries."""
     made = np.empty(parts[0], object)
     for number, part in enumerate(parts[1]):
         made.flat[number] = part
     return made
 
 
-def _fill_objects(target: Any, value: Any) -> None:
+def fill_objects(target: Any, value: Any) -> None:
+    """Copy the entries of an array of objects into another one."""
     if target.shape != value.shape:
         raise ValueError("of another shape")
     target[...] = value
 
 
-def _take_compressed(value: Any) -> Any:
+def take_compressed(value: Any) -> Any:
+    """Return layout, indices, values and shape of a sparse tensor in a compressed format."""
     rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
     indices = (value.crow_indices, value.col_indices) if rows else (value.ccol_indices, value.row_indices)
-    return [str(value.layout), *(one() for one in indices), value.values().detach(), list(value.shape)]
+    return [str(value.layout), *(index() for index in indices), value.values().detach(), list(value.shape)]
 
 
-def _make_compressed(parts: Any) -> Any:
+def make_compressed(parts: Any) -> Any:
+    """Return the sparse tensor that `take_compressed` took apart."""
     layout = vars(torch)[parts[0].removeprefix("torch.")]
     return torch.sparse_compressed_tensor(*parts[1:], layout=layout, check_invariants=True)
 
@@ -143,7 +262,7 @@ def _take_column(values: Any) -> Any:
     if isinstance(values.dtype, np.dtype):
         return np.asarray(values)
     if name == "category":
-        return [name, np.asarray(values.codes), _take_index(values.categories), bool(values.ordered)]
+        return [name, np.asarray(values.codes), take_index(values.categories), bool(values.ordered)]
     if getattr(values.dtype, "tz", None) is not None:
         return [name, np.asarray(values.tz_convert(None))]
     return [name, values.to_numpy(dtype=object, na_value=None)]
@@ -154,71 +273,81 @@ def _make_column(parts: Any) -> Any:
     if type(parts) is np.ndarray:
         return parts
     if len(parts) == 4:
-        return pandas.Categorical.from_codes(parts[1], _make_index(parts[2]), ordered=parts[3])
+        return pandas.Categorical.from_codes(parts[1], make_index(parts[2]), ordered=parts[3])
     if parts[1].dtype.kind == "M":
         return pandas.DatetimeIndex(parts[1]).tz_localize("UTC").astype(parts[0]).array
     return pandas.array(parts[1], dtype=parts[0])
 
 
-def _take_index(index: Any) -> Any:
+def take_index(index: Any) -> Any:
+    """Return the values and names of a pandas index, or what it is computed from."""
     if hasattr(index, "levels"):
-        return [[_take_index(level) for level in index.levels], [np.asarray(c) for c in index.codes], [*index.names]]
+        return [[take_index(level) for level in index.levels], [np.asarray(c) for c in index.codes], [*index.names]]
     if type(index).__name__ == "RangeIndex":
         return [index.start, index.stop, index.step, index.name]
     return [_take_column(index.array), index.name]
 
 
-def _make_index(parts: Any) -> Any:
+def make_index(parts: Any) -> Any:
+    """Return the index that `take_index` took apart."""
     pandas = sys.modules["pandas"]
     if len(parts) == 4:
         return pandas.RangeIndex(*parts[:3], name=parts[3])
     if len(parts) == 3:
-        return pandas.MultiIndex(levels=[_make_index(level) for level in parts[0]], codes=parts[1], names=parts[2])
+        return pandas.MultiIndex(levels=[make_index(level) for level in parts[0]], codes=parts[1], names=parts[2])
     return pandas.Index(_make_column(parts[0]), name=parts[1])
 
 
-def _take_frame(frame: Any) -> Any:
+def take_frame(frame: Any) -> Any:
+    """Return the labels, columns and `attrs` of a pandas table."""
     columns = [_take_column(column.array) for _, column in frame.items()]
-    return [_take_index(frame.columns), _take_index(frame.index), columns, dict(frame.attrs)]
+    return [take_index(frame.columns), take_index(frame.index), columns, dict(frame.attrs)]
 
 
-def _make_frame(parts: Any) -> Any:
+def make_frame(parts: Any) -> Any:
+    """Return the table that `take_frame` took apart."""
     columns, index, values, attrs = parts
-    frame = sys.modules["pandas"].DataFrame(dict(enumerate(map(_make_column, values))), index=_make_index(index))
-    frame.columns = _make_index(columns)
+    frame = sys.modules["pandas"].DataFrame(dict(enumerate(map(_make_column, values))), index=make_index(index))
+    frame.columns = make_index(columns)
     frame.attrs = attrs
     return frame
 
 
-def _take_series(series: Any) -> Any:
-    return [_take_column(series.array), _take_index(series.index), series.name, dict(series.attrs)]
+def take_series(series: Any) -> Any:
+    """Return the values, labels, name and `attrs` of a pandas series."""
+    return [_take_column(series.array), take_index(series.index), series.name, dict(series.attrs)]
 
 
-def _make_series(parts: Any) -> Any:
-    series = sys.modules["pandas"].Series(_make_column(parts[0]), index=_make_index(parts[1]), name=parts[2])
+def make_series(parts: Any) -> Any:
+    """Return the series that `take_series` took apart."""
+    series = sys.modules["pandas"].Series(_make_column(parts[0]), index=make_index(parts[1]), name=parts[2])
     series.attrs = parts[3]
     return series
 
 
-def _fill_table(target: Any, value: Any) -> None:
+def fill_table(target: Any, value: Any) -> None:
+    """Make a pandas table or series the same as another one, in place."""
     type(target).__init__(target, value)
     target.attrs = value.attrs
 
 
-def _sample_table(value: Any, max_bytes: int) -> Any:
+def sample_table(value: Any, max_bytes: int) -> Any:
+    """Return a table, a series or an index; only some rows of a large one."""
     dtypes = value.dtypes if len(value.shape) == 2 else [value.dtype]
-    is_plain = all(isinstance(one, np.dtype) and one.kind != "O" for one in dtypes)
+    is_plain = all(isinstance(dtype, np.dtype) and dtype.kind != "O" for dtype in dtypes)
     if len(value) <= _MAX_ROWS or (is_plain and 8 * value.size <= max_bytes):
         return value
     return (value.iloc if hasattr(value, "iloc") else value)[:: len(value) // _SAMPLED_ROWS]
 
 
-def _take_image(image: Any) -> Any:
+def take_image(image: Any) -> Any:
+    """Return mode, size, bytes, palette and `info` of a PIL image."""
     palette = [image.palette.mode, bytes(image.palette.palette)] if image.palette else None
     return [image.mode, list(image.size), image.tobytes(), palette, dict(image.info)]
 
 
-def _make_image(parts: Any) -> Any:
+def make_image(parts: Any) -> Any:
+    """Return the image that `take_image` took apart."""
     mode, (width, height), data, palette, info = parts
     if width * height > 8 * len(data):
         raise CannotRestoreError("it holds an image with fewer bytes than pixels")
@@ -229,51 +358,15 @@ def _make_image(parts: Any) -> Any:
     return image
 
 
-def _fill_image(target: Any, value: Any) -> None:
+def fill_image(target: Any, value: Any) -> None:
+    """Make a PIL image the same as another one, in place."""
     if (target.mode, target.size) != (value.mode, value.size):
         raise ValueError("of another size")
     target.paste(value)
     target.palette, target.info = value.palette, value.info
 
 
-def _sample_image(image: Any, max_bytes: int) -> Any:
+def sample_image(image: Any, max_bytes: int) -> Any:
+    """Return an image; of a large one, the row in the middle."""
     width, height = image.size
     return image if 4 * width * height <= max_bytes else image.crop((0, height // 2, width, height // 2 + 1))
-
-
-def _fill_array(target: Any, value: Any) -> None:
-    target[:] = value
-
-
-def _fill_weak(target: Any, value: Any) -> None:
-    target.clear()
-    target.update(value)
-
-
-_TABLES = {"sample": _sample_table, "fill": _fill_table}
-PART_KINDS: dict[str, PartKind] = {
-    "array": PartKind(_take_subclass, _make_subclass, _fill_subclass),
-    "tensor": PartKind(_take_subclass, _make_subclass, _fill_subclass),
-    "objects": PartKind(lambda one: [list(one.shape), one.reshape(-1).tolist()], _make_objects, _fill_objects),
-    "coo": PartKind(
-        lambda one: [one._indices(), one._values().detach(), list(one.shape), one.is_coalesced()],
-        lambda parts: torch.sparse_coo_tensor(*parts[:3], is_coalesced=parts[3], check_invariants=True),
-    ),
-    "compressed": PartKind(_take_compressed, _make_compressed),
-    "array.array": PartKind(
-        lambda one: [one.typecode, one.tobytes()], lambda parts: array(parts[0], parts[1]), _fill_array
-    ),
-    "numpy.SeedSequence": PartKind(lambda one: one.state, lambda parts: np.random.SeedSequence(**parts)),
-    "builtins.mappingproxy": PartKind(dict, types.MappingProxyType),
-    "weakref.ReferenceType": PartKind(lambda one: [one()], lambda parts: weakref.ref(parts[0])),
-    "weakref.WeakKeyDictionary": PartKind(dict, weakref.WeakKeyDictionary, _fill_weak),
-    "weakref.WeakValueDictionary": PartKind(dict, weakref.WeakValueDictionary, _fill_weak),
-    "_weakrefset.WeakSet": PartKind(set, weakref.WeakSet, _fill_weak),
-    "PIL.Image": PartKind(_take_image, _make_image, _fill_image, _sample_image),
-    "pandas.DataFrame": PartKind(_take_frame, _make_frame, **_TABLES),
-    "pandas.Series": PartKind(_take_series, _make_series, **_TABLES),
-    **{
-        f"pandas.{name}Index": PartKind(_take_index, _make_index, sample=_sample_table)
-        for name in ("", "Range", "Multi", "Datetime", "Timedelta", "Categorical")
-    },
-}

@@ -8,10 +8,9 @@ from weakref import ref
 
 from torch.utils.data import DataLoader
 
-from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
-from lightning_tricks.auto_resume.core.attributes.change_collector import AttributeChanges
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
 from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 
 # packages whose objects are handles to data, which a fresh process opens again

@@ -12,9 +12,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
-from lightning_tricks.auto_resume.core.attributes.change_collector import AttributeChanges
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
 
 NOTE_BYTES = 64 * 1024  # the largest size of a note
 _MAX_ENTRIES = 1000

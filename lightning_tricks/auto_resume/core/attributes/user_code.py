@@ -1,0 +1,258 @@
+"""Which code is the user's own: the objects that are walked, and what functions keep values in and read.
+
+Objects of the user's own classes and modules are walked, not the internals of libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import ctypes
+import dis
+import enum
+import functools
+import io
+import itertools
+import multiprocessing.process
+import queue
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lightning_tricks.auto_resume.core.attributes.attribute_access import has_attributes, is_subclass
+from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind
+
+_IS_HEAP_TYPE = 1 << 9  # the flag of types that a class statement made
+_NEVER_WALKED = (
+    *(Optimizer, LRScheduler, DataLoader, torch.jit.ScriptModule, Tensor, np.ndarray, str, bytes, int, float, complex),
+    *(threading.Thread, multiprocessing.process.BaseProcess, io.IOBase, enum.Enum, type, BaseException),
+    ctypes.c_int.__mro__[-2],
+)
+_NAMESPACE_TYPES = (
+    *(types.SimpleNamespace, argparse.Namespace, queue.Queue),
+    *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
+)
+_WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.")
+# packages whose objects are handles to something else, or are saved in ways of their own
+_FOREIGN_NAMES = (
+    "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL plotly wandb "
+    "tensorboard tensorboardX mlflow comet_ml neptune aim clearml pandas pyarrow polars h5py lmdb zarr ray jax "
+    "tensorflow rich tqdm loguru triton cv2 grpc boto3 botocore fsspec s3fs requests urllib3 sqlalchemy redis"
+)
+_FOREIGN_PACKAGES = frozenset(_FOREIGN_NAMES.split()) | sys.stdlib_module_names
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+# What is called before training, or between the clearing of the gradients and the end of the batch
+_HOOKS_THAT_MAY_READ = {
+    *("__init__", "configure_optimizers", "on_before_backward", "backward", "on_after_backward"),
+    *("on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"),
+}
+# Functions of torch and Lightning that read the gradients of parameters
+_READERS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients", "grad_norm"}
+_MAX_ENTRIES = 1_000  # of a container that is searched for readers
+_walkable_types: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def is_never_walked(kind: type) -> bool:
+    """Whether objects of a type are not walked even where they are given by name."""
+    return is_subclass(kind, *_NEVER_WALKED)
+
+
+def is_walkable(kind: type) -> bool:
+    """Whether objects of a type are walked: modules, and objects of classes that no known library defines."""
+    found = _walkable_types.get(kind)
+    if found is None:
+        found = _walkable_types[kind] = _is_walkable(kind)
+    return found
+
+
+def _is_walkable(kind: type) -> bool:
+    if is_subclass(kind, *_NEVER_WALKED) or container_kind(kind) is not None:
+        return False
+    if is_subclass(kind, nn.Module) or is_subclass(kind, *_NAMESPACE_TYPES):
+        return True
+    module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"
+    return (not _is_foreign(module) or module.startswith(_WALKED_TORCH_MODULES)) and has_attributes(kind)
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is defined in the user's own code, not in an installed package."""
+    return (is_walkable(kind) or is_subclass(kind, nn.Module)) and is_user_module(kind.__module__)
+
+
+def is_user_module(name: str) -> bool:
+    """Whether a module that is imported is the user's own code, not one of an installed package."""
+    if type(name) is not str or name not in sys.modules or _is_foreign(name):
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def _is_foreign(name: str) -> bool:
+    return name.partition(".")[0] in _FOREIGN_PACKAGES
+
+
+def is_known_library(name: object) -> bool:
+    """Whether a module is part of a library whose code is known, or of this package."""
+    return type(name) is not str or _is_foreign(name) or name.startswith("lightning_tricks.")
+
+
+def can_be_rebuilt(kind: type, owner: Any) -> bool:
+    """Whether an object of a class can be created for an owner from its attributes alone, without running code.
+
+    The modules that define the owner's classes must define or import the class, or import its module: so a checkpoint
+    cannot have objects of arbitrary classes created.
+    """
+    if not is_walkable(kind) or is_subclass(kind, nn.Module) or hasattr(kind, "__del__"):
+        return False
+    if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
+        return False  # a base is written in C, and may hold more than attributes
+    modules = [sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_module(part.__module__)]
+    modules += [owner] if type(owner) is types.ModuleType else []
+    names = [named for module in modules if module is not None for named in vars(module).values()]
+    return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)
+
+
+def is_stateful(kind: type) -> bool:
+    """Whether objects of a type have a `state_dict` and a `load_state_dict`, as samplers of torchdata do."""
+    if is_subclass(kind, nn.Module, *_NEVER_WALKED):
+        return False
+    return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def is_callable_with_state(kind: type) -> bool:
+    """Whether objects of a type are functions, methods or partials, which may hold other objects."""
+    return is_subclass(kind, *_CALLABLES)
+
+
+def is_users(function: types.FunctionType) -> bool:
+    """Whether a function is the user's own, not one of an installed package or of this one."""
+    if not is_user_module(function.__module__) or function.__module__.startswith("lightning_tricks."):
+        return False
+    # what dataclasses and attrs write for a class comes from no file, where the class does
+    is_generated = function.__code__.co_filename.startswith(("<string>", "<attrs "))
+    return not (is_generated and hasattr(sys.modules[function.__module__], "__file__"))
+
+
+def held_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function, a method or a partial holds, by name: it stays the same, but may change in place."""
+    if is_subclass(type(value), types.MethodType):
+        yield "__self__", value.__self__
+        yield "__func__", value.__func__
+    elif is_subclass(type(value), functools.partial):
+        yield "func", value.func
+        yield from ((str(number), part) for number, part in enumerate(value.args))
+        yield from value.keywords.items()
+    else:
+        yield from ((f"defaults.{number}", part) for number, part in enumerate(value.__defaults__ or ()))
+        yield from (value.__kwdefaults__ or {}).items()
+
+
+def closure_variables(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return the cells of a function's closure by the names of their variables."""
+    return list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def global_names(function: types.FunctionType) -> set[str]:
+    """Return the names that a function uses, among which are those of the global variables that it reads and sets."""
+    names, pending = set[str](), [function.__code__]
+    while pending:
+        code = pending.pop()
+        names.update(code.co_names)
+        pending += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return names
+
+
+def functions_of(kind: type) -> Iterator[types.FunctionType]:
+    """Yield the functions that a class itself defines, also those of its properties."""
+    for member in tuple(vars(kind).values()):
+        if is_subclass(type(member), classmethod, staticmethod):
+            member = member.__func__
+        found = (member.fget, member.fset, member.fdel) if is_subclass(type(member), property) else (member,)
+        yield from (function for function in found if type(function) is types.FunctionType)
+
+
+def reads_gradients(values: Iterable[Any], known: dict[int, Any] | None = None) -> bool:
+    """Return whether code of objects, classes or functions may read `grad`, or that of others which it names.
+
+    Not looked into are known libraries, such as torch, and hooks that read the gradients of their own step.
+
+    Args:
+        values: The objects, classes and functions.
+        known: Classes and functions that were looked at in earlier calls, which returned False; new ones are added.
+    """
+    pending, seen = list(values), {} if known is None else dict(known)  # by id; kept, or others may get their ids
+    while pending:
+        value = pending.pop()
+        kind = type(value)
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if kind is types.FunctionType:
+            if is_known_library(value.__module__):
+                continue
+            if _reads_gradients(value.__code__):
+                return True
+            pending += _used_by(value)
+        elif kind is types.MethodType:
+            pending += [value.__func__, value.__self__]
+        elif is_subclass(kind, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif kind in (list, tuple, dict):
+            pending += itertools.islice(value.values() if kind is dict else value, _MAX_ENTRIES)
+        elif is_subclass(kind, type):
+            bases = [base for base in value.__mro__ if not is_known_library(base.__module__)]
+            functions = [function for base in bases for function in functions_of(base)]
+            pending += [function for function in functions if function.__name__ not in _HOOKS_THAT_MAY_READ]
+        elif not is_known_library(kind.__module__):
+            pending.append(kind)
+    if known is not None:
+        known.update({key: value for key, value in seen.items() if is_subclass(type(value), type, types.FunctionType)})
+    return False
+
+
+@functools.cache
+def _reads_gradients(code: types.CodeType) -> bool:
+    if any(_reads_gradients(part) for part in code.co_consts if isinstance(part, types.CodeType)):
+        return True
+    if not _READERS.isdisjoint(code.co_names) or "grad" in code.co_consts:  # such as `getattr(weight, "grad")`
+        return True
+    if {"grad", "accumulate_grad_batches"}.isdisjoint(code.co_names):
+        return False
+    before: Any = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if name == "grad" and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before not in ("autograd", "func"):
+            return True
+        # set between two steps, it lets the next one add to the gradients
+        if name == "accumulate_grad_batches" and instruction.opname == "STORE_ATTR":
+            return True
+        before = name
+    return False
+
+
+def _used_by(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the variables that a function may use: of closures, and of its module and those that it imports."""
+    names, pending, seen = global_names(function), list[Any](), set[int]()
+    for _, cell in closure_variables(function):
+        with suppress(ValueError):  # the variable is not set
+            pending.append(cell.cell_contents)
+    pending += [function.__globals__[name] for name in names if name in function.__globals__]
+    pending += [sys.modules[name] for name in names if name in sys.modules]
+    while pending:
+        value = pending.pop()
+        if type(value) is not types.ModuleType:
+            yield value
+        elif id(value) not in seen and not is_known_library(value.__name__):
+            seen.add(id(value))
+            pending += [vars(value)[name] for name in names if name in vars(value)]
