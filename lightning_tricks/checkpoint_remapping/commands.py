@@ -133,16 +133,16 @@ def _diff(arguments: argparse.Namespace) -> int:
     import torch
     from rich.table import Table
 
-    one, other = (checkpoint_remapping.read_checkpoint(path).state_dict for path in (arguments.a, arguments.b))
+    first, second = (checkpoint_remapping.read_checkpoint(path).state_dict for path in (arguments.a, arguments.b))
     table = Table(title=f"{arguments.a} and {arguments.b}", title_justify="left")
     for column in ("tensor", "difference"):
         table.add_column(column, overflow="fold")
     same = 0
-    for name in dict.fromkeys((*one, *other)):
-        a, b = one.get(name), other.get(name)
+    for name in dict.fromkeys((*first, *second)):
+        a, b = first.get(name), second.get(name)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            if name not in one or name not in other:
-                table.add_row(name, f"only in {arguments.b if name not in one else arguments.a}")
+            if name not in first or name not in second:
+                table.add_row(name, f"only in {arguments.b if name not in first else arguments.a}")
             continue
         if a.shape != b.shape:
             table.add_row(name, f"{format_shape(a.shape)} and {format_shape(b.shape)}")
@@ -183,7 +183,6 @@ def _align(arguments: argparse.Namespace) -> int:
 
 
 def _remap(arguments: argparse.Namespace) -> int:
-
     checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
     remapped = checkpoint_remapping.remap_keys(checkpoint.state_dict, checkpoint_remapping.read_rules(arguments.rules))
     checkpoint_remapping.save_weights(remapped, arguments.out, clean=False)

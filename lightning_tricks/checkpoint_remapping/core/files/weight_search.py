@@ -194,23 +194,21 @@ class _Search:
         return tensors
 
     def _parts(self, module: Placeholder) -> Iterator[tuple[str, Any]]:
-        """Return an iterator over the tensors and modules directly inside a module."""
+        """Yield the tensors and modules directly inside a module, with their names."""
         attributes = _attributes(module)
         if not isinstance(attributes, dict):
-            return iter(())
+            return
         groups: list[Any] = [attributes]
         skipped = None
         if "_modules" in attributes:
             groups = [attributes.get(group) for group in ("_parameters", "_buffers", "_modules")]
             skipped = attributes.get("_non_persistent_buffers_set")
-        found: dict[str, Any] = {}
         for group in groups:
             for name, part in group.items() if isinstance(group, dict) else ():
                 self.budget.spend(64)
                 hidden = isinstance(part, torch.Tensor) and isinstance(skipped, set) and name in skipped
                 if isinstance(name, str) and isinstance(part, torch.Tensor | Placeholder) and not hidden:
-                    found[name] = part
-        return iter(found.items())
+                    yield name, part
 
 
 def _attributes(module: Placeholder) -> Any:
