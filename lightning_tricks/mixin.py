@@ -21,12 +21,12 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._shared.rng import isolated_seeding
 from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import SafeStateDict
+from lightning_tricks.checkpoint_remapping.hyperparameters import nested_values
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
+    SafeStateDict,
     build_module,
     read_module_checkpoint,
 )
-from lightning_tricks.checkpoint_remapping.plain_values import nested_values
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
 from lightning_tricks.finetuning.core.trainable_weights import complete_state_dict
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule

@@ -12,11 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks.checkpoint_remapping.hyperparameters import nested_values
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
     STRINGS_OF_FILE,
     strings_in,
 )
-from lightning_tricks.checkpoint_remapping.plain_values import nested_values
 from lightning_tricks.tricks import Tricks, arguments_of
 
 # The strings in the tricks that the caller of `load_from_checkpoint` gives

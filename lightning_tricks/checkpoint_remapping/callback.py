@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,12 +22,14 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
+from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
 from lightning_tricks.checkpoint_remapping.core.loading import load_tensors, load_weights
 from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import as_lightning_checkpoint
+from lightning_tricks.checkpoint_remapping.hyperparameters import ARGUMENT_KEYS, clone_mapped_tensors
 
 
 class CheckpointRemapping(TrickCallback):
@@ -104,7 +108,7 @@ class CheckpointRemapping(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap what reads and writes the Trainer's checkpoints."""
         super().setup(trainer, pl_module, stage)
-        self._close()
+        self._installed.close()
         strategy = trainer.strategy
         if isinstance(strategy, _WITHOUT_CHECKPOINT_IO):
             if self.path is not None and stage == "fit" and not isinstance(strategy, ModelParallelStrategy):
@@ -152,11 +156,11 @@ class CheckpointRemapping(TrickCallback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what `setup` installed."""
-        self._close()
+        self._installed.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove what `setup` installed."""
-        self._close()
+        self._installed.close()
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments for `load_weights` that this callback was given."""
@@ -168,9 +172,6 @@ class CheckpointRemapping(TrickCallback):
             return pl_module.get_submodule(self.submodule or "")
         except AttributeError as error:
             raise MisconfigurationException(f"CheckpointRemapping(submodule={self.submodule!r}): {error}.") from error
-
-    def _close(self) -> None:
-        self._installed.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_installed": ExitStack()}
@@ -193,7 +194,7 @@ class _RemappingIO(CheckpointIO):
         location = (lambda storage, _: storage) if map_location is None else map_location
         checkpoint = read_checkpoint(path, map_location=location)
         fit = self.trainer.state.fn == TrainerFn.FITTING
-        loaded, self.callback.report = as_lightning_checkpoint(
+        loaded, self.callback.report = _as_lightning_checkpoint(
             self.trainer.lightning_module, checkpoint, fit=fit, **self.callback.load_options()
         )
         return loaded
@@ -211,6 +212,58 @@ class _RemappingIO(CheckpointIO):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _as_lightning_checkpoint(
+    module: LightningModule, checkpoint: Checkpoint, *, fit: bool, **options: Any
+) -> tuple[dict[str, Any], LoadReport | None]:
+    """Return the dict that Lightning restores a module from, with the module's own names, and a report.
+
+    A checkpoint of the Trainer keeps its training state if its names differ from the module's only in prefixes; of any
+    other file only the weights are used, and a fit starts at step 0. A checkpoint of only what trained has the module's
+    names, stays as it is, and has no report: `TrainableCheckpoint` completes it.
+
+    Args:
+        module: The module that takes the weights.
+        checkpoint: What `read_checkpoint` returned.
+        fit: Whether the training state is restored.
+        **options: As in `load_weights`.
+
+    Raises:
+        CheckpointError: If the weights do not fit, or the training state holds other than plain values.
+    """
+    rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items()}
+    if RECORD_KEY in rest:
+        if fit:
+            _refuse_placeholders(checkpoint)
+        return {**rest, "state_dict": clone_mapped_tensors(checkpoint.state_dict)}, None
+    plan = plan_loading(module, checkpoint, **options)
+    own = module.state_dict()
+    weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
+    # Without their versions, modules would convert the weights from an old one
+    set_state_dict_versions(weights, state_dict_versions(own) or {})
+    found = plan.report.alignment
+    same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
+    if checkpoint.kind == "lightning" and (same_model or not fit):
+        if fit:
+            _refuse_placeholders(checkpoint)
+        return {**rest, "state_dict": weights}, plan.report
+    if fit:
+        rank_zero_info(
+            f"CheckpointRemapping: only the weights of {checkpoint.source} are loaded. The fit starts at step 0 with "
+            f"new optimizers. {plan.report}"
+        )
+    fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version}
+    return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
+
+
+def _refuse_placeholders(checkpoint: Checkpoint) -> None:
+    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] not in ARGUMENT_KEYS]
+    if inert:
+        raise CheckpointError(
+            f"{checkpoint.source} cannot be resumed: {inert[0].location} is a {inert[0].name}, which is not restored, "
+            "as that would run code of the file. Its weights load with load_weights, or in validate, test and predict."
+        )
 
 
 def _clean(state_dict: dict[str, Any]) -> dict[str, Any]:

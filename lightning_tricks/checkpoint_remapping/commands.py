@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.checks import path_argument
+from lightning_tricks import checkpoint_remapping  # its names load what they need
+from lightning_tricks._shared.checks import check_optional_count, path_argument
 from lightning_tricks._shared.console import errors_of_use, make_console
+from lightning_tricks._shared.text import format_shape
+from lightning_tricks._shared.units import format_bytes, format_si
 
 if TYPE_CHECKING:
     from rich.tree import Tree
     from torch import Tensor
-
-    from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 
 _FILE_HELP = "a file of weights"
 
@@ -75,14 +76,12 @@ def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParse
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from lightning_tricks._shared.checks import check_optional_count
     from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value, truncated_repr
-    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
     with errors_of_use(arguments):
         check_optional_count("--depth", arguments.depth)
     console = make_console()
-    checkpoint = read_checkpoint(arguments.file, key=arguments.key)
+    checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
     console.print(_tree(checkpoint, arguments.depth))
     if checkpoint.metadata:
         console.print("values beside the weights:", markup=False)
@@ -96,14 +95,11 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tree(checkpoint: Checkpoint, depth: int | None) -> Tree:
+def _tree(checkpoint: checkpoint_remapping.Checkpoint, depth: int | None) -> Tree:
     """Return the tensors by module, with the numbers and bytes below each."""
     import torch
     from rich.markup import escape
     from rich.tree import Tree
-
-    from lightning_tricks._shared.text import format_shape
-    from lightning_tricks._shared.units import format_bytes
 
     tensors = {n: tensor for n, tensor in checkpoint.state_dict.items() if isinstance(tensor, torch.Tensor)}
     below: dict[str, list[Tensor]] = {"": list(tensors.values())}
@@ -129,8 +125,6 @@ def _tree(checkpoint: Checkpoint, depth: int | None) -> Tree:
 
 
 def _sum(tensors: list[Tensor]) -> str:
-    from lightning_tricks._shared.units import format_bytes, format_si
-
     size = format_bytes(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     return f"{len(tensors)} tensors, {format_si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
 
@@ -139,19 +133,16 @@ def _diff(arguments: argparse.Namespace) -> int:
     import torch
     from rich.table import Table
 
-    from lightning_tricks._shared.text import format_shape
-    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-
-    one, other = (read_checkpoint(path).state_dict for path in (arguments.a, arguments.b))
+    first, second = (checkpoint_remapping.read_checkpoint(path).state_dict for path in (arguments.a, arguments.b))
     table = Table(title=f"{arguments.a} and {arguments.b}", title_justify="left")
     for column in ("tensor", "difference"):
         table.add_column(column, overflow="fold")
     same = 0
-    for name in dict.fromkeys((*one, *other)):
-        a, b = one.get(name), other.get(name)
+    for name in dict.fromkeys((*first, *second)):
+        a, b = first.get(name), second.get(name)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            if name not in one or name not in other:
-                table.add_row(name, f"only in {arguments.b if name not in one else arguments.a}")
+            if name not in first or name not in second:
+                table.add_row(name, f"only in {arguments.b if name not in first else arguments.a}")
             continue
         if a.shape != b.shape:
             table.add_row(name, f"{format_shape(a.shape)} and {format_shape(b.shape)}")
@@ -175,16 +166,14 @@ def _align(arguments: argparse.Namespace) -> int:
     import torch
 
     from lightning_tricks._shared.model_argument import import_model, split_model_argument
-    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-    from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import align
 
     with errors_of_use(arguments):
         split_model_argument(arguments.model)
         made_with = json.loads(arguments.arguments)
-    checkpoint = read_checkpoint(arguments.file, key=arguments.key)
+    checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
     with torch.device("meta"):
         model = import_model(arguments.model, made_with)
-    alignment = align(model, checkpoint, arguments.rules or "auto")
+    alignment = checkpoint_remapping.align(model, checkpoint, arguments.rules or "auto")
     console = make_console()
     console.print(alignment.report())
     if arguments.out:
@@ -194,15 +183,9 @@ def _align(arguments: argparse.Namespace) -> int:
 
 
 def _remap(arguments: argparse.Namespace) -> int:
-
-    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-    from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights
-    from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys
-    from lightning_tricks.checkpoint_remapping.core.rules import read_rules
-
-    checkpoint = read_checkpoint(arguments.file, key=arguments.key)
-    remapped = remap_keys(checkpoint.state_dict, read_rules(arguments.rules))
-    save_weights(remapped, arguments.out, clean=False)
+    checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
+    remapped = checkpoint_remapping.remap_keys(checkpoint.state_dict, checkpoint_remapping.read_rules(arguments.rules))
+    checkpoint_remapping.save_weights(remapped, arguments.out, clean=False)
     console = make_console()
     for rule in remapped.unmatched:
         console.print(f"this rule matched nothing: {rule}", markup=False)

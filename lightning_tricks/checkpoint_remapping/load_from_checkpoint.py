@@ -19,17 +19,43 @@ from packaging.version import InvalidVersion, Version
 from lightning_tricks._lightning_compat.hyperparameters import module_from_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
+    ARGUMENT_KEYS,
     class_named_in,
+    nested_values,
     plain_arguments,
     read_hparams_file,
 )
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, SafeCheckpoint, original_device
-from lightning_tricks.checkpoint_remapping.plain_values import nested_values
 
 # Strings among the hyper-parameters of the file from which a module is being built
 STRINGS_OF_FILE: ContextVar[frozenset[str]] = ContextVar(
     "strings in the hyper-parameters of a checkpoint", default=frozenset()
 )
+
+
+class SafeStateDict(dict[str, Any]):
+    """The weights of a checkpoint that was read safely; the type distinguishes them from other state dicts."""
+
+    def __init__(self, origin: Checkpoint, weights: Mapping[str, Any]) -> None:
+        super().__init__(weights)
+        self.origin = origin
+
+    def as_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with these weights, as hooks of the module may have changed them."""
+        return replace(self.origin, state_dict=dict(self))
+
+
+class SafeCheckpoint(dict[str, Any]):
+    """A checkpoint that was read safely, for Lightning: its `state_dict` is always a `SafeStateDict`."""
+
+    def __init__(self, origin: Checkpoint, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.origin = origin
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if name == "state_dict" and not isinstance(value, SafeStateDict):
+            value = self[name] = SafeStateDict(self.origin, value)
+        return value
 
 
 def strings_in(value: Any) -> frozenset[str]:
@@ -38,6 +64,15 @@ def strings_in(value: Any) -> frozenset[str]:
     inner = [vars(part) for part in parts if is_dataclass(part) and not isinstance(part, type)]
     strings = {os.fspath(part) for part in parts if isinstance(part, str | os.PathLike)}
     return frozenset(strings).union(*map(strings_in, inner))
+
+
+def _original_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """Move a storage to the device that it was saved from; it stays on the CPU if there is no such device."""
+    try:
+        there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
+        return there
+    except (AssertionError, RuntimeError):
+        return storage
 
 
 def _version_of(checkpoint: Checkpoint) -> str:
@@ -62,7 +97,7 @@ def read_module_checkpoint(
         CheckpointError: If a file is unsafe or cannot be read.
     """
     hparams = {} if hparams_file is None else read_hparams_file(hparams_file)
-    location = original_device if map_location is None else map_location
+    location = _original_device if map_location is None else map_location
     if isinstance(path, str | os.PathLike):
         return read_checkpoint(path, map_location=location), hparams
     with tempfile.TemporaryDirectory() as folder:  # on Windows, no other one can open a temporary file

@@ -22,8 +22,7 @@ from lightning_tricks._shared.dry_run.runner import NoGradientError
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks._shared.units import format_si
-from lightning_tricks.flops.core.flops_count import FlopsCount
-from lightning_tricks.flops.core.flops_table import check_report_path
+from lightning_tricks.flops.core.flops_count import FlopsCount, check_report_path
 from lightning_tricks.flops.core.model_flops import check_backend, count_call
 from lightning_tricks.flops.mfu import MfuMeter, start_meter
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.images.callback import ImageLogger as ImageLogger
-    from lightning_tricks.images.core.conversion import denormalize as denormalize
-    from lightning_tricks.images.core.conversion import to_numpy as to_numpy
-    from lightning_tricks.images.core.conversion import to_pil as to_pil
-    from lightning_tricks.images.core.conversion import to_tensor as to_tensor
-    from lightning_tricks.images.core.grid import image_grid as image_grid
+    from lightning_tricks.images.functional import denormalize as denormalize
+    from lightning_tricks.images.functional import image_grid as image_grid
+    from lightning_tricks.images.functional import to_numpy as to_numpy
+    from lightning_tricks.images.functional import to_pil as to_pil
+    from lightning_tricks.images.functional import to_tensor as to_tensor
 
     __all__ = ["ImageLogger", "denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"]
 else:  # or a type checker would take any name for one of the package
@@ -33,7 +33,6 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("ImageLogger",),
-            "core.conversion": ("denormalize", "to_numpy", "to_pil", "to_tensor"),
-            "core.grid": ("image_grid",),
+            "functional": ("denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
         },
     )

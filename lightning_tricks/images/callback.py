@@ -18,10 +18,16 @@ from lightning_tricks._shared.logger_images import can_log_images, log_image
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import Pictures
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks.images.core.confident_mistakes import RankedSamples, concat_samples, rank_predictions
-from lightning_tricks.images.core.conversion import denormalize, to_tensor
-from lightning_tricks.images.core.grid import image_grid
-from lightning_tricks.images.core.small_pictures import png_texts, shrink
+from lightning_tricks.images.functional import (
+    RankedSamples,
+    concat_samples,
+    denormalize,
+    image_grid,
+    png_texts,
+    rank_predictions,
+    shrink,
+    to_tensor,
+)
 
 _STAGES = ("train", "val", "test")
 _MOST_REPORTED = 24

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec as OptimizerSpec
     from lightning_tricks.lr_schedules.core.parameter_groups import layer_of_parameters as layer_of_parameters
     from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups as parameter_groups
-    from lightning_tricks.lr_schedules.core.plotting import plot_schedule as plot_schedule
     from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec as ScheduleSpec
+    from lightning_tricks.lr_schedules.core.schedule_spec import plot_schedule as plot_schedule
     from lightning_tricks.lr_schedules.core.scheduler import FactorLR as FactorLR
     from lightning_tricks.lr_schedules.core.schedules import constant as constant
     from lightning_tricks.lr_schedules.core.schedules import exponential as exponential
@@ -90,9 +90,8 @@ else:  # or a type checker would take any name for one of the package
                 "layer_of_parameters",
                 "parameter_groups",
             ),
-            "core.plotting": ("plot_schedule",),
             "core.scheduler": ("FactorLR",),
             "core.optimizer_spec": ("OptimizerSpec",),
-            "core.schedule_spec": ("ScheduleSpec",),
+            "core.schedule_spec": ("ScheduleSpec", "plot_schedule"),
         },
     )

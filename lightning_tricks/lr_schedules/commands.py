@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from lightning_tricks._shared.checks import check_number
-    from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
+    from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec, plot_schedule
 
     names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
     with errors_of_use(arguments):
@@ -69,8 +69,6 @@ def _run(arguments: argparse.Namespace) -> int:
     console = make_console()
     console.print(table)
     if arguments.plot is not None:
-        from lightning_tricks.lr_schedules.core.plotting import plot_schedule
-
         axes = plot_schedule(spec, arguments.total, lr=arguments.lr, steps_per_epoch=arguments.steps_per_epoch)
         axes.figure.savefig(arguments.plot)  # type: ignore[union-attr]
         console.print(f"The plot was written to {arguments.plot}.")

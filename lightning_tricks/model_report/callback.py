@@ -74,11 +74,11 @@ class ModelReport(TrickCallback):
         """Start to wait for the first optimizer step."""
         self.summary = None
         self._awaits_step_after = trainer.global_step
-        self._unreached = {strip_compile_prefix(name): one for name, one in pl_module.named_parameters()}
+        self._unreached = {strip_compile_prefix(name): parameter for name, parameter in pl_module.named_parameters()}
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which parameters have no gradient yet; some may be frozen for this pass alone."""
-        self._unreached = {name: one for name, one in self._unreached.items() if one.grad is None}
+        self._unreached = {name: parameter for name, parameter in self._unreached.items() if parameter.grad is None}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the same after a backward pass that was run past Lightning."""
@@ -107,7 +107,7 @@ class ModelReport(TrickCallback):
         summary = self.summary
         if summary is None:
             return []
-        sizes = {one.name: format_bytes(getattr(summary.memory, one.name)) for one in fields(summary.memory)}
+        sizes = {field.name: format_bytes(getattr(summary.memory, field.name)) for field in fields(summary.memory)}
         facts = [(f"memory of {name.replace('_', ' ')}", text) for name, text in sizes.items()]
         missing = describe_without_gradient(list(summary.without_gradient), None) if summary.without_gradient else ""
         said = f"Until the first step, {missing}." if missing else ""

@@ -48,7 +48,7 @@ class SeedEverything(TrickCallback):
     For other training loops: `lightning_tricks.seed_everything`.
 
     Raises:
-        TypeError: If `seed` is no integer.
+        TypeError: If `seed` is not an integer.
         ValueError: If `seed` is out of range, or `deterministic` has an unknown value.
 
     Examples:

@@ -56,7 +56,7 @@ def seed_everything(
         The seed that was set.
 
     Raises:
-        TypeError: If `seed` is no integer.
+        TypeError: If `seed` is not an integer.
         ValueError: If `seed` (or `PL_GLOBAL_SEED`) is out of range, or `deterministic` has an unknown value.
 
     Examples:

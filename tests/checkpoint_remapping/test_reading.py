@@ -35,8 +35,8 @@ from lightning_tricks.checkpoint_remapping import (
     NotACheckpointError,
     UnsafeCheckpointError,
 )
-from lightning_tricks.checkpoint_remapping.core.files import pickle_plain_values
-from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
+from lightning_tricks.checkpoint_remapping.core.files import pickle_interpreter
+from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
 
 
 class Net(nn.Module):
@@ -416,22 +416,22 @@ VALUES = st.recursive(
 @given(VALUES, st.sampled_from(range(6)))
 @settings(max_examples=200, deadline=None)
 def test_plain_values_are_those_of_pickle(value, protocol):
-    assert read_pickle(io.BytesIO(pickle.dumps(value, protocol=protocol)), Budget(0)) == value
+    assert read_pickle(Cursor(pickle.dumps(value, protocol=protocol)), Budget(0)) == value
 
 
 @given(VALUES, st.sampled_from(range(6)), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
-def test_plain_values_are_read_and_charged_alike_wherever_the_window_ends(value, protocol, window):
-    data = pickle.dumps(value, protocol=protocol) + b"what follows"
+def test_plain_values_are_read_and_charged_alike_however_often(value, protocol, uncharged):
+    data = pickle.dumps(value, protocol=protocol)
     left = []
-    for size in (window, 1 << 14):
-        budget, stream = Budget(0), io.BytesIO(data)
+    for size in (uncharged, 1 << 14):
+        budget, cursor = Budget(0), Cursor(data + b"what follows")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pickle_plain_values, "WINDOW", size)
-            assert read_pickle(stream, budget) == value
-        assert stream.read() == b"what follows"
+            patch.setattr(pickle_interpreter, "UNCHARGED_BYTES", size)
+            assert read_pickle(cursor, budget) == value
+        assert cursor.position == len(data)
         left.append(budget.left)
-    assert 0 <= left[0] - left[1] <= len(data)
+    assert left[0] == left[1]
 
 
 @pytest.mark.parametrize(
@@ -457,10 +457,10 @@ def test_no_function_is_called_for_each_plain_value(values):
 
 
 def test_plain_values_are_charged_before_they_fill_the_memory():
-    """A few bytes that ask for much are stopped within one window of the stream."""
+    """A few bytes that ask for much are stopped before a few hundred KiB more are made."""
     many = b"\x80\x02]q\x00(" + b"h\x00" * 30_000_000 + b"e."
     with pytest.raises(OverBudgetError, match="takes more than 41,943,040 bytes of memory"):
-        read_pickle(io.BytesIO(many), Budget(0))
+        read_pickle(Cursor(many), Budget(0))
 
 
 @given(st.binary(max_size=200))

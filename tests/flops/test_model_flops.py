@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from lightning_tricks import count_flops
-from lightning_tricks.flops.core.operator_rules import find_rule
+from lightning_tricks.flops.core.operator_counter import find_rule
 
 _SIZE = st.integers(1, 9)
 _FEW = settings(max_examples=12, deadline=None)

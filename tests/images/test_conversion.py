@@ -8,7 +8,7 @@ from torchvision.transforms import Normalize
 from torchvision.transforms.functional import pil_to_tensor
 
 from lightning_tricks import denormalize, image_grid, to_numpy, to_pil, to_tensor
-from lightning_tricks.images.core.confident_mistakes import concat_samples, rank_predictions
+from lightning_tricks.images.functional import concat_samples, rank_predictions
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 SIDES = st.integers(1, 9)

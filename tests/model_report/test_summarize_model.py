@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_tricks import summarize_model
 from lightning_tricks._shared.extras import install_command
-from lightning_tricks.model_report.core.autograd_graph import DOT_NOT_INSTALLED, render_graph
+from lightning_tricks.model_report.core.report_summary import DOT_NOT_INSTALLED, render_graph
 from tests.contract.lab import same
 from tests.shared.test_model_copy import NETS, ROWS, Breaks, state_of
 from tests.shared.test_trainer_stub import BATCH, Adversaries, Classifier

@@ -1,14 +1,15 @@
-"""The description of a learning rate schedule, for code and for YAML, which is checked when it is made."""
+"""The description of a learning rate schedule, for code and for YAML, which is checked when it is made; its plot."""
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_tricks._shared.checks import (
     check_choice,
@@ -17,12 +18,16 @@ from lightning_tricks._shared.checks import (
     check_number,
     suggests_argument_names,
 )
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.lr_schedules.core import schedules
-from lightning_tricks.lr_schedules.core.durations import check_duration, parse_duration
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch)s?\s*")
 _DEFAULT_WARMUPS = {"warmup_cosine": 0.03, "warmup_linear": 0.03, "wsd": 0.03, "inverse_sqrt": 0.03, "one_cycle": 0.3}
 _REQUIRED = object()
-# what each kind takes beside that which all take, and what None stands for
+# The fields that each kind has beside the common ones, and their values in place of None
 _FIELDS_OF_KIND: dict[str, dict[str, Any]] = {
     "warmup_cosine": {"end_factor": 0.0},
     "warmup_linear": {"end_factor": 0.0},
@@ -103,13 +108,13 @@ class ScheduleSpec:
         for name in ("warmup", "total", "step_size", "decay"):
             value = getattr(self, name)
             if value is not None:
-                check_duration(name, value, zero=name == "warmup", fraction=name != "total")
+                _check_duration(name, value, zero=name == "warmup", fraction=name != "total")
         if isinstance(self.milestones, str):
             raise TypeError(f"milestones must be a list of durations, got the string {self.milestones!r}.")
         if self.milestones is not None:
             object.__setattr__(self, "milestones", tuple(self.milestones))
         for milestone in self.milestones or ():
-            check_duration("milestones", milestone)
+            _check_duration("milestones", milestone)
         if not any(isinstance(milestone, str) for milestone in self.milestones or ()):
             _check_increasing(self.milestones or ())
 
@@ -142,7 +147,7 @@ class ScheduleSpec:
         warmup, until = count("warmup"), math.inf if total is None else total
         decay = count("decay") if self.kind == "wsd" else 0
         if warmup + decay > until:
-            shares = all(isinstance(one, float) for one in (self.warmup, *[self.decay] * (self.kind == "wsd")))
+            shares = all(isinstance(d, float) for d in (self.warmup, *[self.decay] * (self.kind == "wsd")))
             raise (ValueError if shares else RunTooShortError)(
                 f"warmup={self.warmup!r}{f' and decay={self.decay!r}' * (self.kind == 'wsd')} "
                 f"are longer than the schedule: {warmup + decay:g} > {until:g} {self.interval}s."
@@ -222,7 +227,7 @@ class ScheduleSpec:
                 )
             share = duration * total
             return float(share if self.kind == "one_cycle" else round(share))  # torch's own cycle does not round
-        amount, unit = parse_duration(name, duration)
+        amount, unit = _parse_duration(name, duration)
         if unit == self.interval:
             return amount
         if steps_after is None:
@@ -242,3 +247,87 @@ def _with_warmup(factor: Factor, warmup: float, step: float) -> float:
 def _check_increasing(milestones: Sequence[Any]) -> None:
     if any(later <= earlier for earlier, later in pairwise(milestones)):
         raise ValueError(f"milestones must increase, got {list(milestones)!r}.")
+
+
+def _check_duration(name: str, value: object, *, zero: bool = False, fraction: bool = True) -> None:
+    """Check a duration.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: A number, or a text such as "2 epochs".
+        zero: Whether it may be 0.
+        fraction: Whether it may be a share of the run.
+
+    Raises:
+        TypeError: If it is neither a number nor a text.
+        ValueError: If it is out of range.
+    """
+    must = (
+        f'{name} must be a whole number{" or a fraction" * fraction} > 0, or a string such as "500 steps" or "2 epochs"'
+    )
+    if isinstance(value, str):
+        amount = _parse_duration(name, value)[0]
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
+    else:
+        amount = value
+        if (value < 1 and value != 0 and not fraction) or (value > 1 and value % 1):
+            raise ValueError(f"{must}, got {value!r}.")
+    if not 0 <= amount < math.inf or (amount == 0 and not zero):
+        raise ValueError(f"{must}, got {value!r}.")
+
+
+def _parse_duration(name: str, duration: str) -> tuple[float, str]:
+    """Return the amount and the unit, "step" or "epoch", of a duration such as "500 steps".
+
+    Raises:
+        ValueError: If the text is not a duration.
+    """
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        raise ValueError(f'{name} must be a number or a string such as "500 steps" or "2 epochs", got {duration!r}.')
+    return float(match[1]), match[2]
+
+
+def plot_schedule(
+    spec: ScheduleSpec,
+    total_steps: int,
+    *,
+    lr: float = 1.0,
+    steps_per_epoch: int | None = None,
+    ax: Axes | None = None,
+    label: str | None = None,
+) -> Axes:
+    """Draw the learning rate of a run; needs matplotlib, the extra `reports`.
+
+    Args:
+        spec: The schedule.
+        total_steps: Optimizer steps of the run, at least 1.
+        lr: The base learning rate.
+        steps_per_epoch: Optimizer steps of an epoch, for a spec that counts in epochs.
+        ax: Axes to draw on; None makes a figure.
+        label: Name of the line, `spec.kind` by default.
+
+    Returns:
+        The axes; `plot_schedule(...).figure.savefig(path)` writes the picture.
+
+    Raises:
+        ImportError: If matplotlib is missing, with the extra to install.
+        ValueError: If the spec does not fit into the run.
+
+    Examples:
+        >>> plot_schedule(ScheduleSpec("wsd"), 1000).get_xlabel()
+        'optimizer steps'
+    """
+    figure = import_extra("matplotlib.figure", "reports", "plot_schedule needs matplotlib")
+    rates = [lr * factor for factor in spec.factors(total_steps, steps_per_epoch)]
+    if ax is None:
+        ax = figure.Figure(figsize=(7, 3), layout="constrained").subplots()
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.3)
+        ax.margins(x=0)
+    if not ax.get_xlabel():
+        ax.set(xlabel="optimizer steps", ylabel="learning rate" if lr != 1 else "factor of the learning rate")
+    ax.step(range(len(rates)), rates, where="post", label=label or spec.kind)
+    ax.set_ylim(bottom=0)
+    return ax

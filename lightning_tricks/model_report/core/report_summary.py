@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
+import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +15,16 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.text import format_shape, render_text
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks._shared.unused_parameters import describe_without_gradient
-from lightning_tricks.model_report.core.autograd_graph import render_graph
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+
+_log = logging.getLogger("lightning.pytorch.tricks.model_report")
+
+DOT_NOT_INSTALLED = (
+    "graph.dot was written, but not drawn: graphviz's program `dot` is not installed (on Debian: apt install graphviz)."
+)
 
 
 @dataclass(frozen=True)
@@ -156,3 +163,20 @@ class ModelReportSummary:
         for row in self.parameters:
             writer.writerow(asdict(row) | {"shape": format_shape(row.shape or ())})
         return file.getvalue()
+
+
+def render_graph(source: Path) -> list[Path]:
+    """Draw a DOT file as SVG and as PNG in the same folder, or log that `dot` is not installed.
+
+    Returns:
+        The paths of the pictures.
+    """
+    if shutil.which("dot") is None:
+        _log.info(DOT_NOT_INSTALLED)
+        return []
+    import graphviz
+
+    return [
+        Path(graphviz.render("dot", kind, outfile=source.with_suffix(f".{kind}"), filepath=source))
+        for kind in ("svg", "png")
+    ]

@@ -1,7 +1,8 @@
-"""The formats of files of weights: recognized by content, and the values in a file, memory-mapped."""
+"""The formats of files of weights, recognized by content; what holds no weights is named, with a remedy."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,50 +11,83 @@ from typing import Any
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.other_frameworks import (
-    TAKE_SAFETENSORS,
-    TENSORFLOW_REMEDY,
-    refuse_other_frameworks,
+from lightning_tricks.checkpoint_remapping.core.files.containers import (
+    UNPACK_IT,
+    Contents,
+    read_pickles,
+    read_safetensors,
+    read_zip,
 )
-from lightning_tricks.checkpoint_remapping.core.files.pickle_files import read_pickles
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
-from lightning_tricks.checkpoint_remapping.core.files.safetensors_files import read_safetensors
 from lightning_tricks.checkpoint_remapping.core.files.storages import DOWNLOAD_AGAIN, FileStorages, MapLocation
-from lightning_tricks.checkpoint_remapping.core.files.zip_archives import UNPACK_IT, read_zip
 
-# Files that are often taken for checkpoints: offset, signature, name, remedy
-_SIGNATURES = (
-    (0, b"version https://git-lfs", "a git-LFS pointer", "Run `git lfs pull` where it was cloned."),
-    (0, b"\x89PNG", "a PNG picture", ""),
-    (0, b"\xff\xd8\xff", "a JPEG picture", ""),
-    (0, b"GIF8", "a GIF picture", ""),
-    (0, b"%PDF", "a PDF document", ""),
-    (0, b"\x1f\x8b", "a gzip archive", UNPACK_IT),
-    (0, b"BZh", "a bzip2 archive", UNPACK_IT),
-    (0, b"\xfd7zXZ", "an xz archive", UNPACK_IT),
-    (0, b"\x28\xb5\x2f\xfd", "a Zstandard archive", UNPACK_IT),
-    (0, b"7z\xbc\xaf", "a 7z archive", UNPACK_IT),
-    (0, b"Rar!", "a RAR archive", UNPACK_IT),
-    (257, b"ustar", "a tar archive", UNPACK_IT),
-    (0, b"\x89HDF", "an HDF5 file, as Keras writes them", "Convert it to .safetensors where Keras is installed."),
-    (0, b"GGUF", "a GGUF file, whose weights are quantized", TAKE_SAFETENSORS),
-    (0, b"lmgg", "a GGML file, whose weights are quantized", TAKE_SAFETENSORS),
-    (0, b"tjgg", "a GGML file, whose weights are quantized", TAKE_SAFETENSORS),
-    (4, b"TFL3", "a TensorFlow Lite model", TAKE_SAFETENSORS),
-    (0, b"model_checkpoint_path:", "a list of TensorFlow's checkpoints", TENSORFLOW_REMEDY),
+_TAKE_SAFETENSORS = "Take the .safetensors or .pt of the same model."
+_READ_TENSORFLOW = f"Read it with tf.train.load_checkpoint and make a dict of tensors of it, or: {_TAKE_SAFETENSORS}"
+_CONVERT_KERAS = "Convert it to .safetensors where Keras is installed."
+_ONNX = (
+    "an ONNX model. Make a dict of tensors of it: "
+    "{i.name: torch.tensor(onnx.numpy_helper.to_array(i)) for i in graph.initializer}."
+)
+_FLAX = (
+    "a msgpack file, as Flax writes them. Read it with flax.serialization.msgpack_restore and make a dict of tensors "
+    "of it, or give the PyTorch weights."
+)
+_SAVED_MODEL = "a SavedModel of TensorFlow. Load it with tf.saved_model.load."
+_TENSORFLOW = f"a checkpoint of TensorFlow. {_READ_TENSORFLOW}"
+
+# Files that are often taken for checkpoints: patterns of their first bytes, and what they are
+_BEGINNINGS = (
+    (rb"version https://git-lfs", "a git-LFS pointer. Run `git lfs pull` where it was cloned."),
+    (rb"\x89PNG", "a PNG picture."),
+    (rb"\xff\xd8\xff", "a JPEG picture."),
+    (rb"GIF8", "a GIF picture."),
+    (rb"%PDF", "a PDF document."),
+    (rb"\x1f\x8b", f"a gzip archive. {UNPACK_IT}"),
+    (rb"BZh", f"a bzip2 archive. {UNPACK_IT}"),
+    (rb"\xfd7zXZ", f"an xz archive. {UNPACK_IT}"),
+    (rb"\x28\xb5\x2f\xfd", f"a Zstandard archive. {UNPACK_IT}"),
+    (rb"7z\xbc\xaf", f"a 7z archive. {UNPACK_IT}"),
+    (rb"Rar!", f"a RAR archive. {UNPACK_IT}"),
+    (rb".{257}ustar", f"a tar archive. {UNPACK_IT}"),
+    (rb"\x89HDF", f"an HDF5 file, as Keras writes them. {_CONVERT_KERAS}"),
+    (rb"GGUF", f"a GGUF file, whose weights are quantized. {_TAKE_SAFETENSORS}"),
+    (rb"lmgg|tjgg", f"a GGML file, whose weights are quantized. {_TAKE_SAFETENSORS}"),
+    (rb".{4}TFL3", f"a TensorFlow Lite model. {_TAKE_SAFETENSORS}"),
+    (rb"model_checkpoint_path:", f"a list of TensorFlow's checkpoints. {_READ_TENSORFLOW}"),
+    (rb"\x93NUMPY", "a NumPy array. Save a dict of tensors: {name: torch.from_numpy(array)}."),
+    (rb"\x7fELF", "an executable program."),
     (
-        0,
-        b"\x93NUMPY",
-        "a NumPy array",
-        "Save a dict of tensors: {name: torch.from_numpy(array)}.",
+        rb"(?i:(?:\xef\xbb\xbf|\s)*<(?:!doctype html|html|head|body|script))",
+        "an HTML page. Take the address of the file itself, not of the page that shows it.",
     ),
-    (0, b"\x7fELF", "an executable program", ""),
+    (
+        rb"(?i:(?:\xef\xbb\xbf|\s)*<(?:\?xml|!--))",
+        f"an XML document, as servers send in place of a file. {DOWNLOAD_AGAIN}",
+    ),
+)
+# Those that are too short to be looked for before files of torch and safetensors are recognized
+_SHORT_BEGINNINGS = (
+    (rb"\x08\x01\x12", f"{_SAVED_MODEL} {_TAKE_SAFETENSORS}"),  # schema version 1, then a graph
+    # a protobuf message whose first field is the version, and whose next is one of those of an ONNX model
+    (rb"\x08[\x02-\x1f][\x12\x1a\x22\x28\x32\x3a\x42]", _ONNX),
+    # a map with few items, or with up to 65,535, whose first key is text
+    (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[\w./]", _FLAX),
+)
+_TENSORFLOW_END = bytes.fromhex("57fb808b247547db")  # of the table that lists the tensors of a TensorFlow checkpoint
+_SUFFIXES = (
+    (r"\.onnx", _ONNX),
+    (r"\.msgpack", _FLAX),
+    (r"\.pb", f"a graph of TensorFlow. {_READ_TENSORFLOW}"),
+    (r"\.tflite", f"a TensorFlow Lite model. {_TAKE_SAFETENSORS}"),
+    (r"\.data-\d{5}-of-\d{5}|\.ckpt.*\.(index|meta)", _TENSORFLOW),
+    (r"\.(h5|hdf5|keras)", f"a file of Keras. {_CONVERT_KERAS}"),
+    (r"\.(gguf|ggml)", f"a file of quantized weights for llama.cpp. {_TAKE_SAFETENSORS}"),
 )
 
 
 def read_container(
     path: Path, map_location: MapLocation, mmap: bool, budget: Budget, *, shard: bool = False
-) -> tuple[Any, str, dict[str, str]]:
+) -> Contents:
     """Read a file of weights in the format that its content shows.
 
     Args:
@@ -71,46 +105,73 @@ def read_container(
         NotACheckpointError, UnsafeCheckpointError: If it is not such a file; the message continues "it is".
         OverBudgetError: If it exceeds the budget.
     """
+    storages = FileStorages(path, map_location, mmap, budget)
     with open_file(path) as stream:
         head = stream.read(1024)
-    storages = FileStorages(path, map_location, mmap, budget)
+        stream.seek(max(storages.length - 8, 0))
+        end = stream.read(8)
     budget.add(storages.length)
     if not head:
-        raise NotACheckpointError("an empty file. " + DOWNLOAD_AGAIN)
-    _refuse_other_formats(head)
+        raise NotACheckpointError(f"an empty file. {DOWNLOAD_AGAIN}")
+    _refuse_known(_BEGINNINGS, head)
     if head.startswith(b"PK"):
         return read_zip(storages)
     if head[8:9] == b"{" and head[7] == 0:
         return read_safetensors(storages, head)
-    if _without_blanks(head).startswith(b"{") and not shard:
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and not shard:
         return _read_index(storages)
-    refuse_other_frameworks(path, head, _end_of(storages))
-    return read_pickles(storages, head)
+    _refuse_known(_SHORT_BEGINNINGS, head)
+    if end == _TENSORFLOW_END:
+        raise NotACheckpointError(_TENSORFLOW)
+    try:
+        return read_pickles(storages)
+    except NotACheckpointError as error:
+        raise NotACheckpointError(_describe_other(path.name, head, error)) from error
 
 
-def _end_of(storages: FileStorages) -> bytes:
-    with storages.open() as stream:
-        stream.seek(max(storages.length - 8, 0))
-        return stream.read(8)
+def _refuse_known(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
+    for pattern, what in beginnings:
+        if re.match(pattern, head, re.DOTALL):
+            raise NotACheckpointError(what)
 
 
-def _refuse_other_formats(head: bytes) -> None:
-    """Refuse files that are often taken for checkpoints, by their first bytes."""
-    for offset, signature, name, remedy in _SIGNATURES:
-        if head[offset:].startswith(signature):
-            raise NotACheckpointError(f"{name}. {remedy}".strip())
-    text = _without_blanks(head)
-    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body", b"<script")):
-        raise NotACheckpointError("an HTML page. Take the address of the file itself, not of the page that shows it.")
-    if text.startswith((b"<?xml", b"<!--")):
-        raise NotACheckpointError("an XML document, as servers send in place of a file. " + DOWNLOAD_AGAIN)
+def _describe_other(name: str, head: bytes, error: NotACheckpointError) -> str:
+    """Say what a file is that does not read as a pickle, by its beginning and the end of its name."""
+    if head[:1] == b"\x80" and head[1:2] <= b"\x05":
+        return f"{str(error).rstrip('.')}. {DOWNLOAD_AGAIN}"
+    for suffix, what in _SUFFIXES:
+        if re.search(f"(?:{suffix})$", name.lower()):
+            return what.replace(". ", ", by its name. ", 1)
+    if all(32 <= byte < 127 or byte in b"\t\r\n\f" for byte in head):
+        first = "".join(head[:40].decode("ascii").strip().splitlines()[:1])
+        return f"a text file, which begins with {first!r}."
+    return f"not in a format of weights that this reader knows. {DOWNLOAD_AGAIN}"
 
 
-def _without_blanks(head: bytes) -> bytes:
-    return head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+def describe_directory(path: Path) -> str:
+    """Say what a directory is, and how to make one file of weights of it."""
+    files = {file.name for file in path.iterdir()}
+    if ".metadata" in files:
+        tool = (
+            "python -m lightning.pytorch.utilities.consolidate_checkpoint " + str(path)
+            if "meta.pt" in files
+            else f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
+        )
+        return f"a directory of torch.distributed.checkpoint. Make one file of it: {tool}"
+    if "zero_to_fp32.py" in files:
+        return f"a DeepSpeed directory. Make one file of it: python {path / 'zero_to_fp32.py'} {path} weights.pt"
+    if "saved_model.pb" in files:
+        return _SAVED_MODEL.rstrip(".") + ", or take the .safetensors of the model."
+    if files & {"_CHECKPOINT_METADATA", "manifest.ocdbt"}:
+        return "a directory of Orbax, as Flax writes them. Restore it there, and give a dict of tensors."
+    weights = sorted(
+        (file for file in files if file.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json"))),
+        key=lambda file: (not file.endswith(".index.json"), not file.endswith(".safetensors"), file),
+    )
+    return f"a directory. Give a file{f' in it, such as {path / weights[0]}' if weights else ''}."
 
 
-def _read_index(storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
+def _read_index(storages: FileStorages) -> Contents:
     """Read the shards that a `*.index.json` names; they must be in its folder, and cannot be an index themselves."""
     folder, budget = storages.path.parent, storages.budget
     names: dict[str, list[str]] = defaultdict(list)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,44 +23,34 @@ Constructor = Callable[..., Any]
 _SIZED = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset, str, bytes, bytearray, torch.Size})
 
 
-def update_in_chunks(add: Callable[[Any], object], values: Iterable[Any], budget: Budget) -> None:
-    """Add keys, or (key, value) pairs, to a set or dict.
+def fill(container: dict[Any, Any] | set[Any], parts: Iterable[Any], budget: Budget) -> None:
+    """Add elements to a set, or (key, value) pairs to a dict, whose keys are checked before they are hashed.
 
     The budget is checked after each thousand: a file can choose numbers whose hashes all collide.
     """
-    values = values if isinstance(values, list) else list(values)
-    for start in range(0, len(values), 1000):
-        part = values[start : start + 1000]
-        budget.spend(128 * len(part))
-        add(part)
-
-
-def update_method(items: dict[Any, Any]) -> Callable[[Any], object]:
-    """Return the method that adds pairs to a dict; the `update` of a Counter would count them."""
-    return items.update if isinstance(items, OrderedDict) else lambda pairs: dict.update(items, pairs)
-
-
-def check_keys(keys: Iterable[Any]) -> None:
-    """Check keys before they are hashed; see `check_key`."""
-    for key in keys:
+    parts = list(parts)
+    for key in (key for key, _ in parts) if isinstance(container, dict) else parts:
         if type(key) is not str:
             check_key(key)
+    # the `update` of a Counter would count the pairs
+    add = partial(dict.update, container) if isinstance(container, Counter) else container.update
+    for start in range(0, len(parts), 1000):
+        chunk = parts[start : start + 1000]
+        budget.spend(128 * len(chunk))
+        add(chunk)
 
 
 def plain_constructors(budget: Budget) -> dict[str, Constructor]:
     """Return the constructors of plain values by qualified name; none of them runs code of its arguments."""
 
     def set_of(values: Any = ()) -> set[Any]:
-        check_keys(values)
         made: set[Any] = set()
-        update_in_chunks(made.update, values, budget)
+        fill(made, values, budget)
         return made
 
     def dict_of(kind: type[dict[Any, Any]], items: Any = ()) -> dict[Any, Any]:
-        pairs = list(items.items() if isinstance(items, dict) else items)
-        check_keys(key for key, _ in pairs)
         made = kind()
-        update_in_chunks(update_method(made), pairs, budget)
+        fill(made, items.items() if isinstance(items, dict) else items, budget)
         return made
 
     return {
@@ -107,37 +98,18 @@ def _layout(name: str) -> Any:
     return known[name if isinstance(name, str) else ""]
 
 
-# Functions with lower-case names that build objects which are common among hyper-parameters
-_HARMLESS_CALLS = {
-    "argparse.Namespace",
-    "array._array_reconstructor",
-    "array.array",
-    "builtins.getattr",  # how Python 3.11 stores the members of an enumeration
-    "builtins.object",
-    "builtins.range",
-    "builtins.xrange",
-    "builtins.slice",
-    "collections.defaultdict",
-    "collections.deque",
-    "datetime.date",
-    "datetime.datetime",
-    "datetime.time",
-    "datetime.timedelta",
-    "datetime.timezone",
-    "functools.partial",
-    "logging.getLogger",
-    "numpy._core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-    "numpy._core.numeric._frombuffer",
-    "numpy.core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy.core.numeric._frombuffer",
-    "numpy.dtype",
-    "operator.attrgetter",
-    "operator.itemgetter",
-    "re._compile",
-    "zoneinfo.ZoneInfo._unpickle",
-}
+# Functions with lower-case names that build objects which are common among hyper-parameters; Python 3.11 stores the
+# members of an enumeration by getattr
+_HARMLESS_CALLS = frozenset(
+    """
+    argparse.Namespace array._array_reconstructor array.array builtins.getattr builtins.object builtins.range
+    builtins.xrange builtins.slice collections.defaultdict collections.deque datetime.date datetime.datetime
+    datetime.time datetime.timedelta datetime.timezone functools.partial logging.getLogger
+    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
+    numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar numpy.core.numeric._frombuffer numpy.dtype
+    operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
+    """.split()  # noqa: SIM905  # a list of words
+)
 # Standard modules whose classes can act on the system
 _SYSTEM = frozenset(
     """
@@ -176,12 +148,14 @@ class Calls:
     """What becomes of the calls that a pickle asks for: a plain value, a `Placeholder`, or an error.
 
     Args:
-        constructors: Our functions by the qualified names of the functions that they stand for.
+        constructors: Our functions by the qualified names of the functions that they stand for, beside those of
+            plain values.
         budget: Limits on memory and time.
     """
 
-    def __init__(self, constructors: Mapping[str, Constructor], budget: Budget) -> None:
-        self.constructors, self.budget = constructors, budget
+    def __init__(self, constructors: dict[str, Constructor], budget: Budget) -> None:
+        self.constructors = plain_constructors(budget) | constructors
+        self.budget = budget
 
     def call(self, function: Any, arguments: Any) -> Any:
         """Return what stands for the result of a call."""

@@ -113,19 +113,6 @@ def is_container(value: Any) -> bool:
     return isinstance(value, dict | list | tuple | set | frozenset)
 
 
-@dataclass
-class _Measure:
-    """The depth of a container, and its number of parts, where shared ones count each time."""
-
-    height: int = 0
-    parts: int = 0
-
-    def take(self, inside: _Measure) -> None:
-        """Add a container inside this one."""
-        self.height = max(self.height, inside.height + 1)
-        self.parts += inside.parts
-
-
 def check_nesting(value: Any, budget: Budget) -> None:
     """Refuse containers that contain themselves, are nested too deeply, or are shared too often.
 
@@ -135,44 +122,37 @@ def check_nesting(value: Any, budget: Budget) -> None:
     Raises:
         NotACheckpointError: If there are such containers.
     """
-    known: dict[int, _Measure | None] = {}  # of what was walked; None while it is
-    roots, whole, distinct = [value], _Measure(), 0
-    while roots:
-        frames = [(None, iter([(None, roots.pop())]), whole)]
-        while frames:
-            owner, inside, measure = frames[-1]
-            for _, part in inside:
-                if isinstance(part, Placeholder) and id(part) not in known:
-                    budget.spend(112)
-                    known[id(part)] = _Measure()
-                    roots += part.args, part.state, part.items, part.elements
-                if not is_container(part):
-                    continue
-                found = known.get(id(part), _Measure())
-                if found is None:
-                    raise NotACheckpointError("a checkpoint with a list or dict that contains itself.")
-                if len(frames) + found.height > MAX_NESTING:
-                    raise NotACheckpointError(
-                        f"a checkpoint with lists or dicts that are nested more than {MAX_NESTING} deep."
-                    )
-                if id(part) in known:
-                    measure.take(found)
-                    continue
-                budget.spend(112 + 8 * len(part))
-                distinct += len(part)
-                if is_flat(part):
-                    flat = known[id(part)] = _Measure(parts=len(part))
-                    measure.take(flat)
-                    continue
-                known[id(part)] = None
-                frames.append((part, children(part), _Measure(parts=len(part))))
-                break
-            else:
-                frames.pop()
-                known[id(owner)] = measure
-                if frames:
-                    frames[-1][2].take(measure)
-    if whole.parts > _MAX_SHARED_PARTS + 4 * distinct:
+    known: dict[int, tuple[int, int] | None] = {}  # what `measure` returned; None while it walks
+    roots: list[Any] = [(value,)]  # grows by the values in each placeholder
+    distinct = 0
+
+    def measure(container: Any, depth: int) -> tuple[int, int]:
+        """Return the height of a container, and the number of its parts, where shared ones count each time."""
+        nonlocal distinct
+        found = known.get(id(container), (0, len(container)))
+        if found is None:
+            raise NotACheckpointError("a checkpoint with a list or dict that contains itself.")
+        height, parts = found
+        if depth + height > MAX_NESTING:  # before it is entered, so that the recursion ends
+            raise NotACheckpointError(f"a checkpoint with lists or dicts that are nested more than {MAX_NESTING} deep.")
+        if id(container) in known:
+            return found
+        budget.spend(112 + 8 * len(container))
+        distinct += len(container)
+        known[id(container)] = None
+        for _, part in () if is_flat(container) else children(container):
+            if is_container(part):
+                inner_height, inner_parts = measure(part, depth + 1)
+                height, parts = max(height, inner_height + 1), parts + inner_parts
+            elif isinstance(part, Placeholder) and id(part) not in known:
+                budget.spend(112)
+                known[id(part)] = 0, 0
+                roots.append((part.args, part.state, part.items, part.elements))
+        known[id(container)] = height, parts
+        return height, parts
+
+    total = sum(measure(root, 0)[1] for root in roots)
+    if total > _MAX_SHARED_PARTS + 4 * distinct:
         raise NotACheckpointError(
             "a checkpoint with lists or dicts that share their parts so often that a copy would fill the memory."
         )

@@ -24,7 +24,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     UnsafeCheckpointError,
 )
 from lightning_tricks.checkpoint_remapping.core.files.download import download
-from lightning_tricks.checkpoint_remapping.core.files.formats import read_container
+from lightning_tricks.checkpoint_remapping.core.files.formats import describe_directory, read_container
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder, describe_value
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.core.files.weight_search import (
@@ -96,11 +96,11 @@ def read_checkpoint(
     """
     name = os.fspath(check_path("path", path, "a checkpoint", takes_address=True))
     if "://" not in name:
-        return _read(Path(name).expanduser(), name, map_location, mmap, key)
+        return _read_file(Path(name).expanduser(), name, map_location, mmap, key)
     with tempfile.TemporaryDirectory(prefix="lightning_tricks_") as folder:
         target = Path(folder) / "checkpoint"
         download(name, target)
-        return _read(target, name, map_location, False, key)
+        return _read_file(target, name, map_location, False, key)
 
 
 def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoint:
@@ -146,13 +146,6 @@ def read_values(path: Path, *, mmap: bool = True) -> Any:
         return read_container(path, "cpu", mmap, Budget(0))[0]
 
 
-def _read(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
-    with _explaining_errors(path, name):
-        if path.is_dir():
-            raise NotACheckpointError(_describe_directory(path))
-        return _read_file(path, name, map_location, mmap, key)
-
-
 @contextmanager
 def _explaining_errors(path: Path, name: str) -> Iterator[None]:
     """Turn what goes wrong while a file is read into a sentence that names it."""
@@ -185,50 +178,31 @@ def _explaining_errors(path: Path, name: str) -> Iterator[None]:
 
 
 def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
-    budget = Budget(0)
-    value, container, header = read_container(path, map_location, mmap, budget)
-    key_path, tensors = find_weights(value, key, budget)
-    if not tensors:
-        raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
-    check_names(tensors)
-    metadata = header | (without_weights(value, key_path) if isinstance(value, dict) and key_path else {})
-    _check_instantiators(metadata)
-    return Checkpoint(
-        state_dict=tensors,
-        kind=checkpoint_kind(value, key_path, container),
-        metadata=metadata,
-        placeholders=tuple(find_placeholders(value, budget)),
-        key=".".join(key_path),
-        source=name,
-    )
+    with _explaining_errors(path, name):
+        if path.is_dir():
+            raise NotACheckpointError(describe_directory(path))
+        budget = Budget(0)
+        value, container, header = read_container(path, map_location, mmap, budget)
+        key_path, tensors = find_weights(value, key, budget)
+        if not tensors:
+            raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
+        check_names(tensors)
+        metadata = header | (without_weights(value, key_path) if isinstance(value, dict) and key_path else {})
+        _check_instantiators(metadata)
+        return Checkpoint(
+            state_dict=tensors,
+            kind=checkpoint_kind(value, key_path, container),
+            metadata=metadata,
+            placeholders=tuple(find_placeholders(value, budget)),
+            key=".".join(key_path),
+            source=name,
+        )
 
 
 def _similar_file(path: Path) -> str:
     """Return a sentence that names a file with nearly the name of one that is not there."""
     folder = path.parent
     return did_you_mean(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else ""
-
-
-def _describe_directory(path: Path) -> str:
-    files = {file.name for file in path.iterdir()}
-    if ".metadata" in files:
-        tool = (
-            "python -m lightning.pytorch.utilities.consolidate_checkpoint " + str(path)
-            if "meta.pt" in files
-            else f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
-        )
-        return f"a directory of torch.distributed.checkpoint. Make one file of it: {tool}"
-    if "zero_to_fp32.py" in files:
-        return f"a DeepSpeed directory. Make one file of it: python {path / 'zero_to_fp32.py'} {path} weights.pt"
-    if "saved_model.pb" in files:
-        return "a SavedModel of TensorFlow. Load it with tf.saved_model.load, or take the .safetensors of the model."
-    if files & {"_CHECKPOINT_METADATA", "manifest.ocdbt"}:
-        return "a directory of Orbax, as Flax writes them. Restore it there, and give a dict of tensors."
-    weights = sorted(
-        (file for file in files if file.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json"))),
-        key=lambda file: (not file.endswith(".index.json"), not file.endswith(".safetensors"), file),
-    )
-    return f"a directory. Give a file{f' in it, such as {path / weights[0]}' if weights else ''}."
 
 
 _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")

@@ -1,11 +1,17 @@
-"""The storages of a file of weights: mapped from the file or read, and moved to their devices."""
+"""The tensors of a file of weights: their storages, mapped from the file or read and moved to their devices.
+
+A file names the functions of torch that construct tensors over storages. Ours stand for them, and check all arguments.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -13,13 +19,15 @@ import torch
 
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget
-from lightning_tricks._torch_compat.tensors import untyped_storage
+from lightning_tricks._torch_compat.tensors import negative_view, untyped_storage
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, describe_value
+from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import Constructor
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, describe_value
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 
 DOWNLOAD_AGAIN = "Download it again."
+_MAX_DIMENSIONS = 64
 INVALID_TENSOR = "a checkpoint with a tensor whose data, shape or strides are invalid."
 
 
@@ -85,15 +93,22 @@ class FileStorages:
             return cast(torch.UntypedStorage, self.mapped[start : start + size])
         self.budget.spend(size)
         storage = torch.UntypedStorage(size)
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
         with self.open() as stream:
             stream.seek(start)
-            if size and stream.readinto(bytes_of(storage)) != size:  # type: ignore[attr-defined]
+            if size and stream.readinto(memory) != size:  # type: ignore[attr-defined]
                 raise NotACheckpointError(f"truncated. {DOWNLOAD_AGAIN}")
         return storage
 
     def open(self) -> IO[bytes]:
         """Open the file."""
         return open_file(self.path)
+
+    @contextmanager
+    def mapped_bytes(self) -> Iterator[mmap]:
+        """Give the bytes of the file as long as the context lasts."""
+        with self.open() as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+            yield data
 
     @property
     def on_meta(self) -> bool:
@@ -139,11 +154,6 @@ def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocat
         ) from error
 
 
-def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the memory of a storage on the CPU."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
-
-
 _DTYPES = {
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
@@ -175,3 +185,76 @@ def storage_key(key: Any) -> str:
     if not isinstance(key, str | int):
         raise NotACheckpointError(INVALID_TENSOR)
     return str(key)
+
+
+def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+    """Return a tensor over a storage; a tensor that is larger than its storage is refused.
+
+    A tensor that repeats its elements, as of `expand`, is charged the memory that a copy would take.
+    """
+    budget.spend(512)
+    size, stride = _numbers(size), _numbers(stride)
+    if not isinstance(storage, TypedStorage) or len(size) != len(stride) or not _numbers((offset,)):
+        raise NotACheckpointError(INVALID_TENSOR)
+    extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    width = storage.dtype.itemsize
+    if extent and (offset + extent) * width > storage.storage.nbytes():
+        raise NotACheckpointError("a checkpoint with a tensor that is larger than its data.")
+    budget.spend(max(math.prod(size) - extent, 0) * width)
+    empty = torch.empty(0, dtype=storage.dtype, device=storage.storage.device)
+    return empty.set_(storage.storage, offset, size, stride)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Return sizes or strides, checked."""
+    known = isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS
+    if not known or any(type(number) is not int or not 0 <= number < 1 << 63 for number in values):
+        raise NotACheckpointError(INVALID_TENSOR)
+    return tuple(values)
+
+
+def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
+    """Return our functions by the qualified names of torch's that construct tensors."""
+
+    def of_storage(*parts: Any) -> torch.Tensor:
+        made = strided_tensor(budget, *parts)
+        bits = parts[6] if len(parts) > 6 and isinstance(parts[6], dict) else {}
+        made = negative_view(made) if bits.get("neg") else made
+        return made.conj() if bits.get("conj") else made
+
+    def of_dtype(
+        storage: Any, offset: Any, size: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any, *_: Any
+    ) -> torch.Tensor:
+        if not isinstance(storage, TypedStorage) or not isinstance(dtype, torch.dtype):
+            raise NotACheckpointError(INVALID_TENSOR)
+        return strided_tensor(budget, TypedStorage(storage.storage, dtype), offset, size, stride)
+
+    def sparse(layout: Any, data: Any) -> Any:
+        if layout is not torch.sparse_coo or not all(isinstance(part, torch.Tensor) for part in data[:2]):
+            return Placeholder("torch._utils._rebuild_sparse_tensor", (layout, data))
+        indices, values = data[:2]
+        budget.spend(1024 + indices.nbytes + values.nbytes)  # all of them are checked
+        return torch.sparse_coo_tensor(indices, values, _numbers(data[2]), check_invariants=True)
+
+    def of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        if not isinstance(arguments, tuple):
+            raise NotACheckpointError(INVALID_TENSOR)
+        budget.spend(512 + 8 * len(arguments))
+        make = constructors.get(str(function)) if isinstance(function, Global) else None
+        return make(*arguments) if make else Placeholder(describe_value(kind), arguments, state)
+
+    def on_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+        budget.spend(1024)
+        return torch.empty_strided(_numbers(size), _numbers(stride), dtype=dtype, device="meta")
+
+    constructors: dict[str, Constructor] = {
+        "torch._tensor._rebuild_from_type_v2": of_type,
+        "torch._utils._rebuild_meta_tensor_no_storage": on_meta,
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        "torch._utils._rebuild_sparse_tensor": sparse,
+        "torch._utils._rebuild_tensor": of_storage,
+        "torch._utils._rebuild_tensor_v2": of_storage,
+        "torch._utils._rebuild_tensor_v3": of_dtype,
+    }
+    return constructors

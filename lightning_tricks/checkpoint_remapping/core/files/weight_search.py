@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,26 +42,23 @@ def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, 
         CheckpointError: If there are none or several; the message continues "it is".
     """
     search = _Search(budget)
+    found = dict(search.candidates(value))
     if key is not None:
-        listed = (key_path for key_path, _ in search.candidates(value) if ".".join(key_path) == key)
-        chosen = next(listed, tuple(key.split(".")))  # an entry's name may have dots
-        inside = _value_at(value, chosen)
-        tensors = None if inside is None else search.tensors(inside)
+        key_path = next((path for path in found if ".".join(path) == key), tuple(key.split(".")))  # names may have dots
+        tensors = search.tensors(_value_at(value, key_path))
         if tensors is None:
-            key_paths = _list_key_paths([".".join(key_path) for key_path, _ in search.candidates(value)])
+            key_paths = _list_key_paths(".".join(path) for path in found)
             raise CheckpointError(
                 f"a checkpoint without weights at key={key!r}. Its weights are at {key_paths or 'no key'}."
             )
-        return chosen, tensors
-    found = dict(search.candidates(value))
+        return key_path, tensors
     for known in (_RAW, _AVERAGED):
-        top = [key_path for key_path in found if key_path and key_path[0] in known]
-        if len({key_path[0] for key_path in top}) == 1:
-            found = {key_path: found[key_path] for key_path in top}
+        top = {path: tensors for path, tensors in found.items() if path and path[0] in known}
+        if len({path[0] for path in top}) > 1:
+            raise CheckpointError(_several_candidates(top))
+        if top:
+            found = top
             break
-        if len(top) > 1:
-            found = {key_path: found[key_path] for key_path in top}
-            raise CheckpointError(_several_candidates(found))
         if () in found:
             return (), found[()]
     if not found:
@@ -197,23 +194,21 @@ class _Search:
         return tensors
 
     def _parts(self, module: Placeholder) -> Iterator[tuple[str, Any]]:
-        """Return an iterator over the tensors and modules directly inside a module."""
+        """Yield the tensors and modules directly inside a module, with their names."""
         attributes = _attributes(module)
         if not isinstance(attributes, dict):
-            return iter(())
+            return
         groups: list[Any] = [attributes]
         skipped = None
         if "_modules" in attributes:
             groups = [attributes.get(group) for group in ("_parameters", "_buffers", "_modules")]
             skipped = attributes.get("_non_persistent_buffers_set")
-        found: dict[str, Any] = {}
         for group in groups:
             for name, part in group.items() if isinstance(group, dict) else ():
                 self.budget.spend(64)
                 hidden = isinstance(part, torch.Tensor) and isinstance(skipped, set) and name in skipped
                 if isinstance(name, str) and isinstance(part, torch.Tensor | Placeholder) and not hidden:
-                    found[name] = part
-        return iter(found.items())
+                    yield name, part
 
 
 def _attributes(module: Placeholder) -> Any:
@@ -229,12 +224,12 @@ def _value_at(value: Any, key_path: KeyPath) -> Any:
     return value
 
 
-def _list_key_paths(key_paths: list[str]) -> str:
+def _list_key_paths(key_paths: Iterable[str]) -> str:
     return list_names((key_path[:200] for key_path in key_paths), 8)
 
 
 def _several_candidates(found: Mapping[KeyPath, Any]) -> str:
-    key_paths = _list_key_paths([repr(".".join(key_path)) for key_path in found])
+    key_paths = _list_key_paths(repr(".".join(key_path)) for key_path in found)
     return f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}."
 
 
@@ -242,7 +237,7 @@ def _without_weights(value: Any) -> str:
     if isinstance(value, dict):
         if "param_groups" in value or any("optim" in key for key in value if isinstance(key, str)):
             return "a checkpoint of an optimizer, without a model's weights. Use the file that holds the model."
-        keys = _list_key_paths([key if isinstance(key, str) else describe_value(key) for key in value])
+        keys = _list_key_paths(key if isinstance(key, str) else describe_value(key) for key in value)
         return f"a checkpoint without weights: it holds {keys}."
     what = value.name if isinstance(value, Placeholder) else type(value).__name__
     return f"a pickled {what}, not a state dict. Save model.state_dict() instead."

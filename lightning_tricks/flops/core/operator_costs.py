@@ -1,8 +1,14 @@
-"""Multiply-accumulates (MACs) of matrix products, convolutions, attention and recurrent layers, by exact formulas.
+"""What an operator costs: exact multiply-accumulates (MACs), or an estimate of other FLOPs.
 
-Each formula is called as `cost(out, *args, **kwargs)` with the result of an operator and its arguments. Biases that an
-operator adds to a matrix product cost nothing. A product of complex numbers takes four of real ones; convolutions of
-them run as real ones.
+Each formula is called as `cost(out, *args, **kwargs)` with the result of an operator and its arguments.
+
+MACs are those of matrix products, convolutions, attention and recurrent layers. Biases that an operator adds to a
+matrix product cost nothing. A product of complex numbers takes four of real ones; convolutions of them run as real
+ones.
+
+The estimates for all other operators are conventions: one FLOP for each element that a pointwise operator writes or a
+reduction reads, five for each element of a normalization or softmax, and the size of the window for each element that a
+pooling writes. Operators on integers, and those that only move data, cost nothing.
 """
 
 from __future__ import annotations
@@ -180,3 +186,113 @@ MATMUL_COSTS: dict[str, Cost] = {
     **{f"quantized::linear{kind}": _quantized_linear for kind in ("", "_relu", "_dynamic", "_relu_dynamic")},
     **{f"quantized::conv{d}d{kind}": _quantized_convolution for d in (1, 2, 3) for kind in ("", "_relu", "_dynamic")},
 }
+
+
+# Estimates
+
+
+def elements_written(out: Any, /, *args: Any, **kwargs: Any) -> int:
+    """Return the number of floating-point and complex elements in the result of an operator."""
+    tensors = out if isinstance(out, list) else [_first_tensor(out)]  # foreach operators return a list
+    return sum(t.numel() for t in tensors if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
+
+
+def _first_tensor(out: Any) -> Any:
+    return next((part for part in out if isinstance(part, Tensor)), None) if isinstance(out, tuple | list) else out
+
+
+def _elements_read(out: Any, /, x: Tensor, *args: Any, **kwargs: Any) -> int:
+    return x.numel() if x.is_floating_point() or x.is_complex() else 0
+
+
+def _reads(flops_per_element: int) -> Cost:
+    return lambda out, /, *args, **kwargs: flops_per_element * _elements_read(out, *args, **kwargs)
+
+
+def _writes(flops_per_element: int) -> Cost:
+    return lambda out, /, *args, **kwargs: flops_per_element * elements_written(out)
+
+
+def _pooling(dimensions: int) -> Cost:
+    def cost(out: Any, /, x: Tensor, size: Any, *args: Any, **kwargs: Any) -> int:
+        window = math.prod(size) if len(size) == dimensions else size[0] ** dimensions
+        return elements_written(out) * int(window)
+
+    return cost
+
+
+def _fused_cell(out: Any, /, gates: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * gates.numel()  # of an LSTM or GRU after its matrix products: about two for each gate
+
+
+def _distances(out: Any, /, left: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 3 * elements_written(out) * left.shape[-1]
+
+
+def _embedding_bag(out: Any, /, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> int:
+    return indices.numel() * table.shape[-1]
+
+
+def _fft(factor: float) -> Cost:
+    """Return the cost `factor * n * log2(n)` for transforms of n elements."""
+
+    def cost(out: Any, /, x: Tensor, dims: Any, *args: Any, **kwargs: Any) -> float:
+        size = max(elements_written(out), _elements_read(out, x))
+        length = math.prod(max(x.shape[d], _first_tensor(out).shape[d]) for d in dims)
+        return round(factor * size * math.log2(max(length, 1)))
+
+    return cost
+
+
+ESTIMATED_COSTS: dict[str, Cost] = {
+    f"aten::{name}": cost
+    for names, cost in (
+        ("native_dropout _fused_dropout bernoulli dropout prelu _prelu_kernel glu rrelu_with_noise logit", _writes(1)),
+        ("addcmul addcdiv lerp cumsum cumprod logcumsumexp celu elu gelu mish hardswish hardsigmoid", _writes(1)),
+        ("hardtanh leaky_relu log_sigmoid_forward softplus softshrink _foreach_add _foreach_mul", _writes(1)),
+        ("mean sum nansum prod amax amin aminmax max min argmax argmin all any norm linalg_vector_norm", _reads(1)),
+        ("nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss", _reads(1)),
+        ("binary_cross_entropy binary_cross_entropy_with_logits median mode kthvalue adaptive_max_pool2d", _reads(1)),
+        ("adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d trace histc", _reads(1)),
+        ("var var_mean std std_mean logsumexp _weight_norm_interface", _reads(3)),
+        ("floor_divide", _writes(1)),
+        ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", _writes(5)),
+        ("_native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update", _writes(5)),
+        ("_batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_elemt", _writes(5)),
+        ("native_layer_norm native_group_norm _fused_rms_norm rms_norm _softmax _log_softmax", _writes(5)),
+        ("_safe_softmax _masked_softmax", _writes(5)),
+        ("avg_pool1d max_pool1d max_pool1d_with_indices", _pooling(1)),
+        ("avg_pool2d max_pool2d max_pool2d_with_indices mkldnn_max_pool2d", _pooling(2)),
+        ("avg_pool3d max_pool3d max_pool3d_with_indices mkldnn_max_pool3d", _pooling(3)),
+        ("upsample_linear1d", _writes(3)),
+        ("upsample_bilinear2d _upsample_bilinear2d_aa grid_sampler_2d", _writes(7)),
+        ("upsample_trilinear3d grid_sampler_3d", _writes(15)),
+        ("upsample_bicubic2d _upsample_bicubic2d_aa", _writes(31)),
+        ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", _fused_cell),
+        ("_cdist_forward _pdist_forward _euclidean_dist", _distances),
+        ("_fft_c2c", _fft(5.0)),
+        ("_fft_r2c _fft_c2r", _fft(2.5)),
+        ("_embedding_bag _embedding_bag_forward_only", _embedding_bag),
+    )
+    for name in names.split()
+}
+
+_FREE_NAMES = """
+    affine_grid_generator alias arange argwhere as_strided as_strided_copy _assert_async _assert_scalar block_diag
+    bucketize _cat cat channel_shuffle clone col2im complex constant_pad_nd copy count_nonzero detach diag_embed
+    dropout_state _efficientzerotensor embedding empty empty_like empty_permuted empty_strided equal expand_copy
+    exponential eye fill flip full full_like gather _has_same_storage_numel im2col index index_copy index_fill
+    index_put _index_put_impl index_select is_nonzero is_same_size isin lift lift_fresh lift_fresh_copy
+    _linalg_check_errors linspace _local_scalar_dense logspace masked_fill masked_scatter masked_select max_unpool2d
+    max_unpool3d native_channel_shuffle _nested_tensor_from_mask new_empty new_empty_strided new_full new_ones
+    new_zeros nonzero nonzero_static normal ones ones_like _pack_padded_sequence permute_copy pixel_shuffle
+    pixel_unshuffle rand rand_like randint randint_like randn randn_like random randperm range reflection_pad1d
+    reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d
+    _reshape_alias _reshape_copy resize resize_as roll rot90 scalar_tensor scatter searchsorted select_scatter set
+    slice_scatter sort split_copy split_with_sizes_copy squeeze stack swapaxes swapdims sym_numel sym_size
+    sym_storage_offset sym_stride t _to_copy topk transpose tril tril_indices triu triu_indices unfold uniform
+    _unique2 unique_dim _unsafe_index unsafe_split unsafe_split_with_sizes _unsafe_view unsqueeze upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d where zero zeros zeros_like
+"""
+FREE_OPERATORS = {f"aten::{name}" for name in _FREE_NAMES.split()}

@@ -1,0 +1,266 @@
+"""Read the containers of weights: zip archives, files of pickles, and safetensors.
+
+Each reader returns the values of the file, the kind of the container, and the metadata of its header.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+import zipfile
+from typing import Any
+
+import torch
+
+from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
+from lightning_tricks.checkpoint_remapping.core.files.storages import (
+    DOWNLOAD_AGAIN,
+    INVALID_TENSOR,
+    FileStorages,
+    InMemoryStorages,
+    TypedStorage,
+    restore,
+    storage_dtype,
+    storage_key,
+    strided_tensor,
+    tensor_constructors,
+)
+
+Contents = tuple[Any, str, dict[str, str]]
+UNPACK_IT = "Unpack it, and give the file inside."
+_HEADER = 30  # bytes of the header of a zip archive's record, before its name
+_MAX_DIRECTORY_BYTES = 24 << 20  # bytes, of some 300,000 records
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+# Zip archives of torch.save and TorchScript, whose records are not compressed
+
+
+def read_zip(storages: FileStorages) -> Contents:
+    """Read what torch.save or TorchScript wrote."""
+    try:
+        with _Bounded(storages.open()) as stream, zipfile.ZipFile(stream) as archive:
+            stream.largest_read = sys.maxsize
+            return _read_archive(archive, storages)
+    except (EOFError, NotImplementedError, zipfile.BadZipFile, zipfile.LargeZipFile, struct.error) as error:
+        raise NotACheckpointError(
+            f"a zip archive that is corrupt or truncated ({str(error)[:200]}). {DOWNLOAD_AGAIN}"
+        ) from error
+
+
+class _Bounded(io.BufferedReader):
+    """A stream that refuses large reads: `ZipFile` reads a directory at once, and creates an object per record."""
+
+    largest_read = _MAX_DIRECTORY_BYTES
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream.detach())
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read at most `largest_read` bytes."""
+        if size is None or size > self.largest_read:
+            raise NotACheckpointError(f"a zip archive whose directory has more than {_MAX_DIRECTORY_BYTES:,} bytes.")
+        return super().read(size)
+
+
+def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
+    names = archive.namelist()
+    pickles = [name for name in names if name.count("/") <= 1 and name.rpartition("/")[2] == "data.pkl"]
+    if not pickles:
+        raise NotACheckpointError(_without_checkpoint(names))
+    _check_overlaps(archive)
+    prefix = pickles[0].removesuffix("data.pkl")
+    if f"{prefix}byteorder" in archive.NameToInfo and _text(archive, f"{prefix}byteorder") != sys.byteorder:
+        raise NotACheckpointError(
+            "a checkpoint of a machine with the other byte order. Save it there as .safetensors, which has one order."
+        )
+
+    def persistent(identifier: Any) -> TypedStorage:
+        tag, kind, key, location, count = identifier
+        if tag != "storage" or type(count) is not int or count < 0:
+            raise NotACheckpointError(INVALID_TENSOR)
+        dtype, key = storage_dtype(kind), storage_key(key)
+        size = count * dtype.itemsize
+        return storages.get(key, dtype, location, lambda: _storage(archive, f"{prefix}data/{key}", size, storages))
+
+    info = _stored(archive, pickles[0])
+    storages.budget.spend(info.file_size)
+    constructors = tensor_constructors(storages.budget)
+    value = read_pickle(Cursor(archive.read(info)), storages.budget, constructors, persistent)
+    return value, "torchscript" if f"{prefix}constants.pkl" in archive.NameToInfo else "zip", {}
+
+
+def _without_checkpoint(names: list[str]) -> str:
+    if names and all(name.endswith(".npy") for name in names):
+        return "a NumPy .npz archive. Make a dict of tensors of it: {name: torch.from_numpy(array), ...}."
+    if "model.weights.h5" in names:
+        return "a model of Keras. Convert it to .safetensors where Keras is installed."
+    if any(name.endswith("model.json") for name in names):
+        return "a torch.export program. Load it with torch.export.load, and save its state_dict."
+    shown = ", ".join(name[:80] for name in names[:3])
+    return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK_IT}"
+
+
+def _check_overlaps(archive: zipfile.ZipFile) -> None:
+    """Refuse records that share bytes, as many large ones would then fit into a small file."""
+    records = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    ends = [info.header_offset + _HEADER + info.compress_size for info in records]
+    starts = [*(info.header_offset for info in records[1:]), archive.start_dir]
+    if any(end > start for end, start in zip(ends, starts, strict=True)):
+        raise NotACheckpointError(f"a zip archive whose records overlap. {DOWNLOAD_AGAIN}")
+
+
+def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    """Return the entry of a record; compressed ones are refused, as 1 GB of zeros compresses to 1 MB."""
+    try:
+        info = archive.getinfo(name)
+    except KeyError as error:
+        raise NotACheckpointError(f"a checkpoint without the data of a tensor ({name}). {DOWNLOAD_AGAIN}") from error
+    if info.flag_bits & 1:
+        raise NotACheckpointError(f"an encrypted zip archive. {UNPACK_IT}")
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+        raise NotACheckpointError(
+            "a zip archive with compressed records, which torch does not write. Unpack it, and pack it again without "
+            "compression (zip -0)."
+        )
+    return info
+
+
+def _text(archive: zipfile.ZipFile, name: str) -> str:
+    info = _stored(archive, name)
+    return archive.read(info).decode("ascii", "replace") if info.file_size < 100 else ""
+
+
+def _storage(archive: zipfile.ZipFile, name: str, size: int, storages: FileStorages) -> torch.UntypedStorage:
+    info = _stored(archive, name)
+    if info.file_size < size:
+        raise NotACheckpointError(f"a checkpoint with too little data for a tensor ({name}). {DOWNLOAD_AGAIN}")
+    archive.fp.seek(info.header_offset)  # type: ignore[union-attr]
+    name_length, extra_length = struct.unpack("<26x2H", archive.fp.read(_HEADER))  # type: ignore[union-attr]
+    return storages.part(info.header_offset + _HEADER + name_length + extra_length, size)
+
+
+# Files of pickles
+
+
+def read_pickles(storages: FileStorages) -> Contents:
+    """Read what torch.save wrote before 1.6, or pickle.dump."""
+    budget = storages.budget
+
+    def nested_storage(data: Any) -> Any:
+        """Read a storage as `pickle.dump` keeps it: as a whole file of torch.save."""
+        cursor = Cursor(data)
+        if not isinstance(data, bytes) or not _is_legacy(read_pickle(cursor, budget)):
+            raise NotACheckpointError(INVALID_TENSOR)
+        return _read_legacy(cursor, InMemoryStorages(data, storages.map_location, budget))[0]
+
+    constructors = {**tensor_constructors(budget), "torch.storage._load_from_bytes": nested_storage}
+    with storages.mapped_bytes() as data:
+        cursor = Cursor(data)
+        first = read_pickle(cursor, budget, constructors)
+        return _read_legacy(cursor, storages) if _is_legacy(first) else (first, "pickle", {})
+
+
+def _is_legacy(first: Any) -> bool:
+    return type(first) is int and first == _LEGACY_MAGIC
+
+
+def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
+    """Read the format of torch before 1.6: pickles, one of them with the names of the storages, and their bytes."""
+    budget = storages.budget
+    read_pickle(cursor, budget)  # the version of the protocol
+    system = read_pickle(cursor, budget)
+    if not system["little_endian"]:
+        raise NotACheckpointError("a checkpoint of a machine with the other byte order.")
+    start = cursor.position
+    ranges = _storage_ranges(cursor, storages)
+
+    def persistent(identifier: Any) -> Any:
+        if identifier[0] == "module":
+            return identifier[1]
+        _, kind, key, location, _, view = identifier
+        dtype, key = storage_dtype(kind), storage_key(key)
+        whole = storages.get(key, dtype, location, lambda: storages.part(*ranges[key]))
+        return whole if view is None else _view(whole, view)
+
+    cursor.position = start
+    return read_pickle(cursor, budget, tensor_constructors(budget), persistent), "legacy", {}
+
+
+def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[int, int]]:
+    """Return where the bytes of each storage start, and how many they are.
+
+    They stand behind the pickle of the values, which is read twice: first for the sizes of the elements alone.
+    """
+    widths: dict[str, int] = {}
+
+    def note_width(identifier: Any) -> Any:
+        if identifier[0] == "module":
+            return identifier[1]
+        widths[storage_key(identifier[2])] = storage_dtype(identifier[1]).itemsize
+        return None
+
+    budget = storages.budget
+    left = budget.left
+    read_pickle(cursor, budget, dict.fromkeys(tensor_constructors(budget), lambda *_: None), note_width)
+    budget.refund(left)
+    ranges: dict[str, tuple[int, int]] = {}
+    for key in map(storage_key, read_pickle(cursor, budget)):
+        count = cursor.read(8)
+        if len(count) < 8:
+            raise NotACheckpointError("a checkpoint that is truncated")
+        size = struct.unpack("<q", count)[0] * widths[key]
+        if size < 0:
+            raise NotACheckpointError(INVALID_TENSOR)
+        ranges[key] = cursor.position, size
+        cursor.position += size
+    if cursor.position > storages.length:
+        raise NotACheckpointError("a checkpoint that is truncated")
+    return ranges
+
+
+def _view(whole: TypedStorage, view: Any) -> TypedStorage:
+    """Return a part of a storage, which torch before 0.4 saved with its offset and its number of elements."""
+    _, offset, count = view
+    if not all(type(number) is int and number >= 0 for number in (offset, count)):
+        raise NotACheckpointError(INVALID_TENSOR)
+    dtype = whole.dtype
+    first = offset * dtype.itemsize
+    return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)
+
+
+# Files in the safetensors format
+
+
+def read_safetensors(storages: FileStorages, head: bytes) -> Contents:
+    """Read a .safetensors; `head` is its beginning."""
+    from safetensors import SafetensorError, safe_open
+
+    storages.budget.spend(12 * min(int.from_bytes(head[:8], "little"), storages.length))  # what its JSON takes
+    try:
+        with safe_open(storages.path, framework="pt", device="cpu") as file:
+            tensors = {name: _tensor_at_location(file, name, storages) for name in file.keys()}  # noqa: SIM118  # not a dict
+            return tensors, "safetensors", dict(file.metadata() or {})
+    except SafetensorError as error:
+        problem = str(error)[:200]
+        raise NotACheckpointError(
+            f"a safetensors file that is corrupt or truncated ({problem}). {DOWNLOAD_AGAIN}"
+        ) from error
+
+
+def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.Tensor:
+    storages.budget.spend(1024)
+    tensor: torch.Tensor = file.get_tensor(name)  # mapped from the file
+    if storages.on_meta:
+        return tensor.to("meta")
+    if not storages.mmap:
+        storages.budget.spend(tensor.nbytes)
+        tensor = tensor.clone()
+    storage = tensor.untyped_storage()
+    placed = restore(storage, "cpu", storages.map_location)
+    if placed is storage:
+        return tensor
+    typed = TypedStorage(placed, tensor.dtype)
+    return strided_tensor(storages.budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())

@@ -1,1 +1,0 @@
-"""The pure core: conversions of images, grids, and the ranking of samples; no Lightning."""

@@ -1,0 +1,382 @@
+"""Images for people: conversions between tensors, PIL images and arrays, denormalization, grids and small pictures.
+
+Also the order in which samples are shown: the most confident mistakes first.
+"""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.extras import import_extra
+from lightning_tricks._shared.png import encode_png
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
+    ImageLike = Tensor | npt.NDArray[Any] | PILImage
+else:
+    PILImage = Any
+
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # by channels
+_TOLERANCE = 1e-3  # of [0, 1]: a quarter of a step of uint8
+_CAPTION_HEIGHT = 14  # pixels of a grid
+_LARGEST_SIDE = 160  # pixels of a small picture
+
+
+def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Turn images into a tensor that shares no memory with them.
+
+    Args:
+        image: A PIL image of any mode but "I" and "F"; an array (H, W), (H, W, C) or (N, H, W, C) with C of 1 to 4, of
+            uint8, uint16, bool or floats in [0, 1], with any strides; a tensor, which stays as it is but for the type;
+            or several images of one size.
+        dtype: A floating type, for values in [0, 1], or `torch.uint8`, for 0 to 255.
+
+    Returns:
+        A tensor (C, H, W), or (N, C, H, W) of several images, on the CPU or on the tensor's device.
+
+    Raises:
+        TypeError: If the type is not one of these.
+        ValueError: If the shape, the mode or the range of values is not one of these.
+
+    Examples:
+        >>> import numpy as np
+        >>> to_tensor(np.full((4, 6, 3), 255, dtype=np.uint8)[::-1]).shape
+        torch.Size([3, 4, 6])
+    """
+    if dtype is not torch.uint8 and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be torch.uint8 or a floating type, got {dtype}.")
+    if isinstance(image, list | tuple):
+        return torch.stack([to_tensor(part, dtype) for part in image])
+    if isinstance(image, Tensor):
+        tensor = _checked(image.detach(), "a tensor", "(C, H, W) or (N, C, H, W)", -3)
+        return _scaled(tensor, dtype).contiguous().clone()
+    array = image if isinstance(image, np.ndarray) else _array_of(image)
+    array = array[..., None] if array.ndim == 2 else array
+    array = array / np.float32(65535) if array.dtype == np.uint16 else np.array(array, order="C")
+    tensor = _checked(torch.from_numpy(array), "an array", "(H, W), (H, W, C) or (N, H, W, C)", -1)
+    return _scaled(tensor.movedim(-1, -3), dtype).contiguous()
+
+
+def to_numpy(image: ImageLike | Sequence[ImageLike]) -> npt.NDArray[Any]:
+    """Turn images into an array (H, W, C), or (N, H, W, C) of several: uint8 stays so, floats become float32.
+
+    Args:
+        image: One of the values that `to_tensor` takes.
+
+    Raises:
+        TypeError, ValueError: Those of `to_tensor`.
+
+    Examples:
+        >>> import torch
+        >>> to_numpy(torch.rand(3, 4, 6)).shape
+        (4, 6, 3)
+    """
+    first = image[0] if isinstance(image, list | tuple) else image
+    floats = first.is_floating_point() if isinstance(first, Tensor) else _is_float_array(first)
+    tensor = to_tensor(image, torch.float32 if floats else torch.uint8)
+    return np.ascontiguousarray(tensor.cpu().movedim(-3, -1).numpy())
+
+
+def to_pil(image: ImageLike) -> PILImage:
+    """Turn one image into a PIL image: "L", "LA", "RGB" or "RGBA", as it has 1 to 4 channels.
+
+    Floats are rounded, not truncated, so that uint8 -> float -> PIL is exact.
+
+    Args:
+        image: One of the images that `to_tensor` takes.
+
+    Raises:
+        TypeError, ValueError: Those of `to_tensor`.
+        ModuleNotFoundError: If Pillow is missing; the message names the extra.
+
+    Examples:
+        >>> import torch
+        >>> to_pil(torch.zeros(1, 4, 6)).size
+        (6, 4)
+    """
+    Image = _import_pillow()  # noqa: N806
+    if isinstance(image, Image.Image):
+        return cast(PILImage, image.copy())
+    tensor = to_tensor(image, torch.uint8)
+    if tensor.ndim == 4:
+        raise ValueError(
+            f"to_pil takes one image, got {len(tensor)} of them: to_pil(images[0]), or image_grid(images)."
+        )
+    array = tensor.cpu().movedim(0, -1).numpy()
+    array = np.ascontiguousarray(array.squeeze(-1) if array.shape[-1] == 1 else array)
+    return cast(PILImage, Image.fromarray(array))
+
+
+def denormalize(images: Tensor, mean: Sequence[float] | float, std: Sequence[float] | float) -> Tensor:
+    """Undo `(images - mean) / std`, channel by channel, as `torchvision.transforms.Normalize` does it.
+
+    Args:
+        images: Floats of shape (..., C, H, W).
+        mean: For each channel, or for all of them.
+        std: For each channel, or for all of them, above 0.
+
+    Returns:
+        A new tensor of the same shape, type and device.
+
+    Raises:
+        TypeError: If the images are not floats.
+        ValueError: If there are not as many numbers as channels, or `std` is not above 0.
+
+    Examples:
+        >>> import torch
+        >>> denormalize(torch.zeros(3, 2, 2), mean=[0.5, 0.4, 0.3], std=0.2)[:, 0, 0]
+        tensor([0.5000, 0.4000, 0.3000])
+    """
+    if not images.is_floating_point():
+        raise TypeError(f"images must have a floating-point dtype, as normalized images do, got {images.dtype}.")
+    parts = []
+    for name, value in (("mean", mean), ("std", std)):
+        numbers = torch.as_tensor(value, dtype=torch.float64).reshape(-1)
+        if len(numbers) not in (1, images.shape[-3]):
+            raise ValueError(f"{name} must have one number for each of the {images.shape[-3]} channels, got {value!r}.")
+        parts.append(numbers.to(images.device, images.dtype).reshape(-1, 1, 1))
+    if not bool((parts[1] > 0).all()):
+        raise ValueError(f"std must be above 0, got {std!r}.")
+    return images * parts[1] + parts[0]
+
+
+def _import_pillow() -> Any:
+    return import_extra("PIL.Image", "reports", "PIL images need Pillow")
+
+
+def _array_of(image: Any) -> npt.NDArray[Any]:
+    """Return the pixels of a PIL image: uint8, or uint16 with 16 bits."""
+    if not isinstance(image, _import_pillow().Image):
+        raise TypeError(f"An image must be a tensor, an array or a PIL image, got {image!r} ({type(image).__name__}).")
+    mode = image.mode
+    if mode.startswith("I;16"):
+        return np.asarray(image).astype(np.uint16)
+    if mode in ("I", "F"):
+        raise ValueError(
+            f"A PIL image of mode {mode!r} does not define which value is white. Scale it to 0 to 255, and convert it "
+            "to mode 'L'."
+        )
+    if mode == "P" or mode == "PA":
+        image = image.convert("RGBA" if "transparency" in image.info or mode == "PA" else "RGB")
+    elif mode == "1":
+        image = image.convert("L")
+    elif mode not in _MODES.values():
+        image = image.convert("RGB")  # CMYK, YCbCr, HSV, LAB, RGBX, ...
+    return np.array(image)
+
+
+def _is_float_array(image: Any) -> bool:
+    return isinstance(image, np.ndarray) and image.dtype.kind == "f"
+
+
+def _checked(tensor: Tensor, what: str, shapes: str, channels: int) -> Tensor:
+    if tensor.ndim not in (3, 4) or tensor.shape[channels] not in _MODES:
+        other = -1 if channels == -3 else -3
+        hint = ""
+        if tensor.ndim in (3, 4) and tensor.shape[other] in _MODES:
+            change = "permute(2, 0, 1)" if channels == -3 else "transpose(1, 2, 0)"
+            hint = f" The channels seem to be in another dimension: call {change}."
+        raise ValueError(
+            f"Images in {what} must have the shape {shapes} with C from 1 to 4, got {tuple(tensor.shape)}.{hint}"
+        )
+    if tensor.numel() == 0:
+        raise ValueError(f"An image must have at least one pixel, got the shape {tuple(tensor.shape)}.")
+    if tensor.is_floating_point():
+        low, high = (value.item() for value in tensor.aminmax())
+        if not (low >= -_TOLERANCE and high <= 1 + _TOLERANCE):  # NaN is not
+            remedy = "divide by 255" if low >= 0 and high <= 255 else "denormalize(images, mean, std)"
+            raise ValueError(f"Floating-point images must be in [0, 1], got {low:.4g} to {high:.4g}: {remedy}.")
+        return tensor.clamp(0, 1)
+    if tensor.dtype in (torch.uint8, torch.bool):
+        return tensor
+    name = str(tensor.dtype).removeprefix("torch.")
+    raise TypeError(
+        f"Images must be uint8, bool or floating point in [0, 1], got {name}: convert them with .to(torch.uint8)."
+    )
+
+
+def _scaled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is torch.bool:
+        tensor = tensor.to(torch.uint8) * 255
+    if tensor.dtype is torch.uint8:
+        return tensor if dtype is torch.uint8 else (tensor.to(torch.float32) / 255).to(dtype)
+    return (tensor.float() * 255).round().to(torch.uint8) if dtype is torch.uint8 else tensor.to(dtype)
+
+
+def image_grid(
+    images: ImageLike | Sequence[ImageLike],
+    *,
+    columns: int | None = None,
+    captions: Sequence[str] | None = None,
+    padding: int = 2,
+    least_side: int = 64,
+) -> PILImage:
+    """Put images side by side, row after row, each with a caption below.
+
+    Args:
+        images: A tensor (N, C, H, W), an array (N, H, W, C), or a sequence of images of any kinds and sizes.
+        columns: How many in a row; None makes the grid about as wide as high.
+        captions: A line for each image; a line that starts with "!" is red, and shown without the "!".
+        padding: Pixels between them.
+        least_side: Smaller images are enlarged by a whole factor to at least so many pixels.
+
+    Returns:
+        A PIL image, "RGB"; transparent pixels are white.
+
+    Raises:
+        TypeError, ValueError: Those of `to_tensor`; if there are no images, or not as many captions.
+
+    Examples:
+        >>> import torch
+        >>> image_grid(torch.rand(6, 1, 8, 8), columns=3).size
+        (200, 134)
+    """
+    tiles = [_as_rgb(to_pil(image), least_side) for image in cast(Any, images)]
+    if not tiles:
+        raise ValueError("There are no images to put into a grid.")
+    if captions is not None and len(captions) != len(tiles):
+        raise ValueError(f"{len(tiles)} images need as many captions, got {len(captions)}.")
+    columns = math.ceil(math.sqrt(len(tiles))) if columns is None else check_count("columns", columns)
+    columns = min(columns, len(tiles))
+    width = max(tile.width for tile in tiles)
+    if captions is not None:
+        width = max(width, *(int(_font().getlength(caption)) + 2 for caption in captions))
+    height = max(tile.height for tile in tiles) + (_CAPTION_HEIGHT if captions is not None else 0)
+    rows = math.ceil(len(tiles) / columns)
+    size = columns * width + (columns + 1) * padding, rows * height + (rows + 1) * padding
+    grid = _import_pillow().new("RGB", size, "white")
+    for number, tile in enumerate(tiles):
+        left = padding + number % columns * (width + padding)
+        top = padding + number // columns * (height + padding)
+        grid.paste(tile, (left + (width - tile.width) // 2, top))
+        if captions is not None:
+            _draw_caption(grid, captions[number], left + width / 2, top + height - _CAPTION_HEIGHT / 2)
+    return cast(PILImage, grid)
+
+
+def _draw_caption(grid: Any, caption: str, x: float, y: float) -> None:
+    from PIL import ImageDraw
+
+    color = "firebrick" if caption.startswith("!") else "black"
+    ImageDraw.Draw(grid).text((x, y), caption.removeprefix("!"), fill=color, anchor="mm", font=_font())
+
+
+def _font() -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(11)
+
+
+def _as_rgb(image: Any, least_side: int) -> Any:
+    Image = _import_pillow()  # noqa: N806
+    image = image.convert("RGBA")
+    flat = Image.new("RGB", image.size, "white")
+    flat.paste(image, mask=image.getchannel("A"))
+    factor = math.ceil(least_side / max(1, min(flat.size)))
+    return flat.resize((flat.width * factor, flat.height * factor), Image.Resampling.NEAREST) if factor > 1 else flat
+
+
+def shrink(images: Tensor) -> Tensor:
+    """Return images as bytes on the CPU, of shape (N, 1 or 3, H, W); those with a side above 160 pixels are shrunk.
+
+    Args:
+        images: Bytes, or numbers in [0, 1], of shape (N, C, H, W) with 1 to 4 channels; the second and the fourth one
+            would say how opaque a pixel is, and are left out.
+    """
+    images = images.detach().cpu()
+    numbers = images.float() if images.is_floating_point() else images.float() / 255
+    numbers = numbers[:, :3] if numbers.shape[1] > 2 else numbers[:, :1]
+    largest = max(numbers.shape[-2:])
+    if largest > _LARGEST_SIDE:
+        size = [max(1, round(side * _LARGEST_SIDE / largest)) for side in numbers.shape[-2:]]
+        numbers = interpolate(numbers, size=size, mode="area")
+    return (numbers.nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def png_texts(images: Tensor) -> list[str]:
+    """Return the base64 of a PNG file of each image, given as `shrink` returns them.
+
+    Examples:
+        >>> png_texts(shrink(torch.zeros(1, 3, 8, 8)))[0][:11]
+        'iVBORw0KGgo'
+    """
+    return [b64encode(encode_png(image)).decode() for image in images]
+
+
+@dataclass(frozen=True)
+class RankedSamples:
+    """Samples with the score by which they are ranked.
+
+    Attributes:
+        images: The images, of shape (N, C, H, W).
+        score: The rank score of each sample, of shape (N,); samples with a high score are shown first.
+        predicted: The predicted classes or values, of shape (N,).
+        target: The true classes or values, of shape (N,).
+        confidence: The confidence of each prediction, of shape (N,); for values, the absolute error.
+    """
+
+    images: Tensor
+    score: Tensor
+    predicted: Tensor
+    target: Tensor
+    confidence: Tensor
+
+    def top(self, count: int) -> RankedSamples:
+        """Return the `count` samples with the highest scores, in this order."""
+        chosen = self.score.topk(min(count, len(self.score))).indices
+        return self._each(lambda part: part[chosen])
+
+    def cpu(self) -> RankedSamples:
+        """Return them on the CPU."""
+        return self._each(lambda part: part.cpu())
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> RankedSamples:
+        return replace(self, **{name: function(part) for name, part in vars(self).items()})
+
+
+def concat_samples(parts: Sequence[RankedSamples]) -> RankedSamples:
+    """Concatenate the samples of all parts whose images have the same shape as those of the last part."""
+    alike = [part for part in parts if part.images.shape[1:] == parts[-1].images.shape[1:]]
+    return RankedSamples(**{name: torch.cat([vars(part)[name] for part in alike]) for name in vars(parts[0])})
+
+
+def rank_predictions(
+    images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = False, values: bool = False
+) -> RankedSamples:
+    """Score predictions by how worth showing they are, without a read from the device.
+
+    Mistakes come first, in order of decreasing confidence, then correct predictions in order of increasing confidence.
+    For values, the largest errors come first.
+
+    Args:
+        images: The images, of shape (N, C, H, W).
+        preds: Scores of shape (N, C), probabilities of 1 or classes of shape (N,), or values where `target` has values.
+        target: Classes or values of shape (N,).
+        logits: Whether the scores are logits.
+        values: Whether values are predicted, not classes.
+    """
+    if values:
+        error = (preds - target).abs().float()
+        return RankedSamples(images, error, preds, target, error)
+    if preds.ndim == 2:
+        confidence, predicted = (preds.float().softmax(1) if logits else preds.float()).max(1)
+    elif preds.is_floating_point():
+        probability = preds.float().sigmoid() if logits else preds.float()
+        predicted = (probability > 0.5).long()
+        confidence = torch.where(predicted == 1, probability, 1 - probability)
+    else:
+        predicted, confidence = preds, torch.ones_like(preds, dtype=torch.float32)
+    wrong = predicted != target
+    return RankedSamples(images, torch.where(wrong, 1 + confidence, -confidence), predicted, target, confidence)
