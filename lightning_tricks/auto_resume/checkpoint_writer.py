@@ -16,8 +16,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
-from lightning_tricks.auto_resume.pending_resume import SavePoint
-from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX
+from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint
 from lightning_tricks.auto_resume.unsafe_objects import describe_object
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
@@ -141,7 +140,7 @@ class CheckpointWriter:
     def _warn_unsaved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Name what a resumed run will lack, each thing once."""
         found = dict.fromkeys(name for state in ranks for name in state["not_saved"])
-        new = self._not_yet_reported([name for name in found if not name.endswith(REPLACED_MODULE_SUFFIX)])
+        new = self._not_yet_reported([name for name in found if not name.endswith(IN_THE_FIT)])
         if new:
             listed = list_names(new, 5)
             rank_zero_warn(

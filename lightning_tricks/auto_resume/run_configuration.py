@@ -36,7 +36,8 @@ from lightning_tricks.auto_resume.core.configuration import (
 from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
-from lightning_tricks.auto_resume.trainer_settings import SHAPING_SETTINGS
+from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
+from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
@@ -65,7 +66,7 @@ _MOST_LINES = 20
 _LEFT: WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
-class RunConfiguration:
+class RunConfiguration(Part):
     """What a fit is configured with, compared with what its run was started with.
 
     Args:
@@ -75,15 +76,18 @@ class RunConfiguration:
 
     Attributes:
         changes: What this start changed, as far as it is known.
-        changed_states: Whether the states of optimizers and schedulers in the checkpoint were changed.
+        changed_states: The entries of the checkpoint with the states of optimizers and schedulers, if this start
+            changed them; else empty.
         extended: How the run is extended, such as "from 3 to 10 epochs"; empty if it is not.
     """
+
+    name = "configuration"
 
     def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule) -> None:
         self.settings, self.trainer, self.module = settings, trainer, module
         self.changes: list[Change] = []
         self.extended = ""
-        self.changed_states = False
+        self.changed_states: dict[str, Any] = {}
         self._before: Configuration | None = None
         self._manifest: Manifest
         self._folder = ""
@@ -106,7 +110,7 @@ class RunConfiguration:
 
     # -- what there is
 
-    def saved(self) -> dict[str, Any]:
+    def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration, with the old values of what is ignored."""
         record = asdict(self._now)
         record["exchanged"] = list(map(id, self.trainer.optimizers)) != list(map(id, self._created))
@@ -116,7 +120,7 @@ class RunConfiguration:
             if self._before is not None:  # with it goes what its scheduler derived from it
                 derived = f"{change.name.partition('.')[0]}._"
                 record["values"] |= {n: one for n, one in self._before.values.items() if n.startswith(derived)}
-        return record
+        return {"configuration": record}
 
     def _limits(self) -> dict[str, Any]:
         names = ("min_epochs", "max_epochs", "min_steps", "max_steps")
@@ -299,8 +303,9 @@ class RunConfiguration:
                 f"AutoResume: a schedule ends before step {self._manifest.step}, which the run has reached ({error}). "
                 "Give it more steps, or choose another dirpath to start a new run."
             ) from error
-        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = states
-        self.changed_states = True
+        changed_entries = dict(zip(("optimizer_states", "lr_schedulers"), states, strict=True))
+        checkpoint |= changed_entries
+        self.changed_states = copy.deepcopy(changed_entries)
 
     def check_loaders(self, loaders: Sequence[Any], *, resumes: bool) -> float | None:
         """Note the training loaders, and decide on what changed; those that a fit creates later are only noted.
@@ -434,8 +439,13 @@ class RunConfiguration:
         names = [change.name for change in self.changes]
         return any(path.endswith(f".{name}") or path == f"module.{name.partition('.')[2]}" for name in names)
 
-    def set_new_values(self) -> None:
-        """Set attributes to the new values once more, as the resume has restored old ones."""
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Load and set what another start changed once more, as the resume has restored old values."""
+        if phase is not Phase.COMPARED:  # wrappers of optimizers keep options that were restored
+            states = self.changed_states.get("optimizer_states", ())
+            for optimizer, state in zip(self.trainer.optimizers, states, strict=False):
+                optimizer.load_state_dict(state)
+            return
         for change in self.changes if self.settings.on_change == "new" else ():
             owner, name, value = self._places.get(change.name, (None, "", None))
             if owner is None or isinstance(owner, Trainer | Mapping):

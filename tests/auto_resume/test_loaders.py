@@ -460,7 +460,7 @@ def test_attributes_of_other_data_are_named():
     def tracked(seed):
         data = torch.utils.data.random_split(Own(21), [15, 6], generator=torch.Generator().manual_seed(seed))[0]
         loader = DataLoader(data, batch_size=3)
-        fit = LoaderTracker(StopRequest([]))
+        fit = LoaderTracker(None, StopRequest([]))
         return fit, loader
 
     before, loader = tracked(1)
@@ -471,9 +471,11 @@ def test_attributes_of_other_data_are_named():
         fit, loader = tracked(seed)
         fit.track_train([loader], True, saved)
         if seed == 1:
-            assert fit.differences == []
+            assert fit.data_differences == []
         else:
-            assert "the training loader has other data than in the stopped run: dataset.indices" in fit.differences[0]
+            assert (
+                "the training loader has other data than in the stopped run: dataset.indices" in fit.data_differences[0]
+            )
 
 
 def test_workers_of_a_stopped_run_end_once_the_fit_was_left():
