@@ -24,10 +24,9 @@ from lightning_tricks._lightning_compat.fit_loaders import (
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import persistent_iterator
-from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
+from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, value_digest
 from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, is_tracked, position_of
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState

@@ -24,14 +24,15 @@ from torch.utils.data import (
 
 from lightning_tricks import AutoResume, isolated_rng
 from lightning_tricks.auto_resume.core.data.loader_position import position_of
-from lightning_tricks.auto_resume.core.data.random_draws import _numpy, _set_state, _state_bytes
 from lightning_tricks.auto_resume.core.data.rng_state import (
-    WorkerInit,
-    WorkerRngStates,
+    _numpy,
+    _set_state,
+    _state_bytes,
     pack_rng_state,
     unpack_rng_state,
 )
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
+from lightning_tricks.auto_resume.core.data.workers import WorkerInit, WorkerRngStates
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_state
 from tests.contract.checks import Interrupts
@@ -423,7 +424,7 @@ def test_numpys_random_state_is_read_exactly(operations):
 
 
 def test_more_draws_than_the_limit_are_reported(monkeypatch):
-    monkeypatch.setattr("lightning_tricks.auto_resume.core.data.random_draws.MAX_BYTES", 6_000)
+    monkeypatch.setattr("lightning_tricks.auto_resume.core.data.rng_state.MAX_BYTES", 6_000)
     with isolated_rng(seed=3), pytest.warns(UserWarning, match="draws from the global random state"):
         _, positions = record(Buffered(21), epochs=1, batch_size=3)
     with isolated_rng(seed=3), pytest.raises(AssertionError, match="more often than could be saved"):

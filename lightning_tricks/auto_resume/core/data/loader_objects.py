@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
 from lightning_tricks.auto_resume.core.attributes.change_collector import AttributeChanges
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
-from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 
 # packages whose objects are handles to data, which a fresh process opens again
 _DATA_HANDLE_PACKAGES = (
@@ -160,6 +160,13 @@ class LoaderObjects:
         new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
         self._reported |= new.keys()
         return new
+
+
+def value_digest(batch: Any) -> str:
+    """Return a digest of a batch or another value; of a large one, a sample counts."""
+    digest = ValueDigest(same_process=False)
+    digest.feed(batch)
+    return f"{int(digest):016x}"
 
 
 def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:

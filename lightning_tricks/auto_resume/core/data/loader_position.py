@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
+
+from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects
+from lightning_tricks.auto_resume.core.data.rng_state import (
+    global_states,
+    pack_rng_state,
+    set_global_states,
+    unpack_rng_state,
+)
 
 POSITION_ATTRIBUTE = "_lightning_tricks_place"  # the attribute of a tracked iterator that knows its position
 
@@ -89,3 +98,54 @@ def position_of(iterator: Any, num_prefetched: int = 0, at_end: bool = False) ->
 def has_persistent_workers(loader: Any) -> bool:
     """Whether a loader keeps its workers, and with them their random state, from one iteration to the next."""
     return bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
+
+
+class LoaderSnapshot:
+    """The global random state of the process, a loader's generators and its objects, at one moment.
+
+    Args:
+        loader: The loader whose generators are captured.
+        objects: The objects of the loader; None leaves them out.
+        report_unsaved: See `LoaderObjects.changes`.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], objects: LoaderObjects | None = None, report_unsaved: bool = True
+    ) -> None:
+        self._packed: torch.Tensor | None = None
+        self._global_states: Any = global_states()
+        self.generators = [generator.get_state() for generator in loader_generators(loader)]
+        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes(report_unsaved=report_unsaved)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> LoaderSnapshot:
+        """Return the snapshot that `as_dict` wrote."""
+        snapshot = cls.__new__(cls)
+        snapshot._packed, snapshot._global_states, snapshot.generators = saved["process"], None, saved["generators"]
+        snapshot.objects = saved.get("objects", {})
+        return snapshot
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the snapshot as tensors and plain values."""
+        if self._packed is None:  # packed only if the snapshot is saved: few of the snapshots of an epoch are
+            self._packed = pack_rng_state(self._global_states)
+        return {"process": self._packed, "generators": self.generators, "objects": self.objects}
+
+    def restore(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
+        """Restore the global random state, the generators and, if they are given, the objects."""
+        if objects is not None:
+            objects.restore_changes(self.objects)
+        if self._packed is None:
+            set_global_states(self._global_states)
+        else:
+            unpack_rng_state(self._packed)
+        for generator, state in zip(loader_generators(loader), self.generators, strict=False):
+            generator.set_state(state)
+
+
+def loader_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators from which a loader and its samplers draw, each once."""
+    batches = loader.batch_sampler
+    owners = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
