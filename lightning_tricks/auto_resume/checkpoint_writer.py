@@ -14,10 +14,10 @@ from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.auto_resume.checkpoint_selection import describe_object
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint
-from lightning_tricks.auto_resume.unsafe_objects import describe_object
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 if TYPE_CHECKING:

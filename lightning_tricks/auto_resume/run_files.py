@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_files
 from lightning_tricks._lightning_compat.guards import set_private
@@ -26,12 +28,12 @@ from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
+from lightning_tricks.auto_resume.core.configuration import plain
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
 from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.logger_state import LoggerState
-from lightning_tricks.auto_resume.run_identity import run_identity
 
 _START_FILE = "start.json"  # where the loggers were when a fit started that has no checkpoint yet
 _RNG_STATE_FILE = "streams.json"  # the random state before `setup`, which may create or split data
@@ -289,6 +291,16 @@ class RunFiles:
     def _warn(self, sentences: list[str]) -> None:
         for sentence in sentences:
             rank_zero_warn(f"AutoResume: {sentence}")
+
+
+def run_identity(module: LightningModule) -> dict[str, Any]:
+    """Return what distinguishes a run: class of the module, names and shapes of parameters, and arguments."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
+    return {
+        "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
+        "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
+        "arguments": plain(dict(module.hparams_initial)),  # a learning rate finder does not change these
+    }
 
 
 def raise_for_problem(problem: str) -> None:
