@@ -69,7 +69,9 @@ class AttributeOwners:
         self._update_restored_by_others()
         datamodule = datamodule_of(self.trainer)
         callbacks = {
-            name: one for name, one in named_callbacks(self.trainer).items() if not isinstance(one, _EXCLUDED_CALLBACKS)
+            name: callback
+            for name, callback in named_callbacks(self.trainer).items()
+            if not isinstance(callback, _EXCLUDED_CALLBACKS)
         }
         return {"module": self.module, **({} if datamodule is None else {"datamodule": datamodule}), **callbacks}
 
@@ -107,7 +109,7 @@ class AttributeOwners:
         """Gather the optimizers, the schedulers and the averaged weights that Lightning saves."""
         trainer = self.trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._restored_by_others = {id(one) for one in (*trainer.optimizers, *schedulers, *averaged_models(trainer))}
+        self._restored_by_others = set(map(id, (*trainer.optimizers, *schedulers, *averaged_models(trainer))))
 
 
 class Attributes(Part):
@@ -123,6 +125,7 @@ class Attributes(Part):
     name = "attributes"
 
     def __init__(self, owners: AttributeOwners) -> None:
+        super().__init__(owners.trainer, owners.module)
         self._owners = owners
         self._tracker = AttributeTracker(
             owners.module_and_callbacks, skipped=owners.skipped_names, with_generators=True
@@ -180,9 +183,9 @@ class Attributes(Part):
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Restore what `changes` returned."""
         self._tracker.note(changes)
-        owners, extras = self._owners.module_and_callbacks(), optimizer_extras(self._owners.trainer.optimizers)
+        owners, extras = self._owners.module_and_callbacks(), optimizer_extras(self.trainer.optimizers)
         failed = restore_changes({**owners, **extras}, changes, skipped=self._owners.skipped_names)
-        restore_optimizer_extras(self._owners.trainer.optimizers, extras)
+        restore_optimizer_extras(self.trainer.optimizers, extras)
         removed_callbacks = {
             path for path in failed if path.startswith("callbacks.") and path not in owners and path.count(".") == 1
         }
@@ -201,13 +204,13 @@ class Attributes(Part):
     def drawn_anew(self, saved: SavedState) -> list[str]:
         """Return the attributes that had other values in the saved run, and were not saved, as they did not change."""
         before, now = saved.rank.get("drawable", {}), self._drawable_values()
-        restored = (*saved.rank["attributes"]["values"], *saved.rank["attributes"]["lost"])
+        known = (*saved.rank["attributes"]["values"], *saved.rank["attributes"]["lost"])
         others = [path for path in before if path in now and before[path] != now[path]]
-        return [path for path in others if not any(path == one or path.startswith(f"{one}.") for one in restored)]
+        return [path for path in others if not any(f"{path}.".startswith(f"{parent}.") for parent in known)]
 
     def _have_optimizers_extras(self) -> bool:
         """Whether optimizers hold something beside their state dicts, or did so since the fit started."""
-        now = any(vars(extras) for extras in optimizer_extras(self._owners.trainer.optimizers).values())
+        now = any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values())
         self._had_optimizer_extras |= now
         return self._had_optimizer_extras
 
@@ -243,6 +246,7 @@ class DatasetHolders(Part):
     name = "data_held_by"
 
     def __init__(self, owners: AttributeOwners, datasets: Callable[[], Sequence[object]]) -> None:
+        super().__init__(owners.trainer, owners.module)
         self._owners, self._datasets = owners, datasets
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:

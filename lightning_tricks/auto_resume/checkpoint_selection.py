@@ -214,7 +214,9 @@ def _describe_owner(trainer: Trainer, module: LightningModule, key_path: Sequenc
         part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)
     ]
     hook_owners += [
-        one for one in callbacks if is_overridden("on_save_checkpoint", one) and not isinstance(one, TrickCallback)
+        callback
+        for callback in callbacks
+        if is_overridden("on_save_checkpoint", callback) and not isinstance(callback, TrickCallback)
     ]
     return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hook_owners) or 'a hook'}"
 

@@ -1,9 +1,11 @@
-"""When a fit is saved, what each checkpoint holds, and what it cannot hold."""
+"""When a fit is saved, what each checkpoint holds, what it cannot hold, and how far the fit is."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
     from lightning_tricks.auto_resume.run_files import RunFiles
 
+_SECONDS_BETWEEN_STATUSES = 10.0
+
 
 class CheckpointWriter:
-    """Writes the checkpoints of a fit.
+    """Writes the checkpoints of a fit, and its status for `lightning-tricks resume status`.
 
     Args:
         settings: The callback, with the user's choices.
@@ -45,6 +49,7 @@ class CheckpointWriter:
         self.is_saving = False
         self._saved_step = -1
         self._saved_at = time.monotonic()
+        self._status_at = -math.inf
         self._reported: set[str] = set()
         self._known_arguments = b""  # the objects among the hyper-parameters that were read from a checkpoint
 
@@ -111,6 +116,26 @@ class CheckpointWriter:
             raise OSError(failure)
         if failure:
             rank_zero_warn(f"{failure} Training continues.")
+
+    def write_status_if_due(self) -> None:
+        """Write that the fit is running, at most every ten seconds."""
+        if time.monotonic() - self._status_at > _SECONDS_BETWEEN_STATUSES:
+            self.write_status("running")
+
+    def write_status(self, state: str) -> None:
+        """Write the status file, on rank zero: "running", "stopped" or "finished"."""
+        self._status_at = time.monotonic()
+        trainer = self.trainer
+        if not trainer.is_global_zero:
+            return
+        with suppress(OSError):  # a full disk is reported by the checkpoint that is lost
+            self.run_files.folder.write_status(
+                state=state,
+                epoch=trainer.current_epoch,
+                step=trainer.global_step,
+                max_epochs=trainer.max_epochs,
+                max_steps=trainer.max_steps,
+            )
 
     def _write(self, checkpoint: Mapping[str, Any], identity: Mapping[str, Any], finished: bool) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing."""

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import dump_checkpoint
-from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
@@ -91,18 +91,18 @@ class FitState:
         self, trainer: Trainer, module: LightningModule, loaders: LoaderTracker, configuration: RunConfiguration
     ) -> None:
         self._trainer, self._owners = trainer, AttributeOwners(trainer, module)
-        self.settings, self.attributes = TrainerSettings(trainer), Attributes(self._owners)
+        self.settings, self.attributes = TrainerSettings(trainer, module), Attributes(self._owners)
         self.outline = UnsavedOutline(trainer, module)
         parts: tuple[Part, ...] = (
-            RandomStates(),  # captured before code of the user is called, which may draw
+            RandomStates(trainer, module),  # captured before code of the user is called, which may draw
             Structure(trainer, module),
             self.settings,
-            LeftOutTensors(module),
-            LoopResults(trainer),
+            LeftOutTensors(trainer, module),
+            LoopResults(trainer, module),
             Buffers(trainer, module),
             Gradients(trainer, module, self._owners),
-            CallbackStates(trainer),
-            WeightAveraging(trainer),
+            CallbackStates(trainer, module),
+            WeightAveraging(trainer, module),
             self.outline,
             DatasetHolders(self._owners, loaders.datasets),
             self.attributes,
@@ -165,7 +165,9 @@ def report_differences(
         data_differences: A sentence for each loader whose data are others.
     """
     ranks = gather_objects((key_paths, drawn_anew, data_differences))
-    names, drawn, sentences = (list(dict.fromkeys(one for parts in ranks for one in parts[part])) for part in range(3))
+    names, drawn, sentences = (
+        [*dict.fromkeys(name for rank in kind for name in rank)] for kind in zip(*ranks, strict=True)
+    )
     for callback in callbacks_of(trainer):
         if isinstance(callback, TrickCallback):
             callback.resumed(trainer, [*names, *drawn, *("the data" for _ in sentences[:1])])
@@ -195,5 +197,5 @@ def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapp
     with suppress(MisconfigurationException):  # somebody may have overwritten the file since it was read
         saved = load_saved()
     compared = {name: value for name, value in saved.items() if name not in _NOT_COMPARED_ENTRIES}
-    timers = tuple(f"callbacks.{one.state_key}." for one in callbacks_of(trainer) if isinstance(one, Timer))
+    timers = tuple(f"callbacks.{timer.state_key}." for timer in callbacks_of_type(trainer, Timer))
     return [path for path in differing_paths(compared, checkpoint) if not path.startswith(timers)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -46,6 +46,7 @@ class LoaderTracker(Part):
 
     Args:
         trainer: The Trainer of the fit.
+        module: The module that is trained.
         stop_request: The signals that workers ignore.
 
     Attributes:
@@ -54,8 +55,9 @@ class LoaderTracker(Part):
 
     name = "loaders"
 
-    def __init__(self, trainer: Trainer, stop_request: StopRequest) -> None:
-        self.trainer, self.stop_request = trainer, stop_request
+    def __init__(self, trainer: Trainer, module: LightningModule, stop_request: StopRequest) -> None:
+        super().__init__(trainer, module)
+        self.stop_request = stop_request
         self.data_differences: list[str] = []
         self._baselines = ObjectBaselines()
         self._train: list[TrackedDataLoader] = []
@@ -132,7 +134,7 @@ class LoaderTracker(Part):
         for loader in self._validation:
             loader.close()
         in_training = {id(loader.loader) for loader in self._train}
-        known = [one for one in loaders if not why_not_trackable(one) and id(one) not in in_training]
+        known = [loader for loader in loaders if not why_not_trackable(loader) and id(loader) not in in_training]
         self._validation = self._track(known, "the validation loader")
         saved = self._saved_validation if is_saved else ()
         for loader, state in zip(self._validation, saved, strict=False):
@@ -213,7 +215,7 @@ class LoaderTracker(Part):
 
     def state(self, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
-        validation = [_loader_state(one, persistent_iterator(one.loader)) for one in self._validation]
+        validation = [_loader_state(loader, persistent_iterator(loader.loader)) for loader in self._validation]
         train = self._train_positions(at_end)
         for loader in (*self._train, *self._validation):
             self._warn_unsaved(loader)

@@ -57,77 +57,68 @@ def modules_of(trainer: Trainer, module: LightningModule) -> dict[str, nn.Module
 
 
 class Structure(Part):
-    """Pruning masks, parameter groups, training modes, which parameters require gradients, and lists that grow.
-
-    Args:
-        trainer: The Trainer of the fit.
-        module: The module that is trained.
-    """
+    """Pruning masks, parameter groups, training modes, which parameters require gradients, and lists that grow."""
 
     name = "structure"
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+        super().__init__(trainer, module)
         self._structure = ModelStructure(modules_of(trainer, module))
 
     def note(self, phase: Phase) -> None:
         """Note the groups of the optimizers as soon as there are some, and what hooks changed."""
         if phase is Phase.FIT_START:
-            self._structure.record_groups(self._module, self._trainer.optimizers)
+            self._structure.record_groups(self.module, self.trainer.optimizers)
         elif phase in (Phase.BEFORE_HOOKS, Phase.AFTER_HOOKS):
             self._changes()
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is other than at first, or was so at an earlier call."""
-        lists = module_list_types(modules_of(self._trainer, self._module))
+        lists = module_list_types(modules_of(self.trainer, self.module))
         return {**dict(move_to_device(self._changes(), "cpu")), "lists": lists}
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
         """Return the parameters that were added."""
-        return [f"the parameter {name}" for name in self._structure.new_parameters(self._module)]
+        return [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the groups before the states of the optimizers are loaded, and later all of it."""
         groups = saved.shared["groups"]
         if phase is not Phase.FIT_START:
             self._structure.note(saved.shared)
-            modules = modules_of(self._trainer, self._module)
+            modules = modules_of(self.trainer, self.module)
             restore_module_lists(modules, saved.shared["lists"])
-            restore_pruning_masks(self._module, saved.shared["masks"])
+            restore_pruning_masks(self.module, saved.shared["masks"])
             restore_flags(modules, saved.shared)
         if groups:  # after the masks, which replace parameters
-            restore_param_groups(self._module, self._trainer.optimizers, groups)
+            restore_param_groups(self.module, self.trainer.optimizers, groups)
 
     def _changes(self) -> dict[str, Any]:
-        modules = modules_of(self._trainer, self._module)
-        return self._structure.changes(modules, self._module, self._trainer.optimizers)
+        modules = modules_of(self.trainer, self.module)
+        return self._structure.changes(modules, self.module, self.trainer.optimizers)
 
 
 class LeftOutTensors(Part):
-    """Parameters and buffers that changed and that a hook such as `on_save_checkpoint` left out of the state dict.
-
-    Args:
-        module: The module that is trained.
-    """
+    """Parameters and buffers that changed and that a hook such as `on_save_checkpoint` left out of the state dict."""
 
     name = "left_out"
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        super().__init__(trainer, module)
         self._initial: dict[str, _TensorVersion] = {}
 
     def note(self, phase: Phase) -> None:
         """Note what there is at the fit's start."""
         if phase is Phase.FIT_START:
-            self._initial = _versions(_tensors(self._module))
+            self._initial = _versions(_tensors(self.module))
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors by name; those in the state dict may have other names there."""
         in_checkpoint = {value.data_ptr() for value in checkpoint["state_dict"].values() if _has_data(value)}
-        names = {*dict(self._module.named_parameters()), *nn.Module.state_dict(self._module)}  # others: see Buffers
+        names = {*dict(self.module.named_parameters()), *nn.Module.state_dict(self.module)}  # others: see Buffers
         found = {
             name: value
-            for name, value in _tensors(self._module).items()
+            for name, value in _tensors(self.module).items()
             if name in names
             and _has_data(value)
             and value.data_ptr() not in in_checkpoint
@@ -138,10 +129,10 @@ class LeftOutTensors(Part):
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the tensors; at the fit's start, weights that were loaded in another precision."""
         if phase is not Phase.FIT_START:
-            _restore_tensors(self._module, saved.shared.get("left_out", {}))
+            _restore_tensors(self.module, saved.shared.get("left_out", {}))
             return
         with torch.no_grad():
-            for name, value in state_dict_tensors(self._module.state_dict()).items():
+            for name, value in state_dict_tensors(self.module.state_dict()).items():
                 if name in saved.weights:
                     value.copy_(saved.weights[name])
 
@@ -151,27 +142,23 @@ class Buffers(ComparedPart):
 
     These are buffers that are not in the state dict and were changed, and, on other ranks, those that differ from rank
     zero's: without SyncBatchNorm each rank has statistics of its own.
-
-    Args:
-        trainer: The Trainer of the fit.
-        module: The module that is trained.
     """
 
     name = "buffers"
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+        super().__init__(trainer, module)
         self._initial: dict[str, dict[str, _TensorVersion]] = {}
 
     def note(self, phase: Phase) -> None:
         """Note what there is at the fit's start."""
         if phase is Phase.FIT_START:
-            modules = modules_of(self._trainer, self._module)
+            modules = modules_of(self.trainer, self.module)
             self._initial = {path: _versions(_buffers_not_saved(module)) for path, module in modules.items()}
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the buffers of the module and of modules that callbacks hold."""
-        modules = modules_of(self._trainer, self._module)
+        modules = modules_of(self.trainer, self.module)
         found = {
             path: {
                 name: value
@@ -180,26 +167,26 @@ class Buffers(ComparedPart):
             }
             for path, module in modules.items()
         }
-        if self._trainer.world_size > 1:
+        if self.trainer.world_size > 1:
             own = {path: dict(module.named_buffers()) for path, module in modules.items()}
-            digests = {path: {name: _digest(one) for name, one in buffers.items()} for path, buffers in own.items()}
-            of_rank_zero = self._trainer.strategy.broadcast(digests)
+            digests = {path: {name: _digest(value) for name, value in buffers.items()} for path, buffers in own.items()}
+            of_rank_zero = self.trainer.strategy.broadcast(digests)
             for path, buffers in own.items():
                 known = of_rank_zero.get(path, {})
                 differing = [name for name in buffers if digests[path][name] != known.get(name, digests[path][name])]
                 found[path] |= {name: buffers[name] for name in differing}
-        syncs = getattr(self._trainer.model, _SYNC_ATTRIBUTE, None)
+        syncs = getattr(self.trainer.model, _SYNC_ATTRIBUTE, None)
         return {"buffers": move_to_device(found, "cpu"), "syncs_buffers": syncs}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the buffers, also those that were added or have another shape."""
-        for path, module in modules_of(self._trainer, self._module).items():
+        for path, module in modules_of(self.trainer, self.module).items():
             buffers = saved.rank["buffers"].get(path, {})
             resize_to_state_dict(module, buffers, list(buffers))
             _restore_tensors(module, buffers)
         syncs = saved.rank["syncs_buffers"]
-        if phase is not Phase.RESULTS and syncs is not None and hasattr(self._trainer.model, _SYNC_ATTRIBUTE):
-            setattr(self._trainer.model, _SYNC_ATTRIBUTE, syncs)
+        if phase is not Phase.RESULTS and syncs is not None and hasattr(self.trainer.model, _SYNC_ATTRIBUTE):
+            setattr(self.trainer.model, _SYNC_ATTRIBUTE, syncs)
 
 
 class Gradients(ComparedPart):
@@ -214,28 +201,30 @@ class Gradients(ComparedPart):
     name = "gradients"
 
     def __init__(self, trainer: Trainer, module: LightningModule, owners: AttributeOwners) -> None:
-        self._trainer, self._module, self._owners = trainer, module, owners
+        super().__init__(trainer, module)
+        self._owners = owners
         self._are_read, self._known_code = False, dict[int, Any]()
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the gradients by the names of the parameters."""
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         is_kept = self._may_be_read(walk)
-        cleared = set() if is_kept else {id(one) for group in groups for one in group["params"]}
-        return {"gradients": move_to_device(capture_gradients(self._module, cleared), "cpu")}
+        cleared = set() if is_kept else {id(parameter) for group in groups for parameter in group["params"]}
+        return {"gradients": move_to_device(capture_gradients(self.module, cleared), "cpu")}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the gradients, and that they are read."""
-        restore_gradients(self._module, saved.rank["gradients"])
+        restore_gradients(self.module, saved.rank["gradients"])
         self._are_read |= bool(saved.rank["gradients"])
 
     def _may_be_read(self, walk: ObjectWalk) -> bool:
-        if not self._module.automatic_optimization or is_overridden("optimizer_zero_grad", self._module):
+        if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
             return True
-        if callbacks_of_type(self._trainer, StochasticWeightAveraging):
+        if callbacks_of_type(self.trainer, StochasticWeightAveraging):
             return True  # its epoch for batch statistics ends with a step by the gradients of the epoch before
         # optimizers of torch call the closure first, which clears gradients; another one may climb along them before
-        is_unknown = any(not type(one).__module__.startswith("torch.optim.") for one in self._trainer.optimizers)
+        kinds = [type(optimizer) for optimizer in self.trainer.optimizers]
+        is_unknown = any(not kind.__module__.startswith("torch.optim.") for kind in kinds)
         self._are_read = (
             self._are_read or is_unknown or reads_gradients(self._owners.called_in_steps(walk), self._known_code)
         )
@@ -243,22 +232,14 @@ class Gradients(ComparedPart):
 
 
 class UnsavedOutline(Part):
-    """What can be compared and not restored: hooks, tied weights, classes of optimizers and schedulers.
-
-    Args:
-        trainer: The Trainer of the fit.
-        module: The module that is trained.
-    """
+    """What can be compared and not restored: hooks, tied weights, classes of optimizers and schedulers."""
 
     name = "outline"
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
-
     def now(self) -> Outline:
         """Return the outline of what there is now."""
-        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        return outline(modules_of(self._trainer, self._module), self._trainer.optimizers, schedulers)
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return outline(modules_of(self.trainer, self.module), self.trainer.optimizers, schedulers)
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the outline."""

@@ -112,11 +112,18 @@ class Part:
 
     What has changed is relative to the creation of the part, or to what `note` found later.
 
+    Args:
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
+
     Attributes:
         name: Its name in the order of a restore; of a `ComparedPart`, the key of its entry as well.
     """
 
     name = ""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self.trainer, self.module = trainer, module
 
     def note(self, phase: Phase) -> None:
         """Note what there is now: what changes are relative to, or what has changed up to here."""

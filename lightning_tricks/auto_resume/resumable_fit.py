@@ -39,7 +39,6 @@ from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
 from lightning_tricks.auto_resume.run_files import raise_for_problem
-from lightning_tricks.auto_resume.run_status import RunStatus
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
@@ -72,9 +71,8 @@ class ResumableFit(FitObserver):
     ) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
-        self.status = RunStatus(trainer, run_files.folder)
         self.stop_request = stop_request
-        self.loaders = LoaderTracker(trainer, stop_request)
+        self.loaders = LoaderTracker(trainer, module, stop_request)
         self.selection: CheckpointSelection
         self.configuration: RunConfiguration
         self.state: FitState
@@ -137,7 +135,7 @@ class ResumableFit(FitObserver):
             groups = param_group_names(self.module, self.trainer.optimizers)
             rank["epoch"] = {**rank["epoch"], "groups": groups}
         changed = {change.name for change in self.configuration.changes}
-        settings = {name: one for name, one in saved.shared["settings"].items() if f"Trainer.{name}" not in changed}
+        settings = {name: old for name, old in saved.shared["settings"].items() if f"Trainer.{name}" not in changed}
         self._pending = replace(saved, rank=rank, shared={**saved.shared, "settings": settings})
 
     def on_fit_start(self) -> None:
@@ -341,14 +339,14 @@ class ResumableFit(FitObserver):
             self._save(SavePoint.AFTER_BATCH)
         if stop_requested:
             self._stop()
-        self.status.write_if_due()
+        self.writer.write_status_if_due()
 
     def after_train_end(self) -> None:
         """Save the end of the fit, after all hooks that may change it."""
         if not self._is_running or self.settings not in callbacks_of(self.trainer):
             return  # the fit of a tuner, which leaves the callbacks out
         self._save(SavePoint.FIT_END)
-        self.status.write("finished")
+        self.writer.write_status("finished")
 
     def on_fit_end(self) -> None:
         """Note what was logged after the end; restore the random state of a fit that had finished before."""
@@ -374,6 +372,6 @@ class ResumableFit(FitObserver):
         name = self.stop_request.received or "a signal to another rank"
         step = self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
-        self.status.write("stopped")
+        self.writer.write_status("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_files
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
-from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.text import list_names
@@ -131,7 +131,9 @@ class RunFiles:
         self.folder.prepare()
         self.root.prepare()
         processes = self.root.read_private(_PROCESSES_FILE).get("processes", [])
-        processes = [one for one in processes if isinstance(one, dict)] if isinstance(processes, list) else []
+        processes = (
+            [process for process in processes if isinstance(process, dict)] if isinstance(processes, list) else []
+        )
         acquired, is_certain = self._lock.acquire(processes[-1] if processes else {})
         if not acquired:
             process = processes[-1] if processes else {}
@@ -146,7 +148,8 @@ class RunFiles:
                 f"AutoResume: the file system of {self.root.path} does not support locks. A second run in this "
                 "directory is detected on the same host only."
             )
-        processes = [*(one for one in processes if one != this_process()), this_process()][-_MAX_PROCESSES:]
+        others = [process for process in processes if process != this_process()]
+        processes = [*others, this_process()][-_MAX_PROCESSES:]
         self.root.write_private(_PROCESSES_FILE, {"processes": processes})
         return processes
 
@@ -261,8 +264,8 @@ class RunFiles:
         return int(self.folder.path.name[3:]) if self.folder.path != self.root.path else 1
 
     def _model_checkpoints(self) -> dict[str, ModelCheckpoint]:
-        callbacks = callbacks_of(self.trainer)
-        return {one.state_key: one for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath}
+        callbacks = callbacks_of_type(self.trainer, ModelCheckpoint)
+        return {callback.state_key: callback for callback in callbacks if callback.dirpath}
 
     def _checkpoint_folders(self) -> dict[str, Path]:
         """Return the local directories of the ModelCheckpoints by their `state_key`."""

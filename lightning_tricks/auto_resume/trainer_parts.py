@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_callback_state, restore_checkpoint_callback_state
@@ -50,16 +50,12 @@ class RandomStates(ComparedPart):
 
 
 class TrainerSettings(Part):
-    """What callbacks may change of a Trainer: its settings, when schedulers step, and the limits of its loops.
-
-    Args:
-        trainer: The Trainer of the fit.
-    """
+    """What callbacks may change of a Trainer: its settings, when schedulers step, and the limits of its loops."""
 
     name = "settings"
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        super().__init__(trainer, module)
         self._settings = ChangedValues(self._present_settings())
         self._schedulers = ChangedValues({})
         self._limits = ChangedValues(loop_limits(trainer))
@@ -69,14 +65,14 @@ class TrainerSettings(Part):
         if phase is Phase.FIT_START:
             self._schedulers = ChangedValues(self._present_schedulers())
         elif phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
-            now = loop_limits(self._trainer)
+            now = loop_limits(self.trainer)
             self._limits.initial |= {name: now[name] for name in self._given_limits(phase)}
         elif phase in (Phase.BEFORE_HOOKS, Phase.AFTER_HOOKS):
             self.capture_shared({})
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is other than at first, or was so at an earlier call."""
-        limits = self._limits.changes(loop_limits(self._trainer))
+        limits = self._limits.changes(loop_limits(self.trainer))
         return {
             "settings": self.changed_settings(),
             "schedulers": self._schedulers.changes(self._present_schedulers()),
@@ -91,26 +87,26 @@ class TrainerSettings(Part):
         limits = saved.shared.get("limits", {})
         if phase is Phase.FIT_START:  # the Trainer refuses to restore an epoch beyond its `max_epochs`
             _, after = limits.get("max_epochs", (None, None))
-            given = self._trainer.max_epochs
+            given = self.trainer.max_epochs
             if after is not None and given is not None and 0 <= given < saved.manifest.epoch <= after:
-                set_loop_limits(self._trainer, {"max_epochs": after})
+                set_loop_limits(self.trainer, {"max_epochs": after})
         elif phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
-            now = loop_limits(self._trainer)
+            now = loop_limits(self.trainer)
             for name in limits.keys() & self._given_limits(phase):
                 before, after = limits[name]
                 if now[name] in (before, after):
                     self._limits.initial[name] = before
                     self._limits.note([name])
-                    set_loop_limits(self._trainer, {name: after})
+                    set_loop_limits(self.trainer, {name: after})
         else:
             self.restore_settings(saved.shared["settings"])
             schedulers = saved.shared.get("schedulers", {})
             self._schedulers.note(schedulers)
             for place in schedulers.keys() & self._present_schedulers():
                 number, _, name = place.partition(".")
-                setattr(self._trainer.lr_scheduler_configs[int(number)], name, schedulers[place])
+                setattr(self.trainer.lr_scheduler_configs[int(number)], name, schedulers[place])
             unchanged = [name for name, (before, _) in limits.items() if self._limits.initial[name] == before]
-            set_loop_limits(self._trainer, {name: limits[name][1] for name in unchanged})
+            set_loop_limits(self.trainer, {name: limits[name][1] for name in unchanged})
 
     def changed_settings(self) -> dict[str, Any]:
         """Return the settings that are other than at first, or were so at an earlier call."""
@@ -119,59 +115,49 @@ class TrainerSettings(Part):
     def restore_settings(self, settings: Mapping[str, Any]) -> None:
         """Restore what `changed_settings` returned."""
         self._settings.note(settings)
-        set_private(self._trainer, **settings)
+        set_private(self.trainer, **settings)
 
     def _given_limits(self, phase: Phase) -> Collection[str]:
         """Return the names of the limits that the Trainer sets last before a phase."""
-        return LOADER_LIMITS if phase is Phase.LOADERS_CREATED else loop_limits(self._trainer).keys() - LOADER_LIMITS
+        return LOADER_LIMITS if phase is Phase.LOADERS_CREATED else loop_limits(self.trainer).keys() - LOADER_LIMITS
 
     def _present_settings(self) -> dict[str, Any]:
-        return {name: getattr(self._trainer, name) for name in (*SHAPING_SETTINGS, "log_every_n_steps")}
+        return {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "log_every_n_steps")}
 
     def _present_schedulers(self) -> dict[str, Any]:
-        configs = self._trainer.lr_scheduler_configs
-        return {f"{n}.{name}": getattr(one, name) for n, one in enumerate(configs) for name in SCHEDULE_OPTIONS}
+        configs = self.trainer.lr_scheduler_configs
+        pairs = [(number, name) for number in range(len(configs)) for name in SCHEDULE_OPTIONS]
+        return {f"{number}.{name}": getattr(configs[number], name) for number, name in pairs}
 
 
 class LoopResults(ComparedPart):
-    """What the loops have logged in the epoch, and when they reloaded loaders.
-
-    Args:
-        trainer: The Trainer of the fit.
-    """
+    """What the loops have logged in the epoch, and when they reloaded loaders."""
 
     name = "trainer"
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return what `capture_loop_state` does."""
-        return {"trainer": move_to_device(capture_loop_state(self._trainer), "cpu")}
+        return {"trainer": move_to_device(capture_loop_state(self.trainer), "cpu")}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the values and their metrics on the device of the fit."""
-        restore_loop_state(self._trainer, move_to_device(saved.rank["trainer"], self._trainer.strategy.root_device))
+        restore_loop_state(self.trainer, move_to_device(saved.rank["trainer"], self.trainer.strategy.root_device))
 
 
 class CallbackStates(ComparedPart):
-    """What callbacks remember beside the state dicts that the Trainer saves, which are those of rank zero.
-
-    Args:
-        trainer: The Trainer of the fit.
-    """
+    """What callbacks remember beside the state dicts that the Trainer saves, which are those of rank zero."""
 
     name = "callbacks"
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        super().__init__(trainer, module)
         self._initial = {*named_callbacks(trainer)}
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the states by the `state_key` of the callbacks."""
         found: dict[str, Any] = {}
-        for callback in callbacks_of(self._trainer):
-            state_dict = callback.state_dict() if self._trainer.world_size > 1 else {}
+        for callback in callbacks_of(self.trainer):
+            state_dict = callback.state_dict() if self.trainer.world_size > 1 else {}
             state = {"in_epoch": _mid_epoch_state(callback), "state_dict": state_dict}
             if any(state.values()):
                 found[callback.state_key] = state
@@ -179,7 +165,7 @@ class CallbackStates(ComparedPart):
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
         """Return the callbacks that were added or removed."""
-        now = {*named_callbacks(self._trainer)}
+        now = {*named_callbacks(self.trainer)}
         changes = {"added": now - self._initial, "removed": self._initial - now}
         return [
             f"{name} (a callback that was {change} {IN_THE_FIT}"
@@ -189,8 +175,8 @@ class CallbackStates(ComparedPart):
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the states; of a fit that had finished, the memory of ModelCheckpoint alone."""
-        device = self._trainer.strategy.root_device
-        callbacks: list[Any] = callbacks_of(self._trainer)
+        device = self.trainer.strategy.root_device
+        callbacks: list[Any] = callbacks_of(self.trainer)
         for callback in callbacks:
             state = saved.rank["callbacks"].get(callback.state_key, {})
             if phase is Phase.RESULTS and not isinstance(callback, ModelCheckpoint):
@@ -205,22 +191,15 @@ class CallbackStates(ComparedPart):
 
 
 class WeightAveraging(Part):
-    """What StochasticWeightAveraging does at the start and the end of a fit, which a resumed one skips.
-
-    Args:
-        trainer: The Trainer of the fit.
-    """
+    """What StochasticWeightAveraging does at the start and the end of a fit, which a resumed one skips."""
 
     name = "averaging"
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore its scheduler, as it creates none in its epoch for batch statistics; at the end remove that epoch."""
         restore_averaging = restore_swa_max_epochs if phase is Phase.FIT_END else restore_swa_scheduler
-        for callback in callbacks_of_type(self._trainer, StochasticWeightAveraging):
-            restore_averaging(self._trainer, callback)
+        for callback in callbacks_of_type(self.trainer, StochasticWeightAveraging):
+            restore_averaging(self.trainer, callback)
 
 
 def _mid_epoch_state(callback: Callback) -> dict[str, Any]:

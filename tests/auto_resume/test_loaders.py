@@ -461,7 +461,7 @@ def test_attributes_of_other_data_are_named():
     def tracked(seed):
         data = torch.utils.data.random_split(Own(21), [15, 6], generator=torch.Generator().manual_seed(seed))[0]
         loader = DataLoader(data, batch_size=3)
-        fit = LoaderTracker(None, StopRequest([]))
+        fit = LoaderTracker(None, None, StopRequest([]))
         return fit, loader
 
     before, loader = tracked(1)

@@ -89,7 +89,7 @@ def _objects(value: Any, key_path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
 class KeptCheckpoint:
     """Keeps what was read from a checkpoint, and gives copies to hooks, which may change what they are given.
 
-    The copies share the memory of the tensors, whose versions tell whether somebody changed one in place. A checkpoint
+    The copies share the memory of the tensors, whose versions tell whether one of them was changed in place. A checkpoint
     with objects that may change without notice is not kept.
 
     Args:
@@ -107,7 +107,7 @@ class KeptCheckpoint:
     @property
     def is_intact(self) -> bool:
         """Whether the values are certainly those that were read."""
-        return self._can_be_kept and all(tensor_version(one) == version for one, version in self._versions)
+        return self._can_be_kept and all(tensor_version(tensor) == version for tensor, version in self._versions)
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -116,7 +116,7 @@ class KeptCheckpoint:
 
     def copy(self) -> dict[str, Any]:
         """Return a copy of all containers, with tensors of their own that share their memory."""
-        others = deepcopy(self._others, {id(one): one.detach() for one, _ in self._versions})
+        others = deepcopy(self._others, {id(tensor): tensor.detach() for tensor, _ in self._versions})
         return {key: self._arguments[key] if key in self._arguments else others[key] for key in self._values}
 
 
@@ -135,7 +135,7 @@ class _ObjectPickler(pickle.Pickler):
         if kind in (Tensor, nn.Parameter) and _is_usual(value):
             self.tensors.append(value)
             return _tensor, ()
-        if kind not in self._PLAIN_TYPES and not any(value is one for one in _PLAIN_CALLS):
+        if kind not in self._PLAIN_TYPES and not any(value is call for call in _PLAIN_CALLS):
             self.found = True
         return NotImplemented
 

@@ -315,7 +315,9 @@ def _encode_indices(indices: Any) -> bytes:
     try:
         return marshal.dumps(indices, 2)  # later versions also encode which objects are identical
     except ValueError:
-        return repr([one.tolist() if isinstance(one, Tensor) else type(one) for one in _as_list(indices)]).encode()
+        return repr(
+            [index.tolist() if isinstance(index, Tensor) else type(index) for index in _as_list(indices)]
+        ).encode()
 
 
 def _as_list(indices: Any) -> list[Any]:

@@ -148,4 +148,4 @@ def loader_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     batches = loader.batch_sampler
     owners = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    return list(dict.fromkeys(value for value in found if isinstance(value, torch.Generator)))

@@ -144,15 +144,16 @@ class RecordedDraws:
 
     def as_dict(self, calls: int | None = None) -> dict[str, Any]:
         """Return the records as tensors and plain values; those of the first `calls` calls if that is given."""
-        records = [one for one in self._records if calls is None or one[0] < calls]
-        byte_indices = [where for _, _, where, _ in records if where is not None]
+        records = [record for record in self._records if calls is None or record[0] < calls]
+        numbers, generators, places, values = zip(*records, strict=True) if records else ((), (), (), ())
+        byte_indices = [where for where in places if where is not None]
         return {
             "full": self.is_full,
-            "calls": torch.tensor([one[0] for one in records], dtype=torch.int64),
-            _GENERATORS_KEY: torch.tensor([one[1] for one in records], dtype=torch.uint8),
-            "changed": torch.tensor([-1 if one[2] is None else len(one[2]) for one in records], dtype=torch.int64),
+            "calls": torch.tensor(numbers, dtype=torch.int64),
+            _GENERATORS_KEY: torch.tensor(generators, dtype=torch.uint8),
+            "changed": torch.tensor([-1 if where is None else len(where) for where in places], dtype=torch.int64),
             "places": torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *byte_indices])),
-            "bytes": torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *(one[3] for one in records)])),
+            "bytes": torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *values])),
         }
 
     def _record(self, number: int, generator: int, state: Any) -> None:
@@ -228,17 +229,17 @@ def _read_states() -> list[Any]:
     return [random.getstate(), _numpy.read(), torch.get_rng_state()]
 
 
-def _same_python(one: Any, other: Any) -> bool:
+def _same_python(before: Any, now: Any) -> bool:
     # position, cached deviate and some words are enough: all words change when the buffer is generated again
-    return bool(one[1][-1] == other[1][-1] and one[2] == other[2] and one[1][:4] == other[1][:4])
+    return bool(before[1][-1] == now[1][-1] and before[2] == now[2] and before[1][:4] == now[1][:4])
 
 
-def _same_numpy(one: Any, other: Any) -> bool:
-    return one is other or bool(one[2:] == other[2:] and one[1].tobytes() == other[1].tobytes())
+def _same_numpy(before: Any, now: Any) -> bool:
+    return before is now or bool(before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes())
 
 
-def _same_torch(one: Tensor, other: Tensor) -> bool:
-    return one.numpy().tobytes() == other.numpy().tobytes()
+def _same_torch(before: Tensor, now: Tensor) -> bool:
+    return before.numpy().tobytes() == now.numpy().tobytes()
 
 
 _IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (_same_python, _same_numpy, _same_torch)

@@ -315,7 +315,11 @@ class TrackedWorkerData:
         start = time.thread_time()
         found = self._attributes.changes()
         names = set[str]().union(*self._large_names.values())
-        values = {path: one for path, one in found["values"].items() if not (_is_deleted(one) and one["name"] in names)}
+        values = {
+            path: change
+            for path, change in found["values"].items()
+            if not (_is_deleted(change) and change["name"] in names)
+        }
         note = _pickle_note({"values": values, "lost": {**found["lost"], **self._unsaved}})
         if len(note) > NOTE_BYTES:
             largest = max(values, key=lambda path: len(_pickle_note(values[path])))
