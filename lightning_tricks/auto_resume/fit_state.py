@@ -165,9 +165,8 @@ def report_differences(
         data_differences: A sentence for each loader whose data are others.
     """
     ranks = gather_objects((key_paths, drawn_anew, data_differences))
-    names, drawn, sentences = (
-        [*dict.fromkeys(name for rank in kind for name in rank)] for kind in zip(*ranks, strict=True)
-    )
+    by_kind = zip(*ranks, strict=True)
+    names, drawn, sentences = ([*dict.fromkeys(found for rank in kind for found in rank)] for kind in by_kind)
     for callback in callbacks_of(trainer):
         if isinstance(callback, TrickCallback):
             callback.resumed(trainer, [*names, *drawn, *("the data" for _ in sentences[:1])])

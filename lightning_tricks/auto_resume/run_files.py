@@ -130,10 +130,9 @@ class RunFiles:
         """Return the processes that used the directory, this one included; set `problem` if it is in use."""
         self.folder.prepare()
         self.root.prepare()
-        processes = self.root.read_private(_PROCESSES_FILE).get("processes", [])
-        processes = (
-            [process for process in processes if isinstance(process, dict)] if isinstance(processes, list) else []
-        )
+        recorded = self.root.read_private(_PROCESSES_FILE).get("processes")
+        recorded = recorded if isinstance(recorded, list) else []
+        processes = [process for process in recorded if isinstance(process, dict)]
         acquired, is_certain = self._lock.acquire(processes[-1] if processes else {})
         if not acquired:
             process = processes[-1] if processes else {}

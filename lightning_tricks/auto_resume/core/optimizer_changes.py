@@ -40,10 +40,9 @@ def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names
     """
     found = Configuration(groups=[[list(group) for group in groups] for groups in names])
     for number, (label, optimizer) in enumerate(zip(numbered(optimizers), optimizers, strict=True)):
-        digest = hashlib.sha256(repr([sorted(map(str, names)) for names in found.groups[number]]).encode()).hexdigest()[
-            :6
-        ]
-        sizes = ", ".join(str(len(group)) for group in found.groups[number])
+        groups = found.groups[number]
+        digest = hashlib.sha256(repr([sorted(map(str, group)) for group in groups]).encode()).hexdigest()[:6]
+        sizes = ", ".join(str(len(group)) for group in groups)
         found.values[f"{label}.groups"] = f"parameters: {sizes} ({digest})"
         found.kinds[f"optimizer {number}"] = type(optimizer).__name__
         for prefix, group in zip(_prefixes(label, optimizer.param_groups), optimizer.param_groups, strict=True):
@@ -179,9 +178,7 @@ class ChangedOptimizers:
         """Return what schedules set in a group: from the schedules that were stepped, or as they had changed it."""
         schedules = [config.scheduler for config in self._configs if _optimizer_of(config) is optimizer]
         if schedules and all(map(_is_replayable, schedules)):
-            momenta = (
-                ("momentum", "betas") if any(hasattr(schedule, "cycle_momentum") for schedule in schedules) else ()
-            )
+            momenta = ("momentum", "betas") if any(hasattr(part, "cycle_momentum") for part in schedules) else ()
             return {name: created[name] for name in {*_of_schedules(optimizer, created), *momenta} & created.keys()}
         if not schedules and self._lost_schedules():
             return {"lr": created["lr"]}

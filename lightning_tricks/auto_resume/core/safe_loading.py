@@ -89,8 +89,8 @@ def _objects(value: Any, key_path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
 class KeptCheckpoint:
     """Keeps what was read from a checkpoint, and gives copies to hooks, which may change what they are given.
 
-    The copies share the memory of the tensors, whose versions tell whether one of them was changed in place. A checkpoint
-    with objects that may change without notice is not kept.
+    The copies share the memory of the tensors, whose versions tell whether one of them was changed in place. A
+    checkpoint with objects that may change without notice is not kept.
 
     Args:
         values: What was read.

@@ -315,10 +315,5 @@ def _encode_indices(indices: Any) -> bytes:
     try:
         return marshal.dumps(indices, 2)  # later versions also encode which objects are identical
     except ValueError:
-        return repr(
-            [index.tolist() if isinstance(index, Tensor) else type(index) for index in _as_list(indices)]
-        ).encode()
-
-
-def _as_list(indices: Any) -> list[Any]:
-    return list(indices) if isinstance(indices, list | tuple) else [indices]
+        parts = indices if isinstance(indices, list | tuple) else [indices]
+        return repr([part.tolist() if isinstance(part, Tensor) else type(part) for part in parts]).encode()
