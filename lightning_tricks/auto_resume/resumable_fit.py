@@ -29,7 +29,7 @@ from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelectio
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, Manifest
+from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
@@ -98,25 +98,24 @@ class ResumableFit(FitObserver):
         self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files)
         self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
         self._installed.callback(self.configuration.close)
-        newest = self.selection.newest(user_path)
-        if newest is None:
-            self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
-            return None
-        self._resumed, path = newest
-        self._checkpoint = checkpoint = self.selection.load(path)
-        entry = checkpoint[CHECKPOINT_KEY]
-        before, ranks = entry["shared"].get("configuration"), len(entry["ranks"])
-        self.configuration.resume_from(before, self._resumed, str(path.parent), ranks)
+        newest, saved = self.selection.newest(user_path), None
+        if newest is not None:
+            manifest, path = newest
+            checkpoint = self.selection.load(path)
+            saved = SavedState.from_checkpoint(manifest, path, checkpoint, self.trainer, self.module)
+            self.configuration.resume_from(saved)
         self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
-        saved = SavedState.from_checkpoint(self._resumed, path, checkpoint, self.trainer, self.module)
-        self._pending, self._loader_origins = saved, dict(saved.rank["made"])
+        if saved is None:
+            return None
+        self._resumed, self._pending, self._checkpoint = manifest, saved, checkpoint
+        self._loader_origins = dict(saved.rank["made"])
         if saved.save_point is SavePoint.FIT_END:
             self.selection.forget()  # nothing is restored once more
         resize_to_state_dict(self.module, checkpoint["state_dict"], saved.shared["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
         extended = f", extended {self.configuration.extended}" if self.configuration.extended else ""
-        position = f"resumes at epoch {self._resumed.epoch}, step {self._resumed.step}{extended}"
-        is_over = self._resumed.finished and not extended
+        position = f"resumes at epoch {manifest.epoch}, step {manifest.step}{extended}"
+        is_over = manifest.finished and not extended
         rank_zero_info(f"AutoResume: the run {'had finished' if is_over else position} ({path}).")
         return path, checkpoint
 

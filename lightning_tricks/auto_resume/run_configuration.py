@@ -34,7 +34,6 @@ from lightning_tricks.auto_resume.core.configuration import (
     plain,
 )
 from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
-from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
@@ -89,9 +88,8 @@ class RunConfiguration(Part):
         self.changes: list[Change] = []
         self.extended = ""
         self.changed_states: dict[str, Any] = {}
+        self._saved: SavedState  # where the fit resumes
         self._before: Configuration | None = None
-        self._manifest: Manifest
-        self._folder = ""
         # Where values lie that can be set: name -> owner, name in it, and the value of this start
         self._places: dict[str, tuple[Any, str, Any]] = {}
         self._began: dict[str, Any] = {}
@@ -99,7 +97,6 @@ class RunConfiguration(Part):
         self._ignored: list[Change] = []
         self._set_back = ExitStack()  # the Trainer's settings
         self._created: Sequence[Any] = ()  # the optimizers
-        self._other_ranks = False
         self._has_loaders = self._has_optimizers = self._said_incidental = False
         self._now = Configuration(arguments=dict(self._arguments()))
         seed = os.environ.get("PL_GLOBAL_SEED", "")
@@ -185,20 +182,12 @@ class RunConfiguration(Part):
 
     # -- what a later start changed
 
-    def resume_from(self, saved: Mapping[str, Any] | None, manifest: Manifest, folder: str, ranks: int) -> None:
-        """Compare with what the run was started with; with `on_change="old"`, set back what can be set.
-
-        Args:
-            saved: What `saved` returned in the stopped run; None where an older release wrote the checkpoint.
-            manifest: The manifest of the checkpoint.
-            folder: Its directory, in words.
-            ranks: The number of ranks that wrote it.
-        """
-        self._manifest, self._folder = manifest, folder
-        self._other_ranks = ranks != self.trainer.world_size
-        if saved is None:
+    def resume_from(self, saved: SavedState) -> None:
+        """Compare with what the run was started with; with `on_change="old"`, set back what can be set."""
+        self._saved = saved
+        if "configuration" not in saved.shared:  # an older release wrote the checkpoint
             return
-        self._before = Configuration(**saved)
+        self._before = Configuration(**saved.shared["configuration"])
         self.extended = " and ".join(
             f"from {before} to {now} {unit}" for _, (before, now, unit) in self._extensions().items()
         )
@@ -237,7 +226,7 @@ class RunConfiguration(Part):
                 continue
             is_found = was_searched and _SEARCHED.fullmatch(leaf)
             # another number of ranks makes other steps
-            if is_found or (self._other_ranks and change.label in schedules):
+            if is_found or (self._saved.world_size_changed and change.label in schedules):
                 incidental.append(change)
             else:
                 changes.append(replace(change, why=self._reason(change)))
@@ -297,7 +286,7 @@ class RunConfiguration(Part):
         names = [change.name for change in self.changes] if self.settings.on_change == "new" else []
         if not names and self._before.groups == self._now.groups:
             return
-        regrouped = bool(checkpoint[CHECKPOINT_KEY]["shared"]["groups"])
+        regrouped = bool(self._saved.shared["groups"])
         if regrouped and any(name.endswith(".groups") for name in names):
             raise MisconfigurationException(
                 "AutoResume: hooks changed the parameter groups of the run, and configure_optimizers now returns other "
@@ -305,12 +294,12 @@ class RunConfiguration(Part):
                 "choose another dirpath."
             )
         changed = ChangedOptimizers(optimizers, configs, self._before, self._now, names, regrouped=regrouped)
-        states = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+        states, manifest = (checkpoint["optimizer_states"], checkpoint["lr_schedulers"]), self._saved.manifest
         try:
-            states = changed.states(*states, self._manifest.step, self._manifest.epoch)
+            states = changed.states(*states, manifest.step, manifest.epoch)
         except ValueError as error:
             raise MisconfigurationException(
-                f"AutoResume: a schedule ends before step {self._manifest.step}, which the run has reached ({error}). "
+                f"AutoResume: a schedule ends before step {manifest.step}, which the run has reached ({error}). "
                 "Give it more steps, or choose another dirpath to start a new run."
             ) from error
         changed_entries = dict(zip(("optimizer_states", "lr_schedulers"), states, strict=True))
@@ -361,7 +350,7 @@ class RunConfiguration(Part):
             return
         if self.settings.on_change == "raise":
             raise MisconfigurationException(
-                f"AutoResume: {self._folder} holds a run that was started with other settings:\n  "
+                f"AutoResume: {self._saved.path.parent} holds a run that was started with other settings:\n  "
                 f"{_listed(new, chr(10) + '  ')}\n"
                 "Nothing was trained or changed. Choose one of these:\n"
                 "- AutoResume(..., on_change='new') continues with the new values; moments, position and random states "
@@ -371,15 +360,16 @@ class RunConfiguration(Part):
             )
         if self.settings.on_change == "new":
             self._check_length(new)
-            is_over = self._manifest.finished and not self.extended
+            is_over = self._saved.manifest.finished and not self.extended
             end = " The run had finished: they take effect when it is given more epochs or steps." if is_over else ""
             rank_zero_info(f"AutoResume: the run goes on with new values: {_listed(new, '; ')}.{end}")
             return
         self._keep_old(new)
 
     def _check_length(self, changes: Sequence[Change]) -> None:
-        begun = self._manifest.epoch + (self._manifest.batches > 0 and not self._manifest.finished)
-        done = {"Trainer.max_epochs": begun, "Trainer.max_steps": self._manifest.step}
+        manifest = self._saved.manifest
+        begun = manifest.epoch + (manifest.batches > 0 and not manifest.finished)
+        done = {"Trainer.max_epochs": begun, "Trainer.max_steps": manifest.step}
         for change in changes:
             if change.name in done and not is_longer(done[change.name] - 1, change.now):
                 raise MisconfigurationException(

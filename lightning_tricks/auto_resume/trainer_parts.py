@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -32,6 +33,12 @@ SHAPING_SETTINGS = (
     "overfit_batches",
     "reload_dataloaders_every_n_epochs",
     "val_check_interval",
+)
+
+# How the memory of a type of callbacks within an epoch is captured and restored, beside `TrickCallback`, which knows it
+_MEMORIES: tuple[tuple[type[Callback], Callable[[Any], dict[str, Any]], Callable[[Any, Any], object]], ...] = (
+    (ModelCheckpoint, checkpoint_callback_state, restore_checkpoint_callback_state),
+    (ModelPruning, capture_lottery_tickets, restore_lottery_tickets),
 )
 
 
@@ -158,7 +165,7 @@ class CallbackStates(ComparedPart):
         found: dict[str, Any] = {}
         for callback in callbacks_of(self.trainer):
             state_dict = callback.state_dict() if self.trainer.world_size > 1 else {}
-            state = {"in_epoch": _mid_epoch_state(callback), "state_dict": state_dict}
+            state = {"in_epoch": _memory_of(callback)[0](), "state_dict": state_dict}
             if any(state.values()):
                 found[callback.state_key] = state
         return {"callbacks": move_to_device(found, "cpu")}
@@ -176,14 +183,14 @@ class CallbackStates(ComparedPart):
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the states; of a fit that had finished, the memory of ModelCheckpoint alone."""
         device = self.trainer.strategy.root_device
-        callbacks: list[Any] = callbacks_of(self.trainer)
-        for callback in callbacks:
+        for callback in callbacks_of(self.trainer):
             state = saved.rank["callbacks"].get(callback.state_key, {})
             if phase is Phase.RESULTS and not isinstance(callback, ModelCheckpoint):
                 continue
             if phase is not Phase.RESULTS and state.get("state_dict"):
                 callback.load_state_dict(state["state_dict"])
-            _restore_mid_epoch_state(callback, move_to_device(state.get("in_epoch", {}), device))
+            if state.get("in_epoch"):
+                _memory_of(callback)[1](move_to_device(state["in_epoch"], device))
 
     def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
         """Return the key paths of what is not as it was saved; another number of ranks has other states."""
@@ -202,19 +209,9 @@ class WeightAveraging(Part):
             restore_averaging(self.trainer, callback)
 
 
-def _mid_epoch_state(callback: Callback) -> dict[str, Any]:
-    if isinstance(callback, ModelCheckpoint):
-        return checkpoint_callback_state(callback)
-    if isinstance(callback, ModelPruning):
-        return capture_lottery_tickets(callback)
-    get_state = getattr(callback, "mid_epoch_state", None)
-    return get_state() if get_state is not None else {}
-
-
-def _restore_mid_epoch_state(callback: Any, state: dict[str, Any]) -> None:
-    if isinstance(callback, ModelCheckpoint):
-        restore_checkpoint_callback_state(callback, state)
-    elif isinstance(callback, ModelPruning):
-        restore_lottery_tickets(callback, state)
-    elif state:
-        callback.load_mid_epoch_state(state)
+def _memory_of(callback: Any) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], object]]:
+    """Return what captures, and what restores, what a callback remembers within an epoch."""
+    for kind, capture, restore in _MEMORIES:
+        if isinstance(callback, kind):
+            return partial(capture, callback), partial(restore, callback)
+    return getattr(callback, "mid_epoch_state", dict), lambda state: callback.load_mid_epoch_state(state)

@@ -147,13 +147,12 @@ class IteratorTracker:
         worker_states = [self.workers.state(worker, batches) for worker in range(self.workers.count)]
         for _, data in worker_states:
             self.tracked.objects.add_unsaved({} if data is None else data["lost"])
-        before_prefetched = self.before_prefetched if num_prefetched else None
         return LoaderPosition(
             batches=batches,
             at_end=at_end,
-            at_creation=self.at_creation.as_dict(),
-            at_start=None if self.at_start is None else self.at_start.as_dict(),
-            before_prefetched=None if before_prefetched is None else before_prefetched.as_dict(),
+            at_creation=self.at_creation,
+            at_start=self.at_start,
+            before_prefetched=self.before_prefetched if num_prefetched else None,
             worker_rng_states=[rng_state for rng_state, _ in worker_states],
             worker_data=[data for _, data in worker_states],
             draws=draws,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,85 +19,17 @@ from lightning_tricks.auto_resume.core.data.rng_state import (
 
 POSITION_ATTRIBUTE = "_lightning_tricks_place"  # the attribute of a tracked iterator that knows its position
 
-# Field of `LoaderPosition` -> its key in a checkpoint
+# Field of `LoaderPosition` -> its key in a checkpoint, where that is another one
 _KEYS = {
-    "batches": "batches",
-    "at_end": "at_end",
     "at_creation": "created",
     "at_start": "started",
     "before_prefetched": "before_last",
     "worker_rng_states": "workers",
     "worker_data": "data",
-    "draws": "draws",
-    "order": "order",
     "first_digest": "first",
     "exhausted": "ended",
-    "objects": "objects",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderPosition:
-    """What another process needs to continue an iteration: tensors and plain values alone.
-
-    Attributes:
-        batches: Batches of the epoch that were trained on.
-        at_end: Whether the epoch is over.
-        at_creation: `LoaderSnapshot` of the moment when the iterator was created; its workers' seed comes from there.
-        at_start: `LoaderSnapshot` of the moment when its sampler was first asked; None where that is `at_creation`.
-        before_prefetched: `LoaderSnapshot` before the batch that was fetched last; None unless the loop prefetches.
-        worker_rng_states: For each worker, its packed random state; None for the one with which it starts.
-        worker_data: For each worker, what its copy of the data changed; None for nothing.
-        draws: What the sampler, or an iterable dataset in the training process, drew; see `RecordedDraws.as_dict`.
-        order: Digest of the indices so far; empty where it is not known.
-        first_digest: Digest of the first batch; empty where it is not known.
-        exhausted: Whether the data were asked for more than they had.
-        objects: What changed in the objects that the loader reads from; see `LoaderObjects.changes`.
-    """
-
-    batches: int
-    at_end: bool
-    at_creation: Mapping[str, Any]
-    at_start: Mapping[str, Any] | None
-    before_prefetched: Mapping[str, Any] | None
-    worker_rng_states: Sequence[torch.Tensor | None]
-    worker_data: Sequence[Any] = ()
-    draws: Mapping[str, Any] | None = None
-    order: str = ""
-    first_digest: str = ""
-    exhausted: bool = False
-    objects: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> LoaderPosition:
-        """Return the position that `as_dict` wrote; keys that an older release did not write take their defaults."""
-        return cls(**{name: saved[key] for name, key in _KEYS.items() if key in saved})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the position under the keys of a checkpoint."""
-        return {key: getattr(self, name) for name, key in _KEYS.items()}
-
-
-def is_tracked(iterator: Any) -> bool:
-    """Whether a `TrackedDataLoader` created an iterator."""
-    return getattr(iterator, POSITION_ATTRIBUTE, None) is not None
-
-
-def position_of(iterator: Any, num_prefetched: int = 0, at_end: bool = False) -> dict[str, Any] | None:
-    """Return the position of a tracked loader's iterator under the keys of a checkpoint; None if it is not tracked.
-
-    Args:
-        iterator: An iterator that a `TrackedDataLoader` created.
-        num_prefetched: Batches that were fetched and not yet trained on.
-        at_end: Whether the epoch is over.
-    """
-    tracked = getattr(iterator, POSITION_ATTRIBUTE, None)
-    return None if tracked is None else tracked.position(iterator, num_prefetched, at_end).as_dict()
-
-
-def has_persistent_workers(loader: Any) -> bool:
-    """Whether a loader keeps its workers, and with them their random state, from one iteration to the next."""
-    return bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
+_SNAPSHOTS = ("at_creation", "at_start", "before_prefetched")
 
 
 class LoaderSnapshot:
@@ -141,6 +73,75 @@ class LoaderSnapshot:
             unpack_rng_state(self._packed)
         for generator, state in zip(loader_generators(loader), self.generators, strict=False):
             generator.set_state(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderPosition:
+    """What another process needs to continue an iteration.
+
+    Attributes:
+        batches: Batches of the epoch that were trained on.
+        at_end: Whether the epoch is over.
+        at_creation: The moment when the iterator was created; its workers' seed comes from there.
+        at_start: The moment when its sampler was first asked; None where that is `at_creation`.
+        before_prefetched: The moment before the batch that was fetched last; None unless the loop prefetches.
+        worker_rng_states: For each worker, its packed random state; None for the one with which it starts.
+        worker_data: For each worker, what its copy of the data changed; None for nothing.
+        draws: What the sampler, or an iterable dataset in the training process, drew; see `RecordedDraws.as_dict`.
+        order: Digest of the indices so far; empty where it is not known.
+        first_digest: Digest of the first batch; empty where it is not known.
+        exhausted: Whether the data were asked for more than they had.
+        objects: What changed in the objects that the loader reads from; see `LoaderObjects.changes`.
+    """
+
+    batches: int
+    at_end: bool
+    at_creation: LoaderSnapshot
+    at_start: LoaderSnapshot | None
+    before_prefetched: LoaderSnapshot | None
+    worker_rng_states: Sequence[torch.Tensor | None]
+    worker_data: Sequence[Any] = ()
+    draws: Mapping[str, Any] | None = None
+    order: str = ""
+    first_digest: str = ""
+    exhausted: bool = False
+    objects: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> LoaderPosition:
+        """Return the position that `as_dict` wrote; keys that an older release did not write take their defaults."""
+        keys = {known.name: _KEYS.get(known.name, known.name) for known in fields(cls)}
+        values = {name: saved[key] for name, key in keys.items() if key in saved}
+        snapshots = {name: LoaderSnapshot.from_dict(values[name]) for name in _SNAPSHOTS if values[name] is not None}
+        return cls(**{**values, **snapshots})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the position under the keys of a checkpoint."""
+        values = {known.name: getattr(self, known.name) for known in fields(self)}
+        snapshots = {name: values[name].as_dict() for name in _SNAPSHOTS if values[name] is not None}
+        return {_KEYS.get(name, name): value for name, value in {**values, **snapshots}.items()}
+
+
+def is_tracked(iterator: Any) -> bool:
+    """Whether a `TrackedDataLoader` created an iterator."""
+    return getattr(iterator, POSITION_ATTRIBUTE, None) is not None
+
+
+def position_of(iterator: Any, num_prefetched: int = 0, at_end: bool = False) -> dict[str, Any] | None:
+    """Return the position of a tracked loader's iterator under the keys of a checkpoint; None if it is not tracked.
+
+    Args:
+        iterator: An iterator that a `TrackedDataLoader` created.
+        num_prefetched: Batches that were fetched and not yet trained on.
+        at_end: Whether the epoch is over.
+    """
+    tracked = getattr(iterator, POSITION_ATTRIBUTE, None)
+    return None if tracked is None else tracked.position(iterator, num_prefetched, at_end).as_dict()
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a loader keeps its workers, and with them their random state, from one iteration to the next."""
+    return bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
 
 
 def loader_generators(loader: DataLoader[Any]) -> list[torch.Generator]:

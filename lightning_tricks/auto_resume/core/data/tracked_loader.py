@@ -159,14 +159,13 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: LoaderPosition) -> Any:
     """
     loader, objects = tracked.loader, tracked.objects
     # from the state of then, torch draws the same seed for the workers, and the sampler the same order
-    at_creation = LoaderSnapshot.from_dict(saved.at_creation)
-    objects.undo_changes(kept=at_creation.objects)  # of hooks that came after it, and now came before
-    at_creation.restore(loader, objects)
-    tracker = IteratorTracker(tracked, at_creation)
+    objects.undo_changes(kept=saved.at_creation.objects)  # of hooks that came after it, and now came before
+    saved.at_creation.restore(loader, objects)
+    tracker = IteratorTracker(tracked, saved.at_creation)
     tracker.workers.restore(saved)
     iterator, deferred = tracker.create()
     if saved.at_start is not None:
-        tracker.at_start = LoaderSnapshot.from_dict(saved.at_start)
+        tracker.at_start = saved.at_start
         tracker.at_start.restore(loader, objects)
         if deferred is not None and loader.num_workers:
             # persistent workers: the epoch is a later one than the first, and its order is drawn at its start
@@ -177,8 +176,7 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: LoaderPosition) -> Any:
     _restore_objects(tracker, saved)
     if deferred is not None:
         tracker.fill_prefetch_queues(iterator)  # only now, as the workers shall read what comes after the position
-    if saved.before_prefetched is not None:
-        before_prefetched = LoaderSnapshot.from_dict(saved.before_prefetched)
+    if (before_prefetched := saved.before_prefetched) is not None:
         private.call_before_next_batch(iterator, lambda: before_prefetched.restore(loader, objects))
     return iterator
 
