@@ -11,7 +11,17 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+def module_given_to_callback(name: str, value: Any) -> LightningModule | None:
+    """Return the module of a run if setting an attribute of a callback tells that the run begins; else None.
+
+    The Trainer sets `log` of each callback to the method of the module in `_attach_model_logging_functions`, before it
+    starts the loggers and prepares data. No hook comes as early: `setup` finds the loggers in new versions, and what
+    another process writes in the same directory touched. `__setattr__` of a callback asks this function.
+    """
+    return value.__self__ if name == "log" else None
 
 
 @contextmanager

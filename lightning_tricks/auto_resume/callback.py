@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import is_tuning, slurm_requeue_signal
+from lightning_tricks._lightning_compat.fit import is_tuning, module_given_to_callback, slurm_requeue_signal
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
 from lightning_tricks._shared.ranks import gather_objects
@@ -166,10 +166,10 @@ class AutoResume(TrickCallback):
         self._fit: ResumableFit | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Lock the directory when Lightning sets `log`: that is before the loggers begin, and no hook is as early."""
+        """Lock the directory as soon as a run begins: no hook comes before the loggers begin."""
         super().__setattr__(name, value)
-        if name == "log":
-            self._open_run_files(value.__self__)
+        if (module := module_given_to_callback(name, value)) is not None:
+            self._open_run_files(module)
 
     def _open_run_files(self, module: LightningModule) -> None:
         trainer = module.trainer
@@ -329,5 +329,5 @@ def _seconds(interval: object) -> float:
     if not isinstance(interval, timedelta):
         raise TypeError(f"{requirement}, got {interval!r}.")
     if interval <= timedelta(0):
-        raise ValueError(f"{requirement}, longer than nothing, got {interval!r}.")
+        raise ValueError(f"train_time_interval must be positive, got {interval!r}.")
     return interval.total_seconds()

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.auto_resume.core.kept_checkpoint import KeptCheckpoint
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
-from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
-from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
-from lightning_tricks.auto_resume.run_identity import run_identity, shape_differences
-from lightning_tricks.auto_resume.unsafe_objects import describe_object
+from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
+from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
+
+_TRAINER_ENTRIES = {
+    "state_dict": "the state_dict of {module}",
+    "optimizer_states": "the state_dict of an optimizer",
+    "lr_schedulers": "the state_dict of a learning rate scheduler",
+    "loops": "the state_dict of a data loader",
+}
 
 
 class CheckpointSelection:
@@ -148,7 +156,7 @@ class CheckpointSelection:
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
         if manifest.run.get("parameters") == self.identity["parameters"]:
             return
-        found = shape_differences(self.module, _load_plain_data_or_raise(path, self._stream)["state_dict"])
+        found = _shape_differences(self.module, _load_plain_data_or_raise(path, self._stream)["state_dict"])
         if self._stream is not None:
             self._stream.seek(0)
         if found:
@@ -183,3 +191,45 @@ def _load_plain_data_or_raise(path: Path, stream: IO[bytes] | None) -> dict[str,
         return load_plain_data(path, stream)
     except CheckpointError as error:
         raise MisconfigurationException(f"AutoResume: {error}") from error
+
+
+def describe_object(trainer: Trainer, module: LightningModule, key_path: Sequence[str], kind: str) -> str:
+    """Return a phrase such as "the state_dict of X saved a Y (checkpoint['a'])" about an object in a checkpoint."""
+    subscripts = "".join(f"[{key!r}]" for key in key_path)
+    return f"{_describe_owner(trainer, module, key_path)} saved a {kind} (checkpoint{subscripts})"
+
+
+def _describe_owner(trainer: Trainer, module: LightningModule, key_path: Sequence[str]) -> str:
+    key = key_path[0]
+    if key in _TRAINER_ENTRIES:
+        return _TRAINER_ENTRIES[key].format(module=type(module).__name__)
+    callbacks = callbacks_of(trainer)
+    if key == "callbacks":
+        owners = [type(callback).__name__ for callback in callbacks if callback.state_key == key_path[1]]
+        return f"the state_dict of {' or '.join(owners) or key_path[1]}"
+    datamodule = datamodule_of(trainer)
+    if datamodule is not None and key == type(datamodule).__qualname__:
+        return f"the state_dict of {key}"
+    hook_owners: list[Any] = [
+        part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)
+    ]
+    hook_owners += [
+        callback
+        for callback in callbacks
+        if is_overridden("on_save_checkpoint", callback) and not isinstance(callback, TrickCallback)
+    ]
+    return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hook_owners) or 'a hook'}"
+
+
+def _shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: int = 5) -> list[str]:
+    """Return a phrase for each parameter in which a module differs from a saved state dict."""
+    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    found = [
+        f"{name} has shape {shape} in this run and {tuple(saved[name].shape) if name in saved else 'is missing'} "
+        "in the checkpoint"
+        for name, shape in own.items()
+        if name not in saved or tuple(saved[name].shape) != shape
+    ]
+    mine = module.state_dict().keys()
+    found += [f"{name} is in the checkpoint only" for name in saved if name not in mine]
+    return [*found[:max_names], *([f"and {len(found) - max_names} more"] if len(found) > max_names else [])]

@@ -1,9 +1,11 @@
-"""When a fit is saved, what each checkpoint holds, and what it cannot hold."""
+"""When a fit is saved, what each checkpoint holds, what it cannot hold, and how far the fit is."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +16,21 @@ from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.auto_resume.checkpoint_selection import describe_object
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
-from lightning_tricks.auto_resume.pending_resume import SavePoint
-from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX
-from lightning_tricks.auto_resume.unsafe_objects import describe_object
+from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
     from lightning_tricks.auto_resume.run_files import RunFiles
 
+_SECONDS_BETWEEN_STATUSES = 10.0
+
 
 class CheckpointWriter:
-    """Writes the checkpoints of a fit.
+    """Writes the checkpoints of a fit, and its status for `lightning-tricks resume status`.
 
     Args:
         settings: The callback, with the user's choices.
@@ -46,6 +49,7 @@ class CheckpointWriter:
         self.is_saving = False
         self._saved_step = -1
         self._saved_at = time.monotonic()
+        self._status_at = -math.inf
         self._reported: set[str] = set()
         self._known_arguments = b""  # the objects among the hyper-parameters that were read from a checkpoint
 
@@ -113,6 +117,26 @@ class CheckpointWriter:
         if failure:
             rank_zero_warn(f"{failure} Training continues.")
 
+    def write_status_if_due(self) -> None:
+        """Write that the fit is running, at most every ten seconds."""
+        if time.monotonic() - self._status_at > _SECONDS_BETWEEN_STATUSES:
+            self.write_status("running")
+
+    def write_status(self, state: str) -> None:
+        """Write the status file, on rank zero: "running", "stopped" or "finished"."""
+        self._status_at = time.monotonic()
+        trainer = self.trainer
+        if not trainer.is_global_zero:
+            return
+        with suppress(OSError):  # a full disk is reported by the checkpoint that is lost
+            self.run_files.folder.write_status(
+                state=state,
+                epoch=trainer.current_epoch,
+                step=trainer.global_step,
+                max_epochs=trainer.max_epochs,
+                max_steps=trainer.max_steps,
+            )
+
     def _write(self, checkpoint: Mapping[str, Any], identity: Mapping[str, Any], finished: bool) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing."""
         trainer, folder = self.trainer, self.run_files.folder
@@ -141,7 +165,7 @@ class CheckpointWriter:
     def _warn_unsaved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Name what a resumed run will lack, each thing once."""
         found = dict.fromkeys(name for state in ranks for name in state["not_saved"])
-        new = self._not_yet_reported([name for name in found if not name.endswith(REPLACED_MODULE_SUFFIX)])
+        new = self._not_yet_reported([name for name in found if not name.endswith(IN_THE_FIT)])
         if new:
             listed = list_names(new, 5)
             rank_zero_warn(

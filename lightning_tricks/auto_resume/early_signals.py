@@ -74,14 +74,14 @@ class EarlySignals:
     def deliver(self) -> None:
         """Let the handlers that are there now have the signals that nobody waits for."""
         wanted = self._wanted()
-        self._noted, others = [one for one in self._noted if one in wanted], set(self._noted) - wanted
+        self._noted, others = [number for number in self._noted if number in wanted], set(self._noted) - wanted
         for number in others:
             os.kill(os.getpid(), number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._process != os.getpid():
             self._waiting.clear()
-        requests = [one for one in self._waiting.values() if number in one.early_numbers]
+        requests = [request for request in self._waiting.values() if number in request.early_numbers]
         if not requests:
             self._restore_handlers()
             os.kill(os.getpid(), number)
@@ -91,7 +91,7 @@ class EarlySignals:
             self._kill_ranks(number)
         else:
             self._noted.append(number)
-            if len(self._noted) > 1 and all(one.is_alone for one in requests):
+            if len(self._noted) > 1 and all(request.is_alone for request in requests):
                 self._noted.clear()
                 self._release()
                 raise SystemExit(requests[-1].exit_code)

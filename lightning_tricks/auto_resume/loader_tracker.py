@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -24,12 +24,12 @@ from lightning_tricks._lightning_compat.fit_loaders import (
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import persistent_iterator
-from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
+from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, value_digest
 from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, is_tracked, position_of
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
+from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
 # Keys of a checkpoint; their values are part of its format
 _RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
@@ -38,22 +38,27 @@ _SCALE_KEY = "scale"  # of the size of batches that another start changed; never
 _FIRST_KEY = "first"  # digest of the first batch of replayed loaders
 
 
-class LoaderTracker:
+class LoaderTracker(Part):
     """Tracks the positions of the training loaders, and the state that workers of validation loaders keep.
 
     DataLoaders are tracked. The Trainer restores loaders with a `state_dict`. Other loaders are replayed: they are read
     again with the random state that their epoch started with, up to their position.
 
     Args:
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
         stop_request: The signals that workers ignore.
 
     Attributes:
-        differences: Sentences on what is not as it was in the stopped run, for the loaders that are resumed.
+        data_differences: Sentences on what is not as it was in the stopped run, for the loaders that are resumed.
     """
 
-    def __init__(self, stop_request: StopRequest) -> None:
+    name = "loaders"
+
+    def __init__(self, trainer: Trainer, module: LightningModule, stop_request: StopRequest) -> None:
+        super().__init__(trainer, module)
         self.stop_request = stop_request
-        self.differences: list[str] = []
+        self.data_differences: list[str] = []
         self._baselines = ObjectBaselines()
         self._train: list[TrackedDataLoader] = []
         self._validation: list[TrackedDataLoader] = []
@@ -115,11 +120,11 @@ class LoaderTracker:
             states.append({**state, _POSITION_KEY: position})
         return {**saved, "train": states, _SCALE_KEY: scale}
 
-    def set_num_batches_done(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    def set_num_batches_done(self, saved: Mapping[str, Any]) -> None:
         """Let the Trainer be at the positions that `with_other_batches` returned."""
         positions = [state[_POSITION_KEY] for state in saved["train"]]
         if saved.get(_SCALE_KEY, 1.0) != 1.0 and positions[0] is not None:
-            set_num_batches_done(trainer, positions[0]["batches"], positions[0]["at_end"])
+            set_num_batches_done(self.trainer, positions[0]["batches"], positions[0]["at_end"])
 
     def track_validation(self, loaders: Sequence[Any], is_saved: bool) -> None:
         """Track the validation loaders: the random state of persistent workers is part of the run's state.
@@ -129,7 +134,7 @@ class LoaderTracker:
         for loader in self._validation:
             loader.close()
         in_training = {id(loader.loader) for loader in self._train}
-        known = [one for one in loaders if not why_not_trackable(one) and id(one) not in in_training]
+        known = [loader for loader in loaders if not why_not_trackable(loader) and id(loader) not in in_training]
         self._validation = self._track(known, "the validation loader")
         saved = self._saved_validation if is_saved else ()
         for loader, state in zip(self._validation, saved, strict=False):
@@ -152,16 +157,32 @@ class LoaderTracker:
         if self._replays:
             self._rng_states[moment] = pack_rng_state()
 
-    def record_first_batch(self, trainer: Trainer) -> None:
+    def record_first_batch(self) -> None:
         """Note the batch that replayed loaders give next, the first of an epoch."""
         if self._replays:
             self._first_digest = ""
-            call_with_next_batch(trainer, self._record_digest)
+            call_with_next_batch(self.trainer, self._record_digest)
 
     def _record_digest(self, batch: Any) -> None:
         self._first_digest = value_digest(batch)
 
-    def create_iterators(self, trainer: Trainer, saved: Mapping[str, Any]) -> bool:
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Move the training loaders to their positions in the stopped run; after its end, there is no position."""
+        state = saved.rank["loaders"]
+        pending = self._create_iterators(state)
+        if phase is Phase.CONTINUED:
+            return
+        if not self._train:
+            load_loader_states(self.trainer)
+        if pending and self._replays:
+            unpack_rng_state(self._rng_states["iterator"])
+            recreate_iterators(self.trainer)
+            unpack_rng_state(self._rng_states["batch"])
+            self._replay(state.get(_FIRST_KEY, ""))
+        if len(state[_RESTARTED_KEY]) == len(restarted_loaders(self.trainer)):
+            mark_restarted_loaders(self.trainer, state[_RESTARTED_KEY])
+
+    def _create_iterators(self, saved: Mapping[str, Any]) -> bool:
         """Create the iterators of tracked loaders at their positions; return whether that was still to be done."""
         pending, self._iterators_pending = self._iterators_pending, False
         if pending and self._train:
@@ -170,7 +191,7 @@ class LoaderTracker:
                 if state[_POSITION_KEY] is None:
                     loader.objects.restore_all(state["objects"])
                 loader.resume_from(state[_POSITION_KEY])
-            recreate_iterators(trainer)
+            recreate_iterators(self.trainer)
         for loader, state in zip(self._validation, saved["validation"], strict=False):
             loader.objects.restore_all(state["objects"])  # hooks that came before may have changed it
         for loader in (*self._train, *self._validation):
@@ -181,39 +202,26 @@ class LoaderTracker:
                 )
         return pending
 
-    def restore_positions(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
-        """Move the training loaders to their positions in the stopped run."""
-        pending = self.create_iterators(trainer, saved)
-        if not self._train:
-            load_loader_states(trainer)
-        if pending and self._replays:
-            unpack_rng_state(self._rng_states["iterator"])
-            recreate_iterators(trainer)
-            unpack_rng_state(self._rng_states["batch"])
-            self._replay(trainer, saved.get(_FIRST_KEY, ""))
-        if len(saved[_RESTARTED_KEY]) == len(restarted_loaders(trainer)):
-            mark_restarted_loaders(trainer, saved[_RESTARTED_KEY])
-
-    def _replay(self, trainer: Trainer, first_digest: str) -> None:
+    def _replay(self, first_digest: str) -> None:
         """Read loaders again up to their position, and report if their first batch is another one."""
-        self.record_first_batch(trainer)
-        skip_train_batches(trainer, num_batches_done(trainer))
+        self.record_first_batch()
+        skip_train_batches(self.trainer, num_batches_done(self.trainer))
         if first_digest and self._first_digest and self._first_digest != first_digest:
-            self.differences.append(
+            self.data_differences.append(
                 "the training loader, which is no DataLoader, gives another first batch of the epoch than before. Let "
                 "its order depend on nothing but the global random state, or give it a state_dict and a "
                 "load_state_dict."
             )
 
-    def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
+    def state(self, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
-        validation = [_loader_state(one, persistent_iterator(one.loader)) for one in self._validation]
-        train = self._train_positions(trainer, at_end)
+        validation = [_loader_state(loader, persistent_iterator(loader.loader)) for loader in self._validation]
+        train = self._train_positions(at_end)
         for loader in (*self._train, *self._validation):
             self._warn_unsaved(loader)
         return {
-            "epoch": trainer.current_epoch,
-            _RESTARTED_KEY: restarted_loaders(trainer),
+            "epoch": self.trainer.current_epoch,
+            _RESTARTED_KEY: restarted_loaders(self.trainer),
             "train": train,
             "validation": validation or [dict(state) for state in self._saved_validation],
             "replays": self._replays,
@@ -221,10 +229,10 @@ class LoaderTracker:
             _FIRST_KEY: self._first_digest,
         }
 
-    def _train_positions(self, trainer: Trainer, at_end: bool) -> list[dict[str, Any]]:
+    def _train_positions(self, at_end: bool) -> list[dict[str, Any]]:
         if not self._train:
             return []
-        iterators, num_prefetched = train_iterators(trainer)
+        iterators, num_prefetched = train_iterators(self.trainer)
         tracked = [iterator for iterator in iterators if is_tracked(iterator)]
         if len(tracked) != len(self._train):  # none was created, as the epoch was over when the run resumed
             return [_loader_state(loader, None) for loader in self._train]
@@ -259,7 +267,7 @@ class LoaderTracker:
                 signals=self.stop_request.signal_numbers,
                 stopping=self.stop_request.stopping,
                 name=name,
-                differences=self.differences,
+                differences=self.data_differences,
                 baselines=self._baselines,
             )
             for loader, name in zip(loaders, names, strict=True)

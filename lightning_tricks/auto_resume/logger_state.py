@@ -134,7 +134,7 @@ class LoggerState:
         left = [record for record in records if _is_valid_record(record)]
         found = []
         for number, logger in enumerate(self.loggers):
-            record = next((one for one in left if one["kind"] == logger_kind(logger)), None)
+            record = next((known for known in left if known["kind"] == logger_kind(logger)), None)
             if record is not None:
                 left.remove(record)
                 found.append((number, logger, record))

@@ -34,9 +34,9 @@ from lightning_tricks.auto_resume.core.configuration import (
     plain,
 )
 from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
-from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
-from lightning_tricks.auto_resume.trainer_settings import SHAPING_SETTINGS
+from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
+from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
@@ -65,7 +65,7 @@ _MOST_LINES = 20
 _LEFT: WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
-class RunConfiguration:
+class RunConfiguration(Part):
     """What a fit is configured with, compared with what its run was started with.
 
     Args:
@@ -75,25 +75,28 @@ class RunConfiguration:
 
     Attributes:
         changes: What this start changed, as far as it is known.
-        changed_states: Whether the states of optimizers and schedulers in the checkpoint were changed.
+        changed_states: The entries of the checkpoint with the states of optimizers and schedulers, if this start
+            changed them; else empty.
         extended: How the run is extended, such as "from 3 to 10 epochs"; empty if it is not.
     """
 
+    name = "configuration"
+
     def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule) -> None:
-        self.settings, self.trainer, self.module = settings, trainer, module
+        super().__init__(trainer, module)
+        self.settings = settings
         self.changes: list[Change] = []
         self.extended = ""
-        self.changed_states = False
+        self.changed_states: dict[str, Any] = {}
+        self._saved: SavedState  # where the fit resumes
         self._before: Configuration | None = None
-        self._manifest: Manifest
-        self._folder = ""
         # Where values lie that can be set: name -> owner, name in it, and the value of this start
         self._places: dict[str, tuple[Any, str, Any]] = {}
         self._began: dict[str, Any] = {}
+        self._found: tuple[list[Change], list[Change]] | None = None  # until more is known
         self._ignored: list[Change] = []
         self._set_back = ExitStack()  # the Trainer's settings
         self._created: Sequence[Any] = ()  # the optimizers
-        self._other_ranks = False
         self._has_loaders = self._has_optimizers = self._said_incidental = False
         self._now = Configuration(arguments=dict(self._arguments()))
         seed = os.environ.get("PL_GLOBAL_SEED", "")
@@ -106,7 +109,7 @@ class RunConfiguration:
 
     # -- what there is
 
-    def saved(self) -> dict[str, Any]:
+    def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration, with the old values of what is ignored."""
         record = asdict(self._now)
         record["exchanged"] = list(map(id, self.trainer.optimizers)) != list(map(id, self._created))
@@ -114,9 +117,10 @@ class RunConfiguration:
             part = "arguments" if change.name in self._now.arguments else "values"
             record[part][change.name] = change.before
             if self._before is not None:  # with it goes what its scheduler derived from it
-                derived = f"{change.name.partition('.')[0]}._"
-                record["values"] |= {n: one for n, one in self._before.values.items() if n.startswith(derived)}
-        return record
+                derived = f"{change.label}._"
+                values = self._before.values.items()
+                record["values"] |= {name: value for name, value in values if name.startswith(derived)}
+        return {"configuration": record}
 
     def _limits(self) -> dict[str, Any]:
         names = ("min_epochs", "max_epochs", "min_steps", "max_steps")
@@ -163,7 +167,8 @@ class RunConfiguration:
                     self._add_value(f"{name}.{argument}", layer, argument)
 
     def _add_callbacks(self) -> None:
-        changers = [one for one in callbacks_of(self.trainer) if one is not self.settings and _may_change(one)]
+        others = [callback for callback in callbacks_of(self.trainer) if callback is not self.settings]
+        changers = [callback for callback in others if _may_change(callback)]
         for label, callback in zip(numbered(changers), changers, strict=True):
             if isinstance(callback, TrickCallback):
                 self._now.kinds[label] = "in use"
@@ -177,20 +182,12 @@ class RunConfiguration:
 
     # -- what a later start changed
 
-    def resume_from(self, saved: Mapping[str, Any] | None, manifest: Manifest, folder: str, ranks: int) -> None:
-        """Compare with what the run was started with; with `on_change="old"`, set back what can be set.
-
-        Args:
-            saved: What `saved` returned in the stopped run; None where an older release wrote the checkpoint.
-            manifest: The manifest of the checkpoint.
-            folder: Its directory, in words.
-            ranks: The number of ranks that wrote it.
-        """
-        self._manifest, self._folder = manifest, folder
-        self._other_ranks = ranks != self.trainer.world_size
-        if saved is None:
+    def resume_from(self, saved: SavedState) -> None:
+        """Compare with what the run was started with; with `on_change="old"`, set back what can be set."""
+        self._saved = saved
+        if "configuration" not in saved.shared:  # an older release wrote the checkpoint
             return
-        self._before = Configuration(**saved)
+        self._before = Configuration(**saved.shared["configuration"])
         self.extended = " and ".join(
             f"from {before} to {now} {unit}" for _, (before, now, unit) in self._extensions().items()
         )
@@ -199,36 +196,43 @@ class RunConfiguration:
                 self._ignored.append(change)
 
     def _extensions(self) -> dict[str, tuple[Any, Any, str]]:
-        before, now = (one.values if one else {} for one in (self._before, self._now))
-        found = {name: (before.get(f"Trainer.{name}"), now[f"Trainer.{name}"], unit) for name, unit in _LIMITS.items()}
-        return {name: one for name, one in found.items() if f"Trainer.{name}" in before and is_longer(one[0], one[1])}
+        before = {} if self._before is None else self._before.values
+        limits = {name: (before.get(f"Trainer.{name}"), self._now.values[f"Trainer.{name}"]) for name in _LIMITS}
+        return {
+            name: (*pair, _LIMITS[name])
+            for name, pair in limits.items()
+            if f"Trainer.{name}" in before and is_longer(*pair)
+        }
 
     def _find_changes(self) -> tuple[list[Change], list[Change]]:
-        if self._before is None:
-            return [], []
+        """Return the changes, and those that do not shape the training; found once for what is known so far."""
+        if self._found is None:
+            self._found = ([], []) if self._before is None else self._compare(self._before)
+        return self._found
+
+    def _compare(self, before: Configuration) -> tuple[list[Change], list[Change]]:
         extensions = self._extensions()
-        pairs = [(before, now) for before, now, _ in extensions.values()]
-        known = {f"Trainer.{name}" for name in extensions}
-        found, incidental = self._before.changes_to(self._now, self._is_default)
-        was_searched = self._was_searched()
-        schedules = self._schedule_labels()
+        lengths = [(old, new) for old, new, _ in extensions.values()]
+        extended = {f"Trainer.{name}" for name in extensions}
+        found, incidental = before.changes_to(self._now, self._is_default)
+        was_searched, schedules = self._was_searched(), self._schedule_labels()
         states = {*numbered(self.trainer.optimizers), *schedules}
         changes = []
-        for one in found:
-            leaf = one.name.rpartition(".")[2]
-            is_length = ("epoch" in leaf or "step" in leaf) and (one.before, one.now) in pairs
-            label = one.name.partition(".")[0]
-            if self._before.exchanged and (label in states or label.startswith(("optimizer ", "scheduler "))):
-                continue
-            if one.name in known or is_length:
+        for change in found:
+            leaf = change.name.rpartition(".")[2]
+            is_length = ("epoch" in leaf or "step" in leaf) and (change.before, change.now) in lengths
+            is_state = change.label in states or change.label.startswith(("optimizer ", "scheduler "))
+            if change.name in extended or is_length or (before.exchanged and is_state):
                 continue
             is_found = was_searched and _SEARCHED.fullmatch(leaf)
-            if is_found or (self._other_ranks and label in schedules):  # another number of ranks makes other steps
-                incidental.append(one)
+            # another number of ranks makes other steps
+            if is_found or (self._saved.world_size_changed and change.label in schedules):
+                incidental.append(change)
             else:
-                changes.append(replace(one, why=self._reason(one)))
-        labels = {one.name.partition(".")[0] for one in changes if "._" not in one.name}
-        return [one for one in changes if "._" not in one.name or one.name.partition(".")[0] not in labels], incidental
+                changes.append(replace(change, why=self._reason(change)))
+        # what a scheduler derives from its arguments, in private attributes, changes with them
+        labels = {change.label for change in changes if "._" not in change.name}
+        return [change for change in changes if "._" not in change.name or change.label not in labels], incidental
 
     def _schedule_labels(self) -> list[str]:
         return numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
@@ -237,15 +241,14 @@ class RunConfiguration:
         """Whether a Tuner, of this Trainer or another one, has set a hyper-parameter."""
         initial = self.module.hparams_initial
         found = [name for name in self.module.hparams if _SEARCHED.fullmatch(str(name))]
-        return self.settings.was_tuned or any(self.module.hparams[one] != initial.get(one) for one in found)
+        return self.settings.was_tuned or any(self.module.hparams[name] != initial.get(name) for name in found)
 
     def _reason(self, change: Change) -> str:
         """Return what a schedule's length follows from."""
-        label = change.name.partition(".")[0]
-        if label.startswith("optimizer ") and ABSENT not in (change.before, change.now):
+        if change.label.startswith("optimizer ") and ABSENT not in (change.before, change.now):
             return "moments continue where both keep the same ones"
-        is_schedule = label in self._schedule_labels()
-        numbers = all(isinstance(one, int | float) for one in (change.before, change.now))
+        is_schedule = change.label in self._schedule_labels()
+        numbers = all(isinstance(value, int | float) for value in (change.before, change.now))
         if not (self.extended and is_schedule) or (numbers and change.now <= change.before):
             return ""
         return "its length follows from that of the run"
@@ -283,7 +286,7 @@ class RunConfiguration:
         names = [change.name for change in self.changes] if self.settings.on_change == "new" else []
         if not names and self._before.groups == self._now.groups:
             return
-        regrouped = bool(checkpoint[CHECKPOINT_KEY]["shared"]["groups"])
+        regrouped = bool(self._saved.shared["groups"])
         if regrouped and any(name.endswith(".groups") for name in names):
             raise MisconfigurationException(
                 "AutoResume: hooks changed the parameter groups of the run, and configure_optimizers now returns other "
@@ -291,16 +294,17 @@ class RunConfiguration:
                 "choose another dirpath."
             )
         changed = ChangedOptimizers(optimizers, configs, self._before, self._now, names, regrouped=regrouped)
-        states = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+        states, manifest = (checkpoint["optimizer_states"], checkpoint["lr_schedulers"]), self._saved.manifest
         try:
-            states = changed.states(*states, self._manifest.step, self._manifest.epoch)
+            states = changed.states(*states, manifest.step, manifest.epoch)
         except ValueError as error:
             raise MisconfigurationException(
-                f"AutoResume: a schedule ends before step {self._manifest.step}, which the run has reached ({error}). "
+                f"AutoResume: a schedule ends before step {manifest.step}, which the run has reached ({error}). "
                 "Give it more steps, or choose another dirpath to start a new run."
             ) from error
-        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = states
-        self.changed_states = True
+        changed_entries = dict(zip(("optimizer_states", "lr_schedulers"), states, strict=True))
+        checkpoint |= changed_entries
+        self.changed_states = copy.deepcopy(changed_entries)
 
     def check_loaders(self, loaders: Sequence[Any], *, resumes: bool) -> float | None:
         """Note the training loaders, and decide on what changed; those that a fit creates later are only noted.
@@ -314,10 +318,10 @@ class RunConfiguration:
         self._has_loaders = True
         if self._has_optimizers:  # configure_optimizers may ask for the number of batches
             self._decide()
-        changes = [one for one in self._find_changes()[0] if one.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))]
+        changes = [change for change in self._find_changes()[0] if _is_of_loaders(change)]
         if not changes:
             return None
-        sizes = [one for one in changes if one.name == f"{_IN_USE}.batch_size"]
+        sizes = [change for change in changes if change.name == f"{_IN_USE}.batch_size"]
         if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
             return 1.0
         return float(sizes[0].now / sizes[0].before)
@@ -325,6 +329,7 @@ class RunConfiguration:
     def _add(self, found: Configuration) -> None:
         self._now.kinds |= found.kinds
         self._now.values |= found.values
+        self._found = None
 
     def _decide(self) -> None:
         """Raise an error for changes that are new, or say what becomes of them."""
@@ -332,8 +337,8 @@ class RunConfiguration:
         found, incidental = self.trainer.strategy.broadcast(self._find_changes())
         known |= {name.replace(_GIVEN, _IN_USE) for name in known}
         if not self._has_loaders:
-            known |= {one.name for one in found if one.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))}
-        new = [one for one in found if one.name not in known]
+            known |= {change.name for change in found if _is_of_loaders(change)}
+        new = [change for change in found if change.name not in known]
         self.changes += new
         if incidental and not self._said_incidental:
             self._said_incidental = True
@@ -345,7 +350,7 @@ class RunConfiguration:
             return
         if self.settings.on_change == "raise":
             raise MisconfigurationException(
-                f"AutoResume: {self._folder} holds a run that was started with other settings:\n  "
+                f"AutoResume: {self._saved.path.parent} holds a run that was started with other settings:\n  "
                 f"{_listed(new, chr(10) + '  ')}\n"
                 "Nothing was trained or changed. Choose one of these:\n"
                 "- AutoResume(..., on_change='new') continues with the new values; moments, position and random states "
@@ -355,15 +360,16 @@ class RunConfiguration:
             )
         if self.settings.on_change == "new":
             self._check_length(new)
-            is_over = self._manifest.finished and not self.extended
+            is_over = self._saved.manifest.finished and not self.extended
             end = " The run had finished: they take effect when it is given more epochs or steps." if is_over else ""
             rank_zero_info(f"AutoResume: the run goes on with new values: {_listed(new, '; ')}.{end}")
             return
         self._keep_old(new)
 
     def _check_length(self, changes: Sequence[Change]) -> None:
-        begun = self._manifest.epoch + (self._manifest.batches > 0 and not self._manifest.finished)
-        done = {"Trainer.max_epochs": begun, "Trainer.max_steps": self._manifest.step}
+        manifest = self._saved.manifest
+        begun = manifest.epoch + (manifest.batches > 0 and not manifest.finished)
+        done = {"Trainer.max_epochs": begun, "Trainer.max_steps": manifest.step}
         for change in changes:
             if change.name in done and not is_longer(done[change.name] - 1, change.now):
                 raise MisconfigurationException(
@@ -374,22 +380,20 @@ class RunConfiguration:
 
     def _keep_old(self, changes: Sequence[Change]) -> None:
         """Say which changes are ignored, and which cannot be."""
-        refused = [one for one in changes if self._cannot_go_on(one)]
+        refused = [change for change in changes if self._cannot_go_on(change)]
         if refused:
             raise MisconfigurationException(
                 f"AutoResume(on_change='old'): the saved state does not fit {_listed(refused, '; ')}. Set the old "
                 "values in the script, continue with the new ones by on_change='new', or choose another dirpath."
             )
         restored = {*numbered(self.trainer.optimizers), *self._schedule_labels(), "seed"}
-        for one in changes:
-            is_restored = one.name.partition(".")[0] in restored and not one.name.endswith(
-                "()"
-            )  # a function is not saved
-            if one not in self._ignored and (self._set(one) or is_restored):
-                self._ignored.append(one)
-        ignored = [one for one in changes if one in self._ignored]
-        same = [(one.before, one.now) for one in ignored]  # an argument that was passed on
-        in_effect = [one for one in changes if (one.before, one.now) not in same]
+        for change in changes:
+            is_restored = change.label in restored and not change.name.endswith("()")  # a function is not saved
+            if change not in self._ignored and (self._set(change) or is_restored):
+                self._ignored.append(change)
+        ignored = [change for change in changes if change in self._ignored]
+        same = [(change.before, change.now) for change in ignored]  # an argument that was passed on
+        in_effect = [change for change in changes if (change.before, change.now) not in same]
         if ignored:
             rank_zero_info(f"AutoResume(on_change='old'): the old values are kept: {_listed(ignored, '; ')}.")
         if in_effect:
@@ -434,8 +438,13 @@ class RunConfiguration:
         names = [change.name for change in self.changes]
         return any(path.endswith(f".{name}") or path == f"module.{name.partition('.')[2]}" for name in names)
 
-    def set_new_values(self) -> None:
-        """Set attributes to the new values once more, as the resume has restored old ones."""
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Load and set what another start changed once more, as the resume has restored old values."""
+        if phase is not Phase.COMPARED:  # wrappers of optimizers keep options that were restored
+            states = self.changed_states.get("optimizer_states", ())
+            for optimizer, state in zip(self.trainer.optimizers, states, strict=False):
+                optimizer.load_state_dict(state)
+            return
         for change in self.changes if self.settings.on_change == "new" else ():
             owner, name, value = self._places.get(change.name, (None, "", None))
             if owner is None or isinstance(owner, Trainer | Mapping):
@@ -449,6 +458,10 @@ def _may_change(callback: Callback) -> bool:
     if isinstance(callback, TrickCallback):
         return bool(callback.training_arguments)
     return not isinstance(callback, _OBSERVERS)
+
+
+def _is_of_loaders(change: Change) -> bool:
+    return change.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))
 
 
 def _listed(changes: Sequence[Change], separator: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import sys
@@ -17,21 +18,22 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_files
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
-from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
+from lightning_tricks.auto_resume.core.configuration import plain
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
 from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.logger_state import LoggerState
-from lightning_tricks.auto_resume.run_identity import run_identity
 
 _START_FILE = "start.json"  # where the loggers were when a fit started that has no checkpoint yet
 _RNG_STATE_FILE = "streams.json"  # the random state before `setup`, which may create or split data
@@ -128,8 +130,9 @@ class RunFiles:
         """Return the processes that used the directory, this one included; set `problem` if it is in use."""
         self.folder.prepare()
         self.root.prepare()
-        processes = self.root.read_private(_PROCESSES_FILE).get("processes", [])
-        processes = [one for one in processes if isinstance(one, dict)] if isinstance(processes, list) else []
+        recorded = self.root.read_private(_PROCESSES_FILE).get("processes")
+        recorded = recorded if isinstance(recorded, list) else []
+        processes = [process for process in recorded if isinstance(process, dict)]
         acquired, is_certain = self._lock.acquire(processes[-1] if processes else {})
         if not acquired:
             process = processes[-1] if processes else {}
@@ -144,7 +147,8 @@ class RunFiles:
                 f"AutoResume: the file system of {self.root.path} does not support locks. A second run in this "
                 "directory is detected on the same host only."
             )
-        processes = [*(one for one in processes if one != this_process()), this_process()][-_MAX_PROCESSES:]
+        others = [process for process in processes if process != this_process()]
+        processes = [*others, this_process()][-_MAX_PROCESSES:]
         self.root.write_private(_PROCESSES_FILE, {"processes": processes})
         return processes
 
@@ -259,8 +263,8 @@ class RunFiles:
         return int(self.folder.path.name[3:]) if self.folder.path != self.root.path else 1
 
     def _model_checkpoints(self) -> dict[str, ModelCheckpoint]:
-        callbacks = callbacks_of(self.trainer)
-        return {one.state_key: one for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath}
+        callbacks = callbacks_of_type(self.trainer, ModelCheckpoint)
+        return {callback.state_key: callback for callback in callbacks if callback.dirpath}
 
     def _checkpoint_folders(self) -> dict[str, Path]:
         """Return the local directories of the ModelCheckpoints by their `state_key`."""
@@ -289,6 +293,16 @@ class RunFiles:
     def _warn(self, sentences: list[str]) -> None:
         for sentence in sentences:
             rank_zero_warn(f"AutoResume: {sentence}")
+
+
+def run_identity(module: LightningModule) -> dict[str, Any]:
+    """Return what distinguishes a run: class of the module, names and shapes of parameters, and arguments."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
+    return {
+        "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
+        "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
+        "arguments": plain(dict(module.hparams_initial)),  # a learning rate finder does not change these
+    }
 
 
 def raise_for_problem(problem: str) -> None:

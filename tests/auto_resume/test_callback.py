@@ -72,7 +72,7 @@ def weights(trainer):
         ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number >= 1, got 1.5"),
         ({"train_time_interval": 10}, "train_time_interval must be a timedelta or a dict.*got 10"),
         ({"train_time_interval": {"minute": 1}}, "train_time_interval takes no 'minute'.*Did you mean 'minutes'?"),
-        ({"train_time_interval": {"minutes": 0}}, "longer than nothing"),
+        ({"train_time_interval": {"minutes": 0}}, "must be positive"),
         ({"keep_last": 0}, "keep_last must be a whole number >= 1, got 0"),
         ({"signals": "SIGTERM"}, r"signals must be a sequence of names.*got 'SIGTERM'"),
         ({"signals": ["TERM"]}, "names of signals of this system such as 'SIGTERM', got 'TERM'"),

@@ -24,14 +24,15 @@ from torch.utils.data import (
 
 from lightning_tricks import AutoResume, isolated_rng
 from lightning_tricks.auto_resume.core.data.loader_position import position_of
-from lightning_tricks.auto_resume.core.data.random_draws import _numpy, _set_state, _state_bytes
 from lightning_tricks.auto_resume.core.data.rng_state import (
-    WorkerInit,
-    WorkerRngStates,
+    _numpy,
+    _set_state,
+    _state_bytes,
     pack_rng_state,
     unpack_rng_state,
 )
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
+from lightning_tricks.auto_resume.core.data.workers import WorkerInit, WorkerRngStates
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_state
 from tests.contract.checks import Interrupts
@@ -423,7 +424,7 @@ def test_numpys_random_state_is_read_exactly(operations):
 
 
 def test_more_draws_than_the_limit_are_reported(monkeypatch):
-    monkeypatch.setattr("lightning_tricks.auto_resume.core.data.random_draws.MAX_BYTES", 6_000)
+    monkeypatch.setattr("lightning_tricks.auto_resume.core.data.rng_state.MAX_BYTES", 6_000)
     with isolated_rng(seed=3), pytest.warns(UserWarning, match="draws from the global random state"):
         _, positions = record(Buffered(21), epochs=1, batch_size=3)
     with isolated_rng(seed=3), pytest.raises(AssertionError, match="more often than could be saved"):
@@ -460,7 +461,7 @@ def test_attributes_of_other_data_are_named():
     def tracked(seed):
         data = torch.utils.data.random_split(Own(21), [15, 6], generator=torch.Generator().manual_seed(seed))[0]
         loader = DataLoader(data, batch_size=3)
-        fit = LoaderTracker(StopRequest([]))
+        fit = LoaderTracker(None, None, StopRequest([]))
         return fit, loader
 
     before, loader = tracked(1)
@@ -471,9 +472,11 @@ def test_attributes_of_other_data_are_named():
         fit, loader = tracked(seed)
         fit.track_train([loader], True, saved)
         if seed == 1:
-            assert fit.differences == []
+            assert fit.data_differences == []
         else:
-            assert "the training loader has other data than in the stopped run: dataset.indices" in fit.differences[0]
+            assert (
+                "the training loader has other data than in the stopped run: dataset.indices" in fit.data_differences[0]
+            )
 
 
 def test_workers_of_a_stopped_run_end_once_the_fit_was_left():

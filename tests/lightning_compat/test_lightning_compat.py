@@ -637,6 +637,21 @@ def test_call_with_next_batch(sized):
     assert len(trained) == 10
 
 
+def test_a_callback_is_given_the_module_before_the_loggers_begin(tmp_path):
+    class Notes(lightning.pytorch.Callback):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if (given := fit.module_given_to_callback(name, value)) is not None:
+                begun.append((given is module, logger._experiment is not None))
+
+        def setup(self, trainer, pl_module, stage):
+            begun.append("setup")
+
+    begun, module, logger = [], Net(), CSVLogger(tmp_path)
+    Trainer(max_epochs=1, log_every_n_steps=1, callbacks=[Notes()], **{**QUIET, "logger": logger}).fit(module, loader())
+    assert begun == [(True, False), "setup"]
+
+
 def test_close_workers():
     class Ends(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

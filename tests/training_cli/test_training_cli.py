@@ -16,7 +16,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 
 import lightning_tricks
 from lightning_tricks import OptimizerSpec, ScheduleSpec, SeedEverything, seed_everything, training_cli
-from lightning_tricks.auto_resume.attribute_owners import AttributeOwners
+from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.cli import main
 from lightning_tricks.demo import Digits, DigitsClassifier

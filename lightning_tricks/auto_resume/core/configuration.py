@@ -59,10 +59,15 @@ class Change:
     now: Any
     why: str = ""
 
+    @property
+    def label(self) -> str:
+        """What the value belongs to: the name up to its first dot, such as "Adam"."""
+        return self.name.partition(".")[0]
+
     def __str__(self) -> str:
         before, now = _text(self.before), _text(self.now)
         if max(len(before), len(now)) > _LONGEST:  # show where they begin to differ
-            same = next((n for n, (one, other) in enumerate(zip(before, now, strict=False)) if one != other), 0)
+            same = next((n for n, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), 0)
             start = before.rfind(", ", 0, same) + 1
             before, now = (_shortened(f"...{text[start:]}" if start else text) for text in (before, now))
         return f"{self.name}: {before} -> {now}{f' ({self.why})' if self.why else ''}"
@@ -74,8 +79,8 @@ class Configuration:
 
     Attributes:
         kinds: What there is: classes of layers, optimizers, schedulers, loaders and callbacks.
-        values: Their settings. One that only one of two starts knows is none of the user's: libraries add defaults.
-        arguments: Hyper-parameters, of which one that only one of two starts has counts.
+        values: Their settings. If only one of two starts has a setting, it is not the user's: libraries add defaults.
+        arguments: Hyper-parameters. If only one of two starts has a hyper-parameter, that is a change.
         groups: For each optimizer, the names of the parameters in its groups.
         exchanged: Whether the fit exchanged the optimizers, so that a later start cannot be compared with them.
     """
@@ -99,15 +104,15 @@ class Configuration:
             Change(name, self.kinds.get(name, ABSENT), now.kinds.get(name, ABSENT))
             for name in {**self.kinds, **now.kinds}
         ]
-        values = [Change(name, self.values[name], one) for name, one in now.values.items() if name in self.values]
+        values = [Change(name, self.values[name], value) for name, value in now.values.items() if name in self.values]
         arguments = [
             Change(name, self.arguments.get(name, ABSENT), now.arguments.get(name, ABSENT))
             for name in {**self.arguments, **now.arguments}
             if name in self.arguments or not is_default(name, now.arguments[name])
         ]
-        found = [one for one in (*kinds, *values, *arguments) if not _are_equal(one.before, one.now)]
-        incidental = [one for one in found if _is_incidental(one)]
-        return [one for one in found if one not in incidental], incidental
+        found = [change for change in (*kinds, *values, *arguments) if not _are_equal(change.before, change.now)]
+        incidental = [change for change in found if _is_incidental(change)]
+        return [change for change in found if change not in incidental], incidental
 
 
 def plain(value: Any, depth: int = 0) -> Any:
@@ -175,7 +180,7 @@ def arguments_of(instance: object) -> dict[str, Any]:
 
 def numbered(objects: Sequence[object]) -> list[str]:
     """Return a name for each object: that of its class, from the second one of a class on with its number."""
-    kinds = [type(one).__name__ for one in objects]
+    kinds = [type(instance).__name__ for instance in objects]
     counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
     return [f"{kind}[{count}]" if count else kind for kind, count in zip(kinds, counts, strict=True)]
 
@@ -189,39 +194,39 @@ def _as_limit(limit: Any) -> float:
     return math.inf if limit in (None, -1) else float(limit)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(before: Any, now: Any) -> bool:
     """Whether two plain values are equal; floats as far as the last bits, in which machines differ."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-9)
-    return bool(one == other)
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_are_equal, before, now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(_are_equal(before[name], now[name]) for name in before)
+    if isinstance(before, float) and isinstance(now, int | float):
+        return math.isclose(before, now, rel_tol=1e-9)
+    return bool(before == now)
 
 
 def _is_incidental(change: Change) -> bool:
     """Whether an argument may differ between two starts of one command: a path, a date, a number of workers."""
     (*parts_above, name), pair = change.name.split("."), (change.before, change.now)
-    if all(isinstance(one, list) for one in pair):
-        parts = (replace(change, before=one, now=other) for one, other in zip_longest(*pair, fillvalue=ABSENT))
+    if all(isinstance(value, list) for value in pair):
+        parts = (replace(change, before=old, now=new) for old, new in zip_longest(*pair, fillvalue=ABSENT))
         return all(_are_equal(part.before, part.now) or _is_incidental(part) for part in parts)
     words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
-    has_fractions = any(isinstance(one, float) for one in pair)
+    has_fractions = any(isinstance(value, float) for value in pair)
     if (
         name == "on_change"
         or not _INCIDENTAL_PARTS.isdisjoint(parts_above)
         or (not has_fractions and any(map(_INCIDENTAL_WORDS.fullmatch, words)))
     ):
         return True
-    if all(isinstance(one, str) for one in pair):
+    if all(isinstance(value, str) for value in pair):
         is_about_the_run = name == "name" or any(map(_INCIDENTAL_WORDS_OF_TEXTS.fullmatch, words))
-        is_path = any(re.search(r"[/\\]", one) for one in pair)
-        return is_about_the_run or is_path or all(_DATE_OR_ID.search(one) for one in pair)
-    if not all(isinstance(one, int | float) for one in pair):
+        is_path = any(re.search(r"[/\\]", value) for value in pair)
+        return is_about_the_run or is_path or all(_DATE_OR_ID.search(value) for value in pair)
+    if not all(isinstance(value, int | float) for value in pair):
         return False
-    is_drawn_seed = "seed" in words and all(abs(one) >= _SMALLEST_DRAWN_SEED for one in pair)
-    return is_drawn_seed or any(all(low <= one < high for one in pair) for low, high in _CLOCK_RANGES)
+    is_drawn_seed = "seed" in words and all(abs(value) >= _SMALLEST_DRAWN_SEED for value in pair)
+    return is_drawn_seed or any(all(low <= value < high for value in pair) for low, high in _CLOCK_RANGES)
 
 
 def _text(value: Any) -> str:

@@ -93,7 +93,7 @@ class FileJournal:
     def states(self) -> set[tuple[Any, Any]]:
         """The positions that `record_state` recorded since the journal started: epoch and step."""
         positions = [(entry.get("epoch"), entry.get("step")) for entry in self._entries()]
-        return {one for one in positions if all(type(count) is int for count in one)}
+        return {position for position in positions if all(type(count) is int for count in position)}
 
     def restore_files(self, folders: Mapping[str, Path]) -> list[str]:
         """Restore the files as they were at the save.
@@ -168,8 +168,7 @@ def _backup_names(path: Path) -> list[str]:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    one, two = path.lstat(), other.lstat()
-    return (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)
+    return os.path.samestat(path.lstat(), other.lstat())
 
 
 def _digest_of_path(path: Path) -> str:

@@ -76,7 +76,7 @@ def load_manifest(path: Path, file: str | None = None) -> Manifest:
         ValueError: If it names a file that cannot be a checkpoint beside it, or a field is invalid.
     """
     values = load_json(path)
-    manifest = Manifest(**{one.name: values[one.name] for one in fields(Manifest) if one.name in values})
+    manifest = Manifest(**{known.name: values[known.name] for known in fields(Manifest) if known.name in values})
     counts = (manifest.bytes, manifest.epoch, manifest.step, manifest.batches, manifest.modified, manifest.format)
     is_valid = (
         isinstance(manifest.file, str)

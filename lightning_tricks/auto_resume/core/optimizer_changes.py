@@ -40,8 +40,9 @@ def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names
     """
     found = Configuration(groups=[[list(group) for group in groups] for groups in names])
     for number, (label, optimizer) in enumerate(zip(numbered(optimizers), optimizers, strict=True)):
-        digest = hashlib.sha256(repr([sorted(map(str, one)) for one in found.groups[number]]).encode()).hexdigest()[:6]
-        sizes = ", ".join(str(len(group)) for group in found.groups[number])
+        groups = found.groups[number]
+        digest = hashlib.sha256(repr([sorted(map(str, group)) for group in groups]).encode()).hexdigest()[:6]
+        sizes = ", ".join(str(len(group)) for group in groups)
         found.values[f"{label}.groups"] = f"parameters: {sizes} ({digest})"
         found.kinds[f"optimizer {number}"] = type(optimizer).__name__
         for prefix, group in zip(_prefixes(label, optimizer.param_groups), optimizer.param_groups, strict=True):
@@ -130,14 +131,14 @@ class ChangedOptimizers:
 
     def _is_rescheduled(self, optimizer: Any) -> bool:
         """Whether learning rates of an optimizer, or a schedule of it, changed."""
-        owned = [place for place, one in enumerate(self._optimizers) if one is optimizer]
+        owned = [place for place, known in enumerate(self._optimizers) if known is optimizer]
         names = {f"optimizer {place}" for place in owned}
         for place in owned:
             label = numbered(self._optimizers)[place]
             names.add(f"{label}.groups")
             for prefix, group in zip(_prefixes(label, optimizer.param_groups), optimizer.param_groups, strict=True):
                 names |= {f"{prefix}.{option}" for option in _of_schedules(optimizer, group)}
-        schedules = [place for place, one in enumerate(self._configs) if _optimizer_of(one) is optimizer]
+        schedules = [place for place, config in enumerate(self._configs) if _optimizer_of(config) is optimizer]
         names |= {f"scheduler {place}" for place in schedules}
         begins = tuple(f"{self._labels[place]}." for place in schedules)
         return any(name in names or name.startswith(begins) for name in self._changed) or self._lost_schedules()
@@ -177,7 +178,7 @@ class ChangedOptimizers:
         """Return what schedules set in a group: from the schedules that were stepped, or as they had changed it."""
         schedules = [config.scheduler for config in self._configs if _optimizer_of(config) is optimizer]
         if schedules and all(map(_is_replayable, schedules)):
-            momenta = ("momentum", "betas") if any(hasattr(one, "cycle_momentum") for one in schedules) else ()
+            momenta = ("momentum", "betas") if any(hasattr(part, "cycle_momentum") for part in schedules) else ()
             return {name: created[name] for name in {*_of_schedules(optimizer, created), *momenta} & created.keys()}
         if not schedules and self._lost_schedules():
             return {"lr": created["lr"]}
@@ -270,7 +271,7 @@ def _samples(function: Any) -> list[Any]:
 def _is_replayable(scheduler: Any) -> bool:
     """Whether a scheduler counts its steps and depends on nothing else."""
     arguments = signature(scheduler.step).parameters.values()  # ReduceLROnPlateau requires a metric
-    return isinstance(scheduler, LRScheduler) and all(one.default is not one.empty for one in arguments)
+    return isinstance(scheduler, LRScheduler) and all(argument.default is not argument.empty for argument in arguments)
 
 
 def _optimizer_of(config: Any) -> Any:

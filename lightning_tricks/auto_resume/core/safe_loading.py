@@ -1,4 +1,4 @@
-"""Reads checkpoints as data, without running code of them, and finds the objects that this leaves out."""
+"""Reads checkpoints as data, without running code of them, finds the objects that this leaves out, and keeps them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
 
@@ -53,13 +55,6 @@ def object_pickle(values: Mapping[str, Any]) -> bytes:
     return stream.getvalue() if pickler.found else b""
 
 
-def plain_tensors(values: Mapping[str, Any]) -> list[Tensor] | None:
-    """Return the tensors among values that are plain data beside them; None if there are other objects."""
-    pickler = _ObjectPickler(io.BytesIO())
-    pickler.dump(values)
-    return None if pickler.found else pickler.tensors
-
-
 def split_arguments(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the hyper-parameters in a checkpoint, which may hold any object, and what else is in it."""
     parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -91,6 +86,40 @@ def _objects(value: Any, key_path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
                 pending += [(key, (*key_path, "a key")), (part, (*key_path, str(key)))]
 
 
+class KeptCheckpoint:
+    """Keeps what was read from a checkpoint, and gives copies to hooks, which may change what they are given.
+
+    The copies share the memory of the tensors, whose versions tell whether one of them was changed in place. A
+    checkpoint with objects that may change without notice is not kept.
+
+    Args:
+        values: What was read.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._arguments, self._others = split_arguments(values)
+        pickler = _ObjectPickler(io.BytesIO())
+        pickler.dump(self._others)
+        self._versions = [(tensor, tensor_version(tensor)) for tensor in pickler.tensors]
+        self._can_be_kept = not pickler.found and not any(tensor.requires_grad for tensor in pickler.tensors)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the values are certainly those that were read."""
+        return self._can_be_kept and all(tensor_version(tensor) == version for tensor, version in self._versions)
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The values, which must not be changed."""
+        return self._values
+
+    def copy(self) -> dict[str, Any]:
+        """Return a copy of all containers, with tensors of their own that share their memory."""
+        others = deepcopy(self._others, {id(tensor): tensor.detach() for tensor, _ in self._versions})
+        return {key: self._arguments[key] if key in self._arguments else others[key] for key in self._values}
+
+
 class _ObjectPickler(pickle.Pickler):
     """Pickles values without the data of tensors, and notes whether there are objects beside plain data."""
 
@@ -106,7 +135,7 @@ class _ObjectPickler(pickle.Pickler):
         if kind in (Tensor, nn.Parameter) and _is_usual(value):
             self.tensors.append(value)
             return _tensor, ()
-        if kind not in self._PLAIN_TYPES and not any(value is one for one in _PLAIN_CALLS):
+        if kind not in self._PLAIN_TYPES and not any(value is call for call in _PLAIN_CALLS):
             self.found = True
         return NotImplemented
 

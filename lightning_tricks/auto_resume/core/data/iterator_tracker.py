@@ -1,44 +1,31 @@
-"""Creates iterators of a DataLoader that know their positions."""
+"""Iterators of a DataLoader that know their positions: the parts of an iterator that are exchanged for tracked ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import marshal
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._torch_compat import loaders as private
-from lightning_tricks.auto_resume.core.data.iterator_parts import DeferredSampler, TrackedFetcher
+from lightning_tricks.auto_resume.core.data.loader_objects import value_digest
 from lightning_tricks.auto_resume.core.data.loader_position import (
     POSITION_ATTRIBUTE,
     LoaderPosition,
+    LoaderSnapshot,
     has_persistent_workers,
 )
-from lightning_tricks.auto_resume.core.data.loader_snapshot import LoaderSnapshot
-from lightning_tricks.auto_resume.core.data.random_draws import RecordedDraws
-from lightning_tricks.auto_resume.core.data.rng_state import RecordingCollate, WorkerInit
-from lightning_tricks.auto_resume.core.data.sampling_order import (
-    OrderDigest,
-    TrackedSamplerIterator,
-    draws_only_once,
-    value_digest,
-)
-from lightning_tricks.auto_resume.core.data.worker_positions import WorkerPositions
+from lightning_tricks.auto_resume.core.data.rng_state import RecordedDraws
+from lightning_tricks.auto_resume.core.data.workers import RecordingCollate, WorkerInit, WorkerPositions
 from lightning_tricks.auto_resume.core.temporary_attributes import patched
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader
-
-
-def create_iterator(tracked: TrackedDataLoader) -> Any:
-    """Create a tracked iterator at the start of an epoch."""
-    tracker = IteratorTracker(tracked, LoaderSnapshot(tracked.loader, tracked.objects))
-    iterator, deferred = tracker.create()
-    tracker.track(iterator, None if deferred is None else deferred.iterator)
-    if deferred is not None:
-        tracker.fill_prefetch_queues(iterator)
-    return iterator
 
 
 class IteratorTracker:
@@ -160,13 +147,12 @@ class IteratorTracker:
         worker_states = [self.workers.state(worker, batches) for worker in range(self.workers.count)]
         for _, data in worker_states:
             self.tracked.objects.add_unsaved({} if data is None else data["lost"])
-        before_prefetched = self.before_prefetched if num_prefetched else None
         return LoaderPosition(
             batches=batches,
             at_end=at_end,
-            at_creation=self.at_creation.as_dict(),
-            at_start=None if self.at_start is None else self.at_start.as_dict(),
-            before_prefetched=None if before_prefetched is None else before_prefetched.as_dict(),
+            at_creation=self.at_creation,
+            at_start=self.at_start,
+            before_prefetched=self.before_prefetched if num_prefetched else None,
             worker_rng_states=[rng_state for rng_state, _ in worker_states],
             worker_data=[data for _, data in worker_states],
             draws=draws,
@@ -204,3 +190,129 @@ class _RestartIteration:
 
     def __call__(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         self.tracker.restart(self.iterator())
+
+
+class DeferredSampler:
+    """A sampler that is asked for an iterator as usual, and gives an empty one: nothing is fetched at once.
+
+    Args:
+        sampler: The loader's own sampler.
+
+    Attributes:
+        iterator: The iterator of the loader's own sampler, from which the indices are to come later.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.iterator: Iterator[Any] = iter(())
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterator = iter(self.sampler)
+        return iter(())
+
+
+class TrackedFetcher:
+    """Makes batches in the training process as the given fetcher does, and reports the first one.
+
+    Args:
+        fetcher: The fetcher of the iterator.
+        draws: Records what each batch draws; None records nothing.
+        on_first_batch: Called with the first batch.
+
+    Attributes:
+        is_first: Whether the next batch is to be reported.
+        exhausted: Whether an iterable dataset was asked for more than it has.
+    """
+
+    def __init__(self, fetcher: Any, draws: RecordedDraws | None, on_first_batch: Callable[[Any], object]) -> None:
+        self._fetcher, self._draws, self._on_first_batch = fetcher, draws, on_first_batch
+        self.is_first, self.exhausted = True, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def fetch(self, indices: Any) -> Any:
+        """Return the batch of some indices."""
+        try:
+            if self._draws is None:
+                batch = self._fetcher.fetch(indices)
+            else:
+                batch = self._draws.call(lambda: self._fetcher.fetch(indices))
+        except StopIteration:
+            self.exhausted = True
+            raise
+        if self.is_first:
+            self.is_first = False
+            self._on_first_batch(batch)
+        return batch
+
+
+class OrderDigest:
+    """A running digest of the indices that a sampler gave: equal digests mean equal orders.
+
+    Args:
+        max_ahead: Batches that the sampler may be ahead of training: of so many the digests before are kept.
+    """
+
+    def __init__(self, max_ahead: int = 0) -> None:
+        self.count = 0
+        self._digests = deque([b""], maxlen=max_ahead + 4)
+
+    def add(self, indices: Any) -> None:
+        """Add the indices of a batch."""
+        self.count += 1
+        self._digests.append(blake2b(self._digests[-1] + _encode_indices(indices), digest_size=8).digest())
+
+    def digest(self, count: int) -> str:
+        """Return the digest of the first `count` batches; empty if it is no longer kept."""
+        back = self.count - count
+        return self._digests[-1 - back].hex() if 0 <= back < len(self._digests) else ""
+
+
+class TrackedSamplerIterator:
+    """An iterator of a sampler whose draws and order are recorded.
+
+    Args:
+        iterator: The iterator that gives the indices.
+        draws: Records what each index draws; None if all draws happen at the first index.
+        order: Takes the indices.
+
+    Attributes:
+        exhausted: Whether it was asked for more than it had.
+    """
+
+    def __init__(self, iterator: Iterator[Any], draws: RecordedDraws | None, order: OrderDigest) -> None:
+        self.iterator, self.draws, self.order = iterator, draws, order
+        self.exhausted = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            indices = next(self.iterator) if self.draws is None else self.draws.call(self.iterator.__next__)
+        except StopIteration:
+            self.exhausted = True
+            raise
+        self.order.add(indices)
+        return indices
+
+
+def draws_only_once(sampler: Any) -> bool:
+    """Whether a sampler is one of torch's, which draw from the global random state at their first index only."""
+    inner = getattr(sampler, "sampler", None)
+    known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
+    return known and (inner is None or draws_only_once(inner))
+
+
+def _encode_indices(indices: Any) -> bytes:
+    if isinstance(indices, Tensor):
+        indices = indices.tolist()
+    try:
+        return marshal.dumps(indices, 2)  # later versions also encode which objects are identical
+    except ValueError:
+        parts = indices if isinstance(indices, list | tuple) else [indices]
+        return repr([part.tolist() if isinstance(part, Tensor) else type(part) for part in parts]).encode()

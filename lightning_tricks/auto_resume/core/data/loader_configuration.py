@@ -38,10 +38,10 @@ def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
             if not isinstance(shuffle, bool) or part == "batch_sampler":
                 found.kinds[f"{label}.{part}"] = kind
             size = _size(getattr(loader, "dataset", None))
-            for option, one in arguments_of(value).items():
-                is_of_the_data = option in _OF_THE_DATA or isinstance(plain(one), list | dict) or one == size
+            for option, given in arguments_of(value).items():
+                is_of_the_data = option in _OF_THE_DATA or isinstance(plain(given), list | dict) or given == size
                 if not is_of_the_data and option != "shuffle":
-                    found.values[f"{label}.{part}.{option}"] = plain(one)
+                    found.values[f"{label}.{part}.{option}"] = plain(given)
     return found
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 from weakref import ref
 
 from torch.utils.data import DataLoader
 
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
+from lightning_tricks.auto_resume.core.attributes.object_walk import SkippedNames
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
-from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 
 # packages whose objects are handles to data, which a fresh process opens again
 _DATA_HANDLE_PACKAGES = (
@@ -30,6 +31,7 @@ _DATA_HANDLE_PACKAGES = (
 )
 _MAX_PATHS = 500  # of a fingerprint
 DATA_PARTS = ("dataset", "collate_fn")
+Kept = TypeVar("Kept")
 
 
 def loader_parts(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -49,30 +51,32 @@ class ObjectBaselines:
         self._trackers: dict[int, tuple[Any, AttributeTracker]] = {}
         self._fingerprints: dict[int, tuple[Any, dict[str, int]]] = {}
 
-    def tracker_of(self, name: str, value: Any, other_parts: Collection[Any]) -> AttributeTracker:
-        """Return the tracker of an object since it was first seen; `other_parts` have trackers of their own."""
-        known = self._trackers.get(id(value))
-        if known is not None and known[0]() is value:
-            return known[1]
-        try:
-            reference: Any = ref(value)
-        except TypeError:  # an object such as a list, to which there are no weak references
-            return AttributeTracker({name: value}, skipped=_skip_other_parts(other_parts))
-        attributes = AttributeTracker(lambda: {name: reference()}, skipped=_skip_other_parts(other_parts))
-        self._trackers[id(value)] = reference, attributes
-        return attributes
+    def tracker_of(self, name: str, value: Any, skipped: SkippedNames) -> AttributeTracker:
+        """Return the tracker of an object since it was first seen."""
 
-    def fingerprint(self, value: Any, other_parts: Collection[Any]) -> dict[str, int]:
+        def make(get: Callable[[], Any]) -> AttributeTracker:
+            return AttributeTracker(lambda: {name: get()}, skipped=skipped)
+
+        return _remembered(self._trackers, value, make)
+
+    def fingerprint(self, value: Any, skipped: SkippedNames) -> dict[str, int]:
         """Return the digests of an object's attributes when it was first seen: path -> digest."""
-        known = self._fingerprints.get(id(value))
-        if known is not None and known[0]() is value:
-            return known[1]
-        found = _merged_digests(fingerprints({"dataset": value}, skipped=_skip_other_parts(other_parts)))
-        try:
-            self._fingerprints[id(value)] = ref(value), found
-        except TypeError:
-            return found
-        return found
+        return _remembered(
+            self._fingerprints, value, lambda _: _merged_digests(fingerprints({"dataset": value}, skipped=skipped))
+        )
+
+
+def _remembered(known: dict[int, tuple[Any, Kept]], value: Any, make: Callable[[Callable[[], Any]], Kept]) -> Kept:
+    """Return what was made for an object before, or make it, given what returns the object."""
+    reference, kept = known.get(id(value), (None, None))
+    if reference is not None and reference() is value:
+        return kept  # type: ignore[return-value]
+    try:
+        reference = ref(value)
+    except TypeError:  # an object such as a list, to which there are no weak references
+        return make(lambda: value)
+    known[id(value)] = reference, make(reference)
+    return known[id(value)][1]
 
 
 class LoaderObjects:
@@ -91,9 +95,10 @@ class LoaderObjects:
         objects = loader_parts(loader)
         self._loader = ref(loader)
         self._attributes = {
-            name: baselines.tracker_of(name, value, _other_parts(objects, value)) for name, value in objects.items()
+            name: baselines.tracker_of(name, value, _skip_other_parts(objects, value))
+            for name, value in objects.items()
         }
-        self.fingerprint = baselines.fingerprint(loader.dataset, _other_parts(objects, loader.dataset))
+        self.fingerprint = baselines.fingerprint(loader.dataset, _skip_other_parts(objects, loader.dataset))
         self.failed = dict[str, str]()
         self._unsaved, self._reported = dict[str, str](), set[str]()
         self._values: dict[str, AttributeChanges] = {}  # of all attributes, once they are remembered
@@ -103,7 +108,7 @@ class LoaderObjects:
         loader = self._loader()
         objects = {} if loader is None else loader_parts(loader)
         for name, value in objects.items():
-            skipped = _skip_other_parts(_other_parts(objects, value))
+            skipped = _skip_other_parts(objects, value)
             self._values[name] = all_values({name: value}, skipped=skipped)
 
     def undo_changes(self, kept: Mapping[str, Any]) -> None:
@@ -145,7 +150,7 @@ class LoaderObjects:
         for name, changes in saved.items():
             if name in objects and (not names or name in names):
                 self._attributes[name].note(changes)
-                skipped = _skip_other_parts(_other_parts(objects, objects[name]))
+                skipped = _skip_other_parts(objects, objects[name])
                 failed = restore_changes({name: objects[name]}, changes, skipped=skipped)
                 others = {path: why for path, why in self.failed.items() if path not in changes["values"]}
                 self.failed = others | failed | _without_handles(changes["lost"])
@@ -159,6 +164,13 @@ class LoaderObjects:
         new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
         self._reported |= new.keys()
         return new
+
+
+def value_digest(batch: Any) -> str:
+    """Return a digest of a batch or another value; of a large one, a sample counts."""
+    digest = ValueDigest(same_process=False)
+    digest.feed(batch)
+    return f"{int(digest):016x}"
 
 
 def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
@@ -180,9 +192,9 @@ def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
     return digests
 
 
-def changed_paths(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def changed_paths(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the paths whose values differ between two results of `LoaderObjects.changes`."""
-    first, second = ({path: value_digest(value) for path, value in _values(changes)} for changes in (one, other))
+    first, second = ({path: value_digest(value) for path, value in _values(changes)} for changes in (before, now))
     return sorted(path for path in first.keys() | second.keys() if first.get(path) != second.get(path))
 
 
@@ -194,13 +206,9 @@ def _values(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield path, value
 
 
-def _other_parts(objects: Mapping[str, Any], value: Any) -> list[Any]:
-    return [other for other in objects.values() if other is not value]
-
-
-def _skip_other_parts(other_parts: Collection[Any]) -> Any:
+def _skip_other_parts(objects: Mapping[str, Any], value: Any) -> SkippedNames:
     """Return what skips parts with trackers of their own, and `state_dict`: the position is known without it."""
-    numbers = {id(other) for other in other_parts}  # ids are valid: the parts live as long as the loader
+    numbers = {id(other) for other in objects.values() if other is not value}  # they live as long as the loader
 
     def skipped(owner: Any) -> list[str]:
         try:

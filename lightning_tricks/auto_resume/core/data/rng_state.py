@@ -1,216 +1,64 @@
-"""The global random state of a process as one row of bytes, and how DataLoader workers record theirs."""
+"""The global random state of a process: as one row of bytes, and what is drawn from it call by call."""
 
 from __future__ import annotations
 
-import os
+import ctypes
 import random
-import signal
-import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from multiprocessing import parent_process
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
-
-from lightning_tricks._torch_compat.loaders import call_on_iteration_start
-from lightning_tricks.auto_resume.core.data.worker_state import TrackedWorkerData
-from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
 RNG_STATE_KEY = "streams"  # under which packed states are saved; part of the format of checkpoints and files
-_SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
+MAX_BYTES = 64 * 2**20  # of the states that are recorded in an epoch
+_SPARSE_FACTOR = 3  # a state is recorded as its changed bytes where these are less than a third
+_GENERATORS_KEY = "streams"  # which generator each record is of; part of the format of checkpoints
+
+Result = TypeVar("Result")
+
+# The generators by number: 0 is Python's, 1 numpy's, 2 torch's
+_SETTERS: tuple[Callable[[Any], object], ...] = (random.setstate, np.random.set_state, torch.set_rng_state)
 
 
-def pack_rng_state() -> Tensor:
-    """Return the state of `random`, `numpy.random` and torch on the CPU: a uint8 tensor of about 10,000 bytes."""
-    record = np.zeros(1, _record_dtype())
-    _write_rng_state(record[0])
+def global_states() -> list[Any]:
+    """Return the states of the three generators, each as its library returns it."""
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+
+
+def set_global_states(states: Any) -> None:
+    """Restore what `global_states` returned."""
+    for set_state, state in zip(_SETTERS, states, strict=True):
+        set_state(state)
+
+
+def pack_rng_state(states: Any = None) -> Tensor:
+    """Return the state of `random`, `numpy.random` and torch on the CPU: a uint8 tensor of about 10,000 bytes.
+
+    Args:
+        states: What `global_states` returned; None for the present ones.
+    """
+    record = np.zeros(1, record_dtype())
+    write_rng_state(record[0], states)
     return torch.from_numpy(record.view(np.uint8))
 
 
 def unpack_rng_state(packed: Tensor) -> None:
     """Restore the random state that `pack_rng_state` returned."""
-    record = packed.contiguous().numpy().view(_record_dtype())[0]
+    record = packed.contiguous().numpy().view(record_dtype())[0]
     words = tuple(record["python"].tolist())
-    random.setstate((3, words, float(record["python_gauss"]) if record["python_has_gauss"] else None))
-    numpy_state = (record["numpy"], int(record["numpy_place"]), int(record["numpy_has_gauss"]))
-    np.random.set_state(("MT19937", *numpy_state, float(record["numpy_gauss"])))
-    torch.set_rng_state(torch.from_numpy(record["torch"].copy()))
-
-
-class WorkerRngStates:
-    """Shared memory in which each worker of a DataLoader records its random state after each batch.
-
-    A worker is ahead of training by at most its prefetched batches: a ring buffer with more slots than those still
-    holds the state after the last batch that was trained on.
-
-    Args:
-        n_workers: Number of workers.
-        prefetch: Number of batches that a worker prefetches (`prefetch_factor`).
-        note_bytes: Size of a note beside the random state.
-    """
-
-    def __init__(self, n_workers: int, prefetch: int, note_bytes: int = 0) -> None:
-        self.slots = prefetch + 3
-        self.notes = torch.zeros(n_workers, self.slots, 8 + note_bytes, dtype=torch.uint8)
-        self.memory = torch.zeros(n_workers, self.slots, _record_dtype().itemsize, dtype=torch.uint8)
-        if n_workers:
-            self.memory.share_memory_()
-            self.notes.share_memory_()
-
-    def write(self, worker: int, count: int, note: bytes = b"") -> None:
-        """Record the random state of this process after its `count`-th batch (from 1), and a note."""
-        record = self._records(worker)[count % self.slots]
-        record["count"] = 0
-        _write_rng_state(record)
-        row = self.notes[worker, count % self.slots].numpy()
-        row[:8].view(np.int64)[0] = len(note)
-        row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
-        record["count"] = count  # last: marks the record as complete
-
-    def read(self, worker: int, count: int) -> Tensor | None:
-        """Return a worker's random state after its `count`-th batch; None if it is not or no longer there."""
-        record = self._records(worker)[count % self.slots]
-        packed = self.memory[worker, count % self.slots].clone()
-        return packed if record["count"] == count else None
-
-    def read_note(self, worker: int, count: int) -> bytes:
-        """Return the note of a worker after its `count`-th batch; empty if it is not or no longer there."""
-        record, row = self._records(worker)[count % self.slots], self.notes[worker, count % self.slots].numpy().copy()
-        note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
-        return note if record["count"] == count else b""
-
-    def last_count(self, worker: int) -> int:
-        """Return the number of batches that a worker has made."""
-        return int(self._records(worker)["count"].max())
-
-    def _records(self, worker: int) -> Any:
-        return self.memory[worker].numpy().reshape(-1).view(_record_dtype())
-
-
-def _exit_if_parent_died() -> None:
-    """Exit a worker whose training process was killed while the worker started: it would wait for work for ever.
-
-    The watchdog in torch's workers takes the parent that they have when it starts for the training process.
-    """
-    if sys.platform == "win32":  # where signal 0 is Ctrl-C, and workers are spawned by the process that waits for them
-        return
-    parent = parent_process()
-    if parent is None or parent.pid == os.getppid():
-        return
-    try:
-        os.kill(parent.pid or 0, 0)
-    except ProcessLookupError:
-        os._exit(1)
-
-
-class WorkerInit:
-    """A `worker_init_fn` that calls the given one, and then sets the random state from which the worker continues.
-
-    A signal to the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is handled by the training process,
-    which still needs its workers to finish the step: they ignore it. A SIGTERM that did not reach the training process,
-    or comes while that exits, was sent by it and ends the worker; so does a second one.
-
-    Args:
-        wrapped: The loader's own function.
-        states: What `pack_rng_state` returned, for each worker; None keeps its fresh random state.
-        signals: Numbers of the signals to ignore.
-        stopping: A shared byte: one of `signals.RUNNING`, `STOPPING` and `LEAVING`.
-        recording: The collate function that records the state of the worker.
-        data: Changes of the workers' copies of the data, see `TrackedWorkerData`; None for none.
-    """
-
-    def __init__(
-        self,
-        wrapped: Callable[[int], None] | None,
-        states: Sequence[Tensor | None] = (),
-        signals: Sequence[int] = (),
-        stopping: Any = None,
-        recording: RecordingCollate | None = None,
-        data: Sequence[Any] = (),
-    ) -> None:
-        self.wrapped, self.states, self.signals, self.stopping = wrapped, list(states), list(signals), stopping
-        self.recording, self.data = recording, list(data)
-
-    def __call__(self, worker: int) -> None:
-        """Initialize a worker, in its process."""
-        _exit_if_parent_died()
-        if self.wrapped is not None:
-            self.wrapped(worker)
-        for number in self.signals:
-            signal.signal(number, self._on_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
-        if self.recording is not None:
-            self.recording.start_worker(self.data[worker] if worker < len(self.data) else None)
-        state = self.states[worker] if worker < len(self.states) else None
-        if state is not None:
-            unpack_rng_state(state)
-
-    def _on_sigterm(self, number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.stopping is None or self.stopping.value == LEAVING:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if sys.platform == "win32":  # where no process is sent a SIGTERM by another one
-            return
-        signal.signal(signal.SIGALRM, self._exit_unless_stopping)
-        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT)
-
-    def _exit_unless_stopping(self, number: int, frame: object) -> None:
-        if self.stopping.value != STOPPING:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-class RecordingCollate:
-    """A `collate_fn` that, in a worker, records the random state and the changes of the data after each batch.
-
-    Args:
-        wrapped: The loader's own function.
-        rng_states: Where to record after each batch.
-        iteration_starts: Where to record whenever the worker asks its iterable dataset for an iterator.
-    """
-
-    def __init__(
-        self,
-        wrapped: Callable[[Any], Any],
-        rng_states: WorkerRngStates,
-        iteration_starts: WorkerRngStates | None = None,
-    ) -> None:
-        self.wrapped, self.rng_states, self.iteration_starts = wrapped, rng_states, iteration_starts
-        self.count = self.started = 0
-        self.data: TrackedWorkerData | None = None  # only in the worker
-
-    def start_worker(self, changes: Any) -> None:
-        """Track the data in the worker, after restoring what those of another worker had changed."""
-        self.data = TrackedWorkerData(self.wrapped)
-        if changes is not None:
-            self.data.restore_changes(changes)
-        info = get_worker_info()
-        if self.iteration_starts is not None and info is not None:
-            call_on_iteration_start(info.dataset, self._record_iteration_start)
-
-    def _record_iteration_start(self) -> None:
-        info = get_worker_info()
-        if self.iteration_starts is not None and info is not None:
-            self.started += 1
-            self.iteration_starts.write(info.id, self.started, self._note())
-
-    def _note(self) -> bytes:
-        return b"" if self.data is None else self.data.note()
-
-    def __call__(self, samples: Any) -> Any:
-        """Return a batch."""
-        batch = self.wrapped(samples)
-        worker = get_worker_info()
-        if worker is not None:
-            self.count += 1
-            self.rng_states.write(worker.id, self.count, self._note() if self.iteration_starts is None else b"")
-        return batch
+    python_state = (3, words, float(record["python_gauss"]) if record["python_has_gauss"] else None)
+    cached = (int(record["numpy_place"]), int(record["numpy_has_gauss"]), float(record["numpy_gauss"]))
+    numpy_state = ("MT19937", record["numpy"], *cached)
+    set_global_states((python_state, numpy_state, torch.from_numpy(record["torch"].copy())))
 
 
 @cache
-def _record_dtype() -> np.dtype[Any]:
+def record_dtype() -> np.dtype[Any]:
+    """Return the type of a packed state; its `count` is for those who record several."""
     size = torch.get_rng_state().numel()
     return np.dtype(
         [
@@ -227,15 +75,216 @@ def _record_dtype() -> np.dtype[Any]:
     )
 
 
-def _write_rng_state(record: Any) -> None:
-    _, words, gauss = random.getstate()
+def write_rng_state(record: Any, states: Any = None) -> None:
+    """Write the present random state, or what `global_states` returned, to a record of the type `record_dtype`.
+
+    Raises:
+        ValueError: If numpy's global generator is another one than its default.
+    """
+    (_, words, gauss), numpy_state, torch_state = global_states() if states is None else states
     record["python"] = words
     record["python_has_gauss"], record["python_gauss"] = gauss is not None, gauss or 0.0
-    state: Any = np.random.get_state(legacy=True)
-    if not isinstance(state, tuple):
+    if not isinstance(numpy_state, tuple):
         raise ValueError(
-            f"numpy's global generator is {state['bit_generator']}; its state can be saved only when it is numpy's "
-            "default, MT19937 (np.random.set_bit_generator chooses it)."
+            f"numpy's global generator is {numpy_state['bit_generator']}; its state can be saved only when it is "
+            "numpy's default, MT19937 (np.random.set_bit_generator chooses it)."
         )
-    _, record["numpy"], record["numpy_place"], record["numpy_has_gauss"], record["numpy_gauss"] = state
-    record["torch"] = torch.get_rng_state().numpy()
+    _, record["numpy"], record["numpy_place"], record["numpy_has_gauss"], record["numpy_gauss"] = numpy_state
+    record["torch"] = torch_state.numpy()
+
+
+class RecordedDraws:
+    """Records the global random state before calls that may draw from it, where other code draws in between.
+
+    For a repeated call to draw the same numbers, it must find the same random state. A generator's state is recorded
+    only if the call draws from it and if it is not the state that the recorded calls left behind; and only the bytes
+    that changed since the record before: most often the position in the generator's buffer.
+
+    Args:
+        saved: What `as_dict` returned; the calls are then repeated with the recorded states. None records new calls.
+
+    Attributes:
+        calls: Number of calls so far.
+        is_full: Whether the records exceed their limit: later states are not recorded.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        self.calls = 0
+        self.is_full = bool(saved and saved["full"])
+        self._states_after: list[Any] = [None, None, None]  # what the recorded calls left behind, for each generator
+        self._records: list[tuple[int, int, np.ndarray[Any, Any] | None, np.ndarray[Any, Any]]] = []
+        self._last_states: list[np.ndarray[Any, Any] | None] = [None, None, None]
+        self._bytes = 0
+        self._replayed = _decode_states(saved) if saved else iter(())
+        self._next_replayed = next(self._replayed, None)
+
+    def start(self) -> None:
+        """Start with the present random state, which the caller restores before the calls are repeated."""
+        _numpy.invalidate()
+        self._states_after = _read_states()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Call a function, from its recorded state if there is one, and record from what it draws."""
+        number, self.calls = self.calls, self.calls + 1
+        while self._next_replayed is not None and self._next_replayed[0] <= number:
+            if self._next_replayed[0] == number:
+                _set_state(*self._next_replayed[1:])
+            self._next_replayed = next(self._replayed, None)
+        before = _read_states()
+        try:
+            return function()
+        finally:
+            after = _read_states()
+            for generator, same in enumerate(_IS_SAME_STATE):
+                if not same(before[generator], after[generator]):
+                    expected = self._states_after[generator]
+                    if expected is None or not same(expected, before[generator]):
+                        self._record(number, generator, before[generator])
+                    self._states_after[generator] = after[generator]
+
+    def as_dict(self, calls: int | None = None) -> dict[str, Any]:
+        """Return the records as tensors and plain values; those of the first `calls` calls if that is given."""
+        records = [record for record in self._records if calls is None or record[0] < calls]
+        numbers, generators, places, values = zip(*records, strict=True) if records else ((), (), (), ())
+        byte_indices = [where for where in places if where is not None]
+        return {
+            "full": self.is_full,
+            "calls": torch.tensor(numbers, dtype=torch.int64),
+            _GENERATORS_KEY: torch.tensor(generators, dtype=torch.uint8),
+            "changed": torch.tensor([-1 if where is None else len(where) for where in places], dtype=torch.int64),
+            "places": torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *byte_indices])),
+            "bytes": torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *values])),
+        }
+
+    def _record(self, number: int, generator: int, state: Any) -> None:
+        if self.is_full:
+            return
+        row, last = _state_bytes(generator, state), self._last_states[generator]
+        where = None if last is None else np.flatnonzero(row != last).astype(np.int32)
+        if where is None or len(where) * _SPARSE_FACTOR >= len(row):
+            where, values = None, row
+        else:
+            values = row[where]
+        size = len(values) + (0 if where is None else where.nbytes)
+        if self._bytes + size > MAX_BYTES:
+            self.is_full = True
+            warnings.warn(
+                "AutoResume: a training loader draws from the global random state in between the training steps, and "
+                f"the states take more than {MAX_BYTES >> 20} MiB in this epoch. A run that is resumed later in this "
+                "epoch reads other data. Let the data draw from a generator of its own, or read it with num_workers=1.",
+                stacklevel=2,
+            )
+            return
+        self._bytes += size
+        self._last_states[generator] = row
+        self._records.append((number, generator, where, values))
+
+
+class _NumpyStateReader:
+    """Reads the state of numpy's global generator; fast if it did not change, as `np.random.get_state` is slow."""
+
+    def __init__(self) -> None:
+        self._bits: Any = None
+        self._memory: Any = None
+        self._last_memory = b""
+        self._state: Any = None
+
+    def read(self) -> Any:
+        """Return what `np.random.get_state` returns; the same object if nothing was drawn."""
+        if self._bits is None or self._bits is not _bit_generator():
+            self._map_memory()
+        if self._memory is None:
+            return np.random.get_state()
+        memory_bytes = bytes(self._memory)
+        # a normal deviate that is cached for the next call leaves no trace in this memory
+        if memory_bytes != self._last_memory or self._state[3]:
+            self._last_memory, self._state = memory_bytes, np.random.get_state()
+        return self._state
+
+    def invalidate(self) -> None:
+        """Read the whole state next time: setting it may have added a cached normal deviate."""
+        self._bits = None
+
+    def _map_memory(self) -> None:
+        """Find the generator's words and position in memory, if they are laid out as in MT19937."""
+        self._bits, self._memory = _bit_generator(), None
+        if not isinstance(self._bits, np.random.MT19937):
+            return
+        memory = (ctypes.c_char * (4 * 624 + 4)).from_address(self._bits.ctypes.state_address)
+        state: Any = np.random.get_state()
+        memory_bytes = bytes(memory)
+        if memory_bytes == state[1].tobytes() + np.int32(state[2]).tobytes():
+            self._memory, self._last_memory, self._state = memory, memory_bytes, state
+
+
+def _bit_generator() -> Any:
+    get = getattr(np.random, "get_bit_generator", None)  # since NumPy 1.24
+    return None if get is None else get()
+
+
+_numpy = _NumpyStateReader()
+
+
+def _read_states() -> list[Any]:
+    return [random.getstate(), _numpy.read(), torch.get_rng_state()]
+
+
+def _same_python(before: Any, now: Any) -> bool:
+    # position, cached deviate and some words are enough: all words change when the buffer is generated again
+    return bool(before[1][-1] == now[1][-1] and before[2] == now[2] and before[1][:4] == now[1][:4])
+
+
+def _same_numpy(before: Any, now: Any) -> bool:
+    return before is now or bool(before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes())
+
+
+def _same_torch(before: Tensor, now: Tensor) -> bool:
+    return before.numpy().tobytes() == now.numpy().tobytes()
+
+
+_IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (_same_python, _same_numpy, _same_torch)
+
+
+def _state_bytes(generator: int, state: Any) -> np.ndarray[Any, Any]:
+    """Return the state of a generator as a row of bytes."""
+    if generator == 2:
+        return np.asarray(state.numpy())
+    words, numbers = (
+        (state[1], (state[2] is not None, state[2] or 0.0)) if generator == 0 else (state[1], tuple(state[2:]))
+    )
+    return np.concatenate([np.asarray(words, np.uint32).view(np.uint8), np.asarray(numbers, np.float64).view(np.uint8)])
+
+
+def _set_state(generator: int, row: np.ndarray[Any, Any]) -> None:
+    state: Any
+    if generator == 2:
+        state = torch.from_numpy(row.copy())
+    else:
+        size = 4 * (625 if generator == 0 else 624)
+        words, numbers = row[:size].copy().view(np.uint32), row[size:].copy().view(np.float64).tolist()
+        if generator == 0:
+            state = (3, tuple(words.tolist()), numbers[1] if numbers[0] else None)
+        else:
+            state = ("MT19937", words, int(numbers[0]), int(numbers[1]), numbers[2])
+            _numpy.invalidate()
+    _SETTERS[generator](state)
+
+
+def _decode_states(saved: Mapping[str, Any]) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
+    """Yield the records: number of the call, number of the generator, state as a row of bytes."""
+    last: list[Any] = [None, None, None]
+    byte_indices, values = saved["places"].numpy(), saved["bytes"].numpy()
+    size_of = [len(_state_bytes(generator, state)) for generator, state in enumerate(_read_states())]
+    index_offset = value_offset = 0
+    rows = zip(saved["calls"].tolist(), saved[_GENERATORS_KEY].tolist(), saved["changed"].tolist(), strict=True)
+    for number, generator, changed in rows:
+        size = size_of[generator] if changed < 0 else changed
+        part = values[value_offset : value_offset + size]
+        value_offset += size
+        if changed < 0:
+            last[generator] = part.copy()
+        else:
+            last[generator] = last[generator].copy()
+            last[generator][byte_indices[index_offset : index_offset + changed]] = part
+            index_offset += changed
+        yield number, generator, last[generator]

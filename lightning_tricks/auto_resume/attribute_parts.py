@@ -1,0 +1,295 @@
+"""The part of a fit's state that attributes of objects hold: of the module, the datamodule, callbacks, optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    Checkpoint,
+    LearningRateFinder,
+    ModelPruning,
+    ModelSummary,
+    ProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+)
+from torch import nn
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.fit_end import averaged_models
+from lightning_tricks._lightning_compat.results import named_callbacks
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks._torch_compat.hooks import hooks_of
+from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.unseeded_values import unseeded_values
+from lightning_tricks.auto_resume.core.attributes.user_code import is_callable_with_state
+from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
+
+# Their attributes belong to the process, or another part of the state restores them
+_EXCLUDED_CALLBACKS = (
+    BatchSizeFinder,
+    Checkpoint,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+    TrickCallback,
+)
+
+# By name: its module takes long to import, and is there if the callback is
+_SAVES_CONFIG = ("lightning.pytorch.cli", "SaveConfigCallback")
+
+
+class AttributeOwners:
+    """Lists the objects of a fit whose attributes are saved.
+
+    Args:
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self.trainer, self.module = trainer, module
+        self._restored_by_others: set[int] = set()  # ids of objects, gathered once for each walk
+
+    def module_and_callbacks(self) -> dict[str, object]:
+        """Return the module, the datamodule and the callbacks whose attributes are saved, by name."""
+        self._update_restored_by_others()
+        datamodule = datamodule_of(self.trainer)
+        callbacks = {
+            name: callback
+            for name, callback in named_callbacks(self.trainer).items()
+            if not isinstance(callback, _EXCLUDED_CALLBACKS)
+        }
+        return {"module": self.module, **({} if datamodule is None else {"datamodule": datamodule}), **callbacks}
+
+    def optimizer_attributes(self) -> dict[str, Any]:
+        """Return what optimizers hold beside their state dicts, and the module, whose parameters that may be."""
+        self._update_restored_by_others()
+        return {"module": self.module, **optimizer_extras(self.trainer.optimizers)}
+
+    def skipped_names(self, owner: object) -> Collection[str]:
+        """Return the names of the attributes that others restore; "state_dict" if they restore the object itself."""
+        is_restored = id(owner) in self._restored_by_others
+        return (*_lightning_attributes(owner), *(("state_dict",) if is_restored else ()))
+
+    def skipped_names_in_optimizers(self, owner: object) -> Collection[str]:
+        """Return what `skipped_names` does, and all attributes of modules, which are saved with the modules."""
+        is_module = issubclass(type(owner), nn.Module)
+        return (*dir(type(owner)), *vars(owner)) if is_module else self.skipped_names(owner)
+
+    def walk(self) -> ObjectWalk:
+        """Return a walk over the module, the datamodule and the callbacks."""
+        return ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
+
+    def called_in_steps(self, walk: ObjectWalk) -> list[object]:
+        """Return what a training step may call: the objects with attributes, others of the Trainer, and functions."""
+        trainer = self.trainer
+        found = [slot.value for slot in walk.slots.values() if is_callable_with_state(type(slot.value))]
+        found += [hook for part in self.module.modules() for hook in hooks_of(part)]
+        for optimizer in trainer.optimizers:
+            found += [*hooks_of(optimizer), optimizer.step]  # which may have been replaced
+        found += [config.scheduler for config in trainer.lr_scheduler_configs]
+        found += [trainer.strategy, trainer.precision_plugin, *trainer.loggers, *callbacks_of(trainer)]
+        return [*walk.owners.values(), *found]
+
+    def _update_restored_by_others(self) -> None:
+        """Gather the optimizers, the schedulers and the averaged weights that Lightning saves."""
+        trainer = self.trainer
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._restored_by_others = set(map(id, (*trainer.optimizers, *schedulers, *averaged_models(trainer))))
+
+
+class Attributes(Part):
+    """The attributes that changed in the fit, and what of the unchanged ones random numbers may have made.
+
+    Args:
+        owners: The objects whose attributes are saved.
+
+    Attributes:
+        failed: What could not be restored, and why.
+    """
+
+    name = "attributes"
+
+    def __init__(self, owners: AttributeOwners) -> None:
+        super().__init__(owners.trainer, owners.module)
+        self._owners = owners
+        self._tracker = AttributeTracker(
+            owners.module_and_callbacks, skipped=owners.skipped_names, with_generators=True
+        )
+        self._optimizer_tracker: AttributeTracker | None = None  # once there are optimizers
+        self._had_optimizer_extras = False
+        self.failed: list[str] = []
+
+    def note(self, phase: Phase) -> None:
+        """Note what optimizers hold as soon as there are some, and what the hooks of an epoch's start changed."""
+        if phase is Phase.FIT_START:
+            skipped = self._owners.skipped_names_in_optimizers
+            self._optimizer_tracker = AttributeTracker(
+                self._owners.optimizer_attributes, skipped=skipped, with_code=False
+            )
+            self._have_optimizers_extras()
+        elif phase is Phase.AFTER_HOOKS:
+            self.changes(after_hooks=True)
+
+    def changes(self, *, after_hooks: bool = False) -> dict[str, Any]:
+        """Return what changed as tensors and plain values; it is saved from here on, even if it is changed back.
+
+        With `after_hooks`, the hooks were called that a resumed fit calls again before it restores attributes.
+        """
+        changes = self._tracker.changes(after_hooks=after_hooks)
+        if self._optimizer_tracker is not None and self._have_optimizers_extras():
+            of_optimizers = self._optimizer_tracker.changes()
+            changes = {
+                "values": changes["values"] | self._optimizer_values() | of_optimizers["values"],
+                "lost": changes["lost"] | of_optimizers["lost"],
+            }
+        return dict(changes)
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the changes, and digests of what random numbers may have made."""
+        return {"attributes": self.changes(), "drawable": self._unseeded_values()}
+
+    def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
+        """Return the attributes that changed and are no data."""
+        return [f"{path} ({kind})" for path, kind in captured["attributes"]["lost"].items()]
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the attributes as they were at the save; before the hooks of an epoch's start, as they were there."""
+        if phase is not Phase.BEFORE_HOOKS:
+            self.restore_changes(saved.rank["attributes"])
+        elif saved.rank["epoch"] is not None:
+            # not those of an object of which others could not be saved: a flag which says that something was created
+            # would keep the hooks from creating it
+            changes = saved.rank["epoch"]["attributes"]
+            incomplete = {path.rpartition(".")[0] for path in changes["lost"]}
+            incomplete |= {change["of"] for change in changes["values"].values() if "by_hooks" in change}
+            values = {path: change for path, change in changes["values"].items() if change["of"] not in incomplete}
+            self.restore_changes({**changes, "values": values})
+
+    def restore_changes(self, changes: Mapping[str, Any]) -> None:
+        """Restore what `changes` returned."""
+        self._tracker.note(changes)
+        owners, extras = self._owners.module_and_callbacks(), optimizer_extras(self.trainer.optimizers)
+        failed = restore_changes({**owners, **extras}, changes, skipped=self._owners.skipped_names)
+        restore_optimizer_extras(self.trainer.optimizers, extras)
+        removed_callbacks = {
+            path for path in failed if path.startswith("callbacks.") and path not in owners and path.count(".") == 1
+        }
+        self.failed = [f"{path} ({why})" for path, why in failed.items() if path not in removed_callbacks]
+
+    def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what was not restored, and the attributes that changed in both processes, and to different values."""
+        yield from self.failed
+        before, present = (state["attributes"]["values"] for state in (saved.rank, now))
+        for path in before.keys() & present.keys():
+            value = before[path]["value"]
+            is_clock = isinstance(value, dict) and value.get("kind") == "clock"  # readings of a clock are not restored
+            if not is_clock and any(True for _ in differing_paths(value, present[path]["value"])):
+                yield path
+
+    def drawn_anew(self, saved: SavedState) -> list[str]:
+        """Return the attributes that had other values in the saved run, and were not saved, as they did not change."""
+        before, now = saved.rank.get("drawable", {}), self._unseeded_values()
+        known = (*saved.rank["attributes"]["values"], *saved.rank["attributes"]["lost"])
+        others = [path for path in before if path in now and before[path] != now[path]]
+        return [path for path in others if not any(f"{path}.".startswith(f"{parent}.") for parent in known)]
+
+    def _have_optimizers_extras(self) -> bool:
+        """Whether optimizers hold something beside their state dicts, or did so since the fit started."""
+        now = any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values())
+        self._had_optimizer_extras |= now
+        return self._had_optimizer_extras
+
+    def _optimizer_values(self) -> dict[str, Any]:
+        """Return what optimizers hold beside their state dicts, also what did not change, such as slow weights.
+
+        Another process creates the optimizers from the weights that it resumes.
+        """
+        owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
+        values = all_values(owners, skipped=skipped, with_code=False)["values"]
+        return {path: change for path, change in values.items() if path.startswith("optimizers.")}
+
+    def _unseeded_values(self) -> dict[str, int]:
+        """Return digests of the attributes that random numbers may have made."""
+
+        def skipped(owner: object) -> Collection[str]:
+            # hyper-parameters are part of the run's identity, and modules of the collection restore what they need
+            is_ours = any(base.__module__.startswith("lightning_tricks.") for base in type(owner).__mro__)
+            own = [name for name in vars(owner) if name.startswith("_")] if is_ours else ()
+            return (*self._owners.skipped_names(owner), "_hparams", "_hparams_initial", *own)
+
+        return unseeded_values(self._owners.module_and_callbacks(), skipped=skipped)
+
+
+class DatasetHolders(Part):
+    """Which attributes hold the datasets of the training loaders.
+
+    Args:
+        owners: The objects whose attributes are saved.
+        datasets: Returns the datasets that are tracked.
+    """
+
+    name = "data_held_by"
+
+    def __init__(self, owners: AttributeOwners, datasets: Callable[[], Sequence[object]]) -> None:
+        super().__init__(owners.trainer, owners.module)
+        self._owners, self._datasets = owners, datasets
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the paths of the attributes for each dataset."""
+        slots = walk.slots.items()
+        return {
+            "data_held_by": [[path for path, slot in slots if slot.value is dataset] for dataset in self._datasets()]
+        }
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Give a copy to each attribute that holds a dataset, but did not hold it in the stopped run.
+
+        It was set to another object after the loaders had been created. What is restored in it must not change what
+        the loaders read.
+        """
+        slots = self._owners.walk().slots
+        for dataset, known in zip(self._datasets(), saved.rank.get("data_held_by", ()), strict=False):
+            others = [slot for path, slot in slots.items() if slot.value is dataset and path not in known]
+            replacement = copy.copy(dataset) if others else dataset
+            for slot in others:
+                set_attribute(slot.owner, slot.name, replacement)
+
+
+def _lightning_attributes(owner: object) -> Collection[str]:
+    """Return the names of the attributes that are Lightning's, or callbacks, which are owners themselves."""
+    kind = type(owner)  # a proxy answers `isinstance` as it likes
+    if issubclass(kind, LightningModule):
+        callbacks = {name for name, value in vars(owner).items() if _contains_callbacks_only(value)}
+        return _default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
+    if issubclass(kind, LightningDataModule):
+        return _default_attributes(LightningDataModule) | {"state_dict"}
+    if issubclass(kind, ModelPruning):
+        return ("log", "log_dict", "state_dict", "_original_layers")
+    if any((base.__module__, base.__name__) == _SAVES_CONFIG for base in kind.__mro__):
+        return ("log", "log_dict", "state_dict", "parser", "config")  # of the process: some 50,000 objects
+    return ("log", "log_dict", "state_dict") if issubclass(kind, Callback) else ()
+
+
+def _contains_callbacks_only(value: object) -> bool:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return bool(parts) and all(issubclass(type(part), Callback) for part in parts)
+
+
+@cache
+def _default_attributes(kind: type) -> frozenset[str]:
+    return frozenset(vars(kind()))

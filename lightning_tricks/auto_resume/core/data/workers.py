@@ -1,0 +1,371 @@
+"""The workers of a DataLoader: what each of them records after each batch, and restores in a new one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import parent_process
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
+
+from lightning_tricks._torch_compat.loaders import call_on_iteration_start
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
+from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
+from lightning_tricks.auto_resume.core.data.loader_position import LoaderPosition
+from lightning_tricks.auto_resume.core.data.rng_state import record_dtype, unpack_rng_state, write_rng_state
+from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
+
+_SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
+_SECONDS_TO_START = 10.0  # for a worker to start its iteration
+NOTE_BYTES = 64 * 1024  # the largest size of a note
+_MAX_ENTRIES = 1000
+_MAX_SECONDS_PER_NOTE = 0.02  # time that the worker may spend on a note, on average
+_MIN_TIMED_NOTES = 8
+_TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
+
+
+class WorkerPositions:
+    """Tracks the workers of one iterator through its iterations.
+
+    Args:
+        loader: The loader whose workers they are.
+        replays_data: Whether each worker reads its data again from the start of the iteration, as only an iterable
+            dataset knows its order: then the state of that start is what counts.
+
+    Attributes:
+        count: Number of workers; 0 where the training process makes the batches.
+        initial_rng_states: The workers' random states at the start of the iteration; None for fresh ones.
+        initial_data: What the workers' copies of the data had changed then; None for fresh ones.
+        rng_states: Where the workers record their random states after each batch.
+        iteration_starts: Where they record those of the start of an iteration; None unless data are replayed.
+        iteration: Number of the iteration, from 1.
+        batches_before: Batches that each worker had made at the start of the iteration.
+        offset: Batches of the epoch that the sampler skipped in this process.
+    """
+
+    def __init__(self, loader: DataLoader[Any], replays_data: bool) -> None:
+        self.count = loader.num_workers
+        self.prefetch = loader.prefetch_factor or 0
+        self._replays_data = replays_data
+        self.initial_rng_states: list[torch.Tensor | None] = [None] * self.count
+        self.initial_data: list[Any] = [None] * self.count
+        self.rng_states = WorkerRngStates(self.count, self.prefetch, note_bytes=NOTE_BYTES)
+        self.iteration_starts = WorkerRngStates(self.count, 0, note_bytes=NOTE_BYTES) if replays_data else None
+        self.iteration = 1
+        self.batches_before = [0] * self.count
+        self.offset = 0
+
+    def restore(self, saved: LoaderPosition) -> None:
+        """Let the workers start from where those of a saved position were, if there are as many of them."""
+        if len(saved.worker_rng_states) == self.count:
+            self.initial_rng_states = list(saved.worker_rng_states)
+        if len(saved.worker_data) == self.count:
+            self.initial_data = list(saved.worker_data)
+
+    def start_iteration(self) -> None:
+        """Record where the workers of a persistent iterator are, which are idle, before its next iteration."""
+        for worker in range(self.count):
+            made = self.rng_states.last_count(worker)
+            if made and not self._replays_data:
+                self.initial_rng_states[worker] = self.rng_states.read(worker, made)
+                self.initial_data[worker] = read_note(self.rng_states.read_note(worker, made))
+            self.batches_before[worker] = made
+        self.offset = 0
+        self.iteration += 1
+
+    def state(self, worker: int, batches: int) -> tuple[torch.Tensor | None, Any]:
+        """Return a worker's random state, and what its copy of the data changed, after `batches` of the epoch."""
+        if self._replays_data:  # the worker of a resumed run reads from the start of its iteration
+            self._read_iteration_start(worker)
+            return self.initial_rng_states[worker], self.initial_data[worker]
+        # workers take turns: this one has made every `count`-th batch since the offset, from its first turn on
+        made = len(range(self.offset + (worker - self.offset) % self.count, batches, self.count))
+        if not made:
+            return self.initial_rng_states[worker], self.initial_data[worker]
+        number = self.batches_before[worker] + made
+        state, data = self.rng_states.read(worker, number), read_note(self.rng_states.read_note(worker, number))
+        if state is None:
+            warnings.warn(
+                f"worker {worker} of a DataLoader is further ahead than its prefetch_factor allows: its random state "
+                "is not saved, and a resumed run draws other random numbers in it.",
+                stacklevel=2,
+            )
+        return state, data
+
+    def _read_iteration_start(self, worker: int) -> None:
+        """Wait for what a worker records when it starts its iteration, which it does as soon as it can."""
+        if self.iteration_starts is None or self.iteration == 1:
+            return
+        until = time.monotonic() + _SECONDS_TO_START
+        state = self.iteration_starts.read(worker, self.iteration)
+        while state is None and time.monotonic() < until:
+            time.sleep(0.001)
+            state = self.iteration_starts.read(worker, self.iteration)
+        self.initial_rng_states[worker] = state
+        self.initial_data[worker] = read_note(self.iteration_starts.read_note(worker, self.iteration))
+
+
+class WorkerRngStates:
+    """Shared memory in which each worker of a DataLoader records its random state after each batch.
+
+    A worker is ahead of training by at most its prefetched batches: a ring buffer with more slots than those still
+    holds the state after the last batch that was trained on.
+
+    Args:
+        n_workers: Number of workers.
+        prefetch: Number of batches that a worker prefetches (`prefetch_factor`).
+        note_bytes: Size of a note beside the random state.
+    """
+
+    def __init__(self, n_workers: int, prefetch: int, note_bytes: int = 0) -> None:
+        self.slots = prefetch + 3
+        self.notes = torch.zeros(n_workers, self.slots, 8 + note_bytes, dtype=torch.uint8)
+        self.memory = torch.zeros(n_workers, self.slots, record_dtype().itemsize, dtype=torch.uint8)
+        if n_workers:
+            self.memory.share_memory_()
+            self.notes.share_memory_()
+
+    def write(self, worker: int, count: int, note: bytes = b"") -> None:
+        """Record the random state of this process after its `count`-th batch (from 1), and a note."""
+        record = self._records(worker)[count % self.slots]
+        record["count"] = 0
+        write_rng_state(record)
+        row = self.notes[worker, count % self.slots].numpy()
+        row[:8].view(np.int64)[0] = len(note)
+        row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
+        record["count"] = count  # last: marks the record as complete
+
+    def read(self, worker: int, count: int) -> Tensor | None:
+        """Return a worker's random state after its `count`-th batch; None if it is not or no longer there."""
+        record = self._records(worker)[count % self.slots]
+        packed = self.memory[worker, count % self.slots].clone()
+        return packed if record["count"] == count else None
+
+    def read_note(self, worker: int, count: int) -> bytes:
+        """Return the note of a worker after its `count`-th batch; empty if it is not or no longer there."""
+        record, row = self._records(worker)[count % self.slots], self.notes[worker, count % self.slots].numpy().copy()
+        note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
+        return note if record["count"] == count else b""
+
+    def last_count(self, worker: int) -> int:
+        """Return the number of batches that a worker has made."""
+        return int(self._records(worker)["count"].max())
+
+    def _records(self, worker: int) -> Any:
+        return self.memory[worker].numpy().reshape(-1).view(record_dtype())
+
+
+def _exit_if_parent_died() -> None:
+    """Exit a worker whose training process was killed while the worker started: it would wait for work for ever.
+
+    The watchdog in torch's workers takes the parent that they have when it starts for the training process.
+    """
+    if sys.platform == "win32":  # where signal 0 is Ctrl-C, and workers are spawned by the process that waits for them
+        return
+    parent = parent_process()
+    if parent is None or parent.pid == os.getppid():
+        return
+    try:
+        os.kill(parent.pid or 0, 0)
+    except ProcessLookupError:
+        os._exit(1)
+
+
+class WorkerInit:
+    """A `worker_init_fn` that calls the given one, and then sets the random state from which the worker continues.
+
+    A signal to the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is handled by the training process,
+    which still needs its workers to finish the step: they ignore it. A SIGTERM that did not reach the training process,
+    or comes while that exits, was sent by it and ends the worker; so does a second one.
+
+    Args:
+        wrapped: The loader's own function.
+        states: What `pack_rng_state` returned, for each worker; None keeps its fresh random state.
+        signals: Numbers of the signals to ignore.
+        stopping: A shared byte: one of `signals.RUNNING`, `STOPPING` and `LEAVING`.
+        recording: The collate function that records the state of the worker.
+        data: Changes of the workers' copies of the data, see `TrackedWorkerData`; None for none.
+    """
+
+    def __init__(
+        self,
+        wrapped: Callable[[int], None] | None,
+        states: Sequence[Tensor | None] = (),
+        signals: Sequence[int] = (),
+        stopping: Any = None,
+        recording: RecordingCollate | None = None,
+        data: Sequence[Any] = (),
+    ) -> None:
+        self.wrapped, self.states, self.signals, self.stopping = wrapped, list(states), list(signals), stopping
+        self.recording, self.data = recording, list(data)
+
+    def __call__(self, worker: int) -> None:
+        """Initialize a worker, in its process."""
+        _exit_if_parent_died()
+        if self.wrapped is not None:
+            self.wrapped(worker)
+        for number in self.signals:
+            signal.signal(number, self._on_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
+        if self.recording is not None:
+            self.recording.start_worker(self.data[worker] if worker < len(self.data) else None)
+        state = self.states[worker] if worker < len(self.states) else None
+        if state is not None:
+            unpack_rng_state(state)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.stopping is None or self.stopping.value == LEAVING:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if sys.platform == "win32":  # where no process is sent a SIGTERM by another one
+            return
+        signal.signal(signal.SIGALRM, self._exit_unless_stopping)
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT)
+
+    def _exit_unless_stopping(self, number: int, frame: object) -> None:
+        if self.stopping.value != STOPPING:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class RecordingCollate:
+    """A `collate_fn` that, in a worker, records the random state and the changes of the data after each batch.
+
+    Args:
+        wrapped: The loader's own function.
+        rng_states: Where to record after each batch.
+        iteration_starts: Where to record whenever the worker asks its iterable dataset for an iterator.
+    """
+
+    def __init__(
+        self,
+        wrapped: Callable[[Any], Any],
+        rng_states: WorkerRngStates,
+        iteration_starts: WorkerRngStates | None = None,
+    ) -> None:
+        self.wrapped, self.rng_states, self.iteration_starts = wrapped, rng_states, iteration_starts
+        self.count = self.started = 0
+        self.data: TrackedWorkerData | None = None  # only in the worker
+
+    def start_worker(self, changes: Any) -> None:
+        """Track the data in the worker, after restoring what those of another worker had changed."""
+        self.data = TrackedWorkerData(self.wrapped)
+        if changes is not None:
+            self.data.restore_changes(changes)
+        info = get_worker_info()
+        if self.iteration_starts is not None and info is not None:
+            call_on_iteration_start(info.dataset, self._record_iteration_start)
+
+    def _record_iteration_start(self) -> None:
+        info = get_worker_info()
+        if self.iteration_starts is not None and info is not None:
+            self.started += 1
+            self.iteration_starts.write(info.id, self.started, self._note())
+
+    def _note(self) -> bytes:
+        return b"" if self.data is None else self.data.note()
+
+    def __call__(self, samples: Any) -> Any:
+        """Return a batch."""
+        batch = self.wrapped(samples)
+        worker = get_worker_info()
+        if worker is not None:
+            self.count += 1
+            self.rng_states.write(worker.id, self.count, self._note() if self.iteration_starts is None else b"")
+        return batch
+
+
+class TrackedWorkerData:
+    """Tracks the changes of a worker's copy of the data and of its collate function; created in the worker.
+
+    Attributes that are too large for a note are left out from the start, so that a note takes some hundred
+    microseconds; one that grows too large later is reported as unsaved.
+
+    Args:
+        collate: The loader's own collate function.
+    """
+
+    def __init__(self, collate: Any) -> None:
+        info = get_worker_info()
+        self._roots = {"dataset": info and info.dataset, "collate_fn": collate}
+        self._large_names: dict[int, set[str]] = {}
+        self._unsaved: dict[str, str] = {}
+        self._is_initialized = False
+        self._notes, self._seconds = 0, 0.0
+        self._attributes: AttributeTracker | None = AttributeTracker(self._roots, skipped=self._skipped_names)
+        self._is_initialized = True
+
+    def restore_changes(self, changes: Mapping[str, Any]) -> None:
+        """Restore what the copy of another worker had changed."""
+        restore_changes(self._roots, changes, skipped=self._skipped_names)
+
+    def note(self) -> bytes:
+        """Return what changed since the start of the worker, as bytes for `read_note`; empty if nothing changed."""
+        if self._attributes is None:
+            return _pickle_note({"values": {}, "lost": self._unsaved})
+        start = time.thread_time()
+        found = self._attributes.changes()
+        names = set[str]().union(*self._large_names.values())
+        values = {
+            path: change
+            for path, change in found["values"].items()
+            if not (_is_deleted(change) and change["name"] in names)
+        }
+        note = _pickle_note({"values": values, "lost": {**found["lost"], **self._unsaved}})
+        if len(note) > NOTE_BYTES:
+            largest = max(values, key=lambda path: len(_pickle_note(values[path])))
+            note = _pickle_note({"values": {}, "lost": {largest: _TOO_LARGE}})
+        self._notes, self._seconds = self._notes + 1, self._seconds + time.thread_time() - start
+        if self._notes >= _MIN_TIMED_NOTES and self._seconds > _MAX_SECONDS_PER_NOTE * self._notes:
+            self._attributes, self._unsaved = None, {"dataset": "too much to compare after each batch"}
+        return note
+
+    def _skipped_names(self, owner: Any) -> set[str]:
+        """Return the names of attributes that are, or were once, too large."""
+        names = self._large_names.setdefault(id(owner), {"state_dict"})
+        for name, value in attributes(owner):
+            if name not in names and _is_large(value):
+                names.add(name)
+                if self._is_initialized:
+                    self._unsaved[f"dataset.{name}"] = _TOO_LARGE
+        return names
+
+
+def read_note(note: bytes) -> AttributeChanges | None:
+    """Return the changes that a worker of this process recorded; None for an empty note."""
+    found: AttributeChanges | None = pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
+    return found
+
+
+def _pickle_note(found: Mapping[str, Any]) -> bytes:
+    return pickle.dumps(found, pickle.HIGHEST_PROTOCOL) if "values" not in found or any(found.values()) else b""
+
+
+def _is_deleted(change: Mapping[str, Any]) -> bool:
+    value = change["value"]
+    return isinstance(value, dict) and value.get("kind") == "deleted"
+
+
+def _is_large(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        if len(value) > _MAX_ENTRIES:
+            return True
+        parts = value.values() if isinstance(value, dict) else value
+        return sum(_num_bytes(part) for part in parts) > NOTE_BYTES
+    return _num_bytes(value) > NOTE_BYTES
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return len(value) if isinstance(value, str | bytes | bytearray) else 0

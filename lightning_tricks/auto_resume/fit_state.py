@@ -1,0 +1,200 @@
+"""The state of a fit beside the Trainer's own checkpoint: its parts, in which order they are restored, and a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.fit import dump_checkpoint
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.auto_resume.attribute_parts import AttributeOwners, Attributes, DatasetHolders
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
+from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
+from lightning_tricks.auto_resume.model_parts import Buffers, Gradients, LeftOutTensors, Structure, UnsavedOutline
+from lightning_tricks.auto_resume.parts import IN_THE_FIT, Part, Phase, SavedState
+from lightning_tricks.auto_resume.run_configuration import RunConfiguration
+from lightning_tricks.auto_resume.trainer_parts import (
+    CallbackStates,
+    LoopResults,
+    RandomStates,
+    TrainerSettings,
+    WeightAveraging,
+)
+
+# What a checkpoint of the Trainer lacks of a step: results before attributes, as metrics are attributes that they refer
+# to; buffers after attributes, as metrics that were added are there only then; states of callbacks after the weights
+# and buffers that they refer to; options that another start changed in optimizers after those of wrappers, which are
+# attributes; the random states last, as all else may draw
+_STEP = ("trainer", "attributes", "buffers", "gradients", "callbacks", "configuration", "rng")
+# Weights that hooks left out come after the pruning masks, which replace parameters
+_STRUCTURE = ("settings", "structure", "left_out")
+# Which parts are restored in a phase, in which order
+ORDER: Mapping[Phase, tuple[str, ...]] = {
+    # the Trainer loads the optimizers' states next, which have to find the groups that they were saved with
+    Phase.FIT_START: ("structure", "settings", "left_out"),
+    Phase.LIMITS_GIVEN: ("settings",),
+    Phase.LOADERS_CREATED: ("settings",),
+    # no batch follows that needs the rest
+    Phase.RESULTS: (*_STRUCTURE, "trainer", "attributes", "buffers", "callbacks", "averaging"),
+    # code that creates loaders may have set attributes
+    Phase.RESULTS_WITH_LOADERS: ("attributes",),
+    # the structure before the attributes: lists of modules have grown, and attributes lie in the new modules
+    Phase.BEFORE_HOOKS: ("data_held_by", *_STRUCTURE, "attributes"),
+    # the hooks may have changed the structure once more, and a scheduler sets learning rates when it is created
+    Phase.AFTER_HOOKS: ("averaging", *_STRUCTURE),
+    # the loaders first: creating their iterators draws random numbers, and changes what attributes hold
+    Phase.BEFORE_BATCH: ("loaders", *_STEP),
+    # the same, without hooks that are called again: the next epoch calls its own
+    Phase.CONTINUED: ("data_held_by", "loaders", *_STRUCTURE, *_STEP),
+    # what another start changed would be a difference from what was saved
+    Phase.COMPARED: ("configuration",),
+    # the hooks of the end were called again and may have drawn
+    Phase.FIT_END: ("averaging", "rng"),
+}
+# Entries of a checkpoint that are not compared, as each save writes new ones
+_NOT_COMPARED_ENTRIES = (
+    CHECKPOINT_KEY,
+    "epoch",
+    "global_step",
+    "loops",
+    "pytorch-lightning_version",
+    "hparams_name",
+    "hyper_parameters",
+    "datamodule_hyper_parameters",
+)
+
+
+class FitState:
+    """Captures, restores and compares the parts of a fit's state.
+
+    What has changed is relative to the moment when this object was created, before the hooks of the fit.
+
+    Args:
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
+        loaders: The loaders of the fit.
+        configuration: With what the run was started.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, loaders: LoaderTracker, configuration: RunConfiguration
+    ) -> None:
+        self._trainer, self._owners = trainer, AttributeOwners(trainer, module)
+        self.settings, self.attributes = TrainerSettings(trainer, module), Attributes(self._owners)
+        self.outline = UnsavedOutline(trainer, module)
+        parts: tuple[Part, ...] = (
+            RandomStates(trainer, module),  # captured before code of the user is called, which may draw
+            Structure(trainer, module),
+            self.settings,
+            LeftOutTensors(trainer, module),
+            LoopResults(trainer, module),
+            Buffers(trainer, module),
+            Gradients(trainer, module, self._owners),
+            CallbackStates(trainer, module),
+            WeightAveraging(trainer, module),
+            self.outline,
+            DatasetHolders(self._owners, loaders.datasets),
+            self.attributes,
+            loaders,
+            configuration,
+        )
+        self._parts = {part.name: part for part in parts}
+
+    def note(self, phase: Phase) -> None:
+        """Note what there is in a phase; all that has changed up to then is saved, even if it is changed back."""
+        for part in self._parts.values():
+            part.note(phase)
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the parts of a phase."""
+        for name in ORDER[phase]:
+            self._parts[name].restore(saved, phase)
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state of this rank as tensors on the CPU and plain values; all ranks have to call it."""
+        walk, state = self._owners.walk(), dict[str, Any]()
+        for part in self._parts.values():
+            state |= part.capture(walk)
+        return {**state, "not_saved": [name for part in self._parts.values() for name in part.unsaved(state)]}
+
+    def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is the same on all ranks and a checkpoint of the Trainer lacks; on rank zero."""
+        return {name: value for part in self._parts.values() for name, value in part.capture_shared(checkpoint).items()}
+
+    def differences(self, saved: SavedState, load_saved: Callable[[], Mapping[str, Any]]) -> list[str]:
+        """Return the key paths of what is not as it was saved, on this rank; all ranks have to call it.
+
+        Args:
+            saved: What was to be restored.
+            load_saved: Returns the checkpoint as it was read.
+        """
+        now = self.capture()
+        # attributes first, as the user can do most about them
+        parts = sorted(self._parts.values(), key=lambda part: part is not self.attributes)
+        found = [path for part in parts for path in part.differences(saved, now)]
+        found += _differences_from_checkpoint(self._trainer, load_saved)
+        recreated_by_hooks = {path for path in now["not_saved"] if path.endswith(IN_THE_FIT)}
+        return [*found, *(path for path in saved.rank["not_saved"] if path not in recreated_by_hooks)]
+
+    def differences_of_results(self, saved: SavedState) -> list[str]:
+        """Return what is not as it was saved of a fit that had finished, whose results alone are restored."""
+        others = self.outline.differences(saved, {"outline": self.outline.now()})
+        return [*self.attributes.failed, *saved.rank["not_saved"], *others]
+
+
+def report_differences(
+    trainer: Trainer, key_paths: Sequence[str], drawn_anew: Sequence[str], data_differences: Sequence[str]
+) -> None:
+    """Warn of what is not as it was saved on any rank, and tell the callbacks; all ranks have to call it.
+
+    Args:
+        trainer: The Trainer of the fit.
+        key_paths: What was not restored, as `FitState.differences` returns it.
+        drawn_anew: The attributes that had other values in the stopped run, and were not saved.
+        data_differences: A sentence for each loader whose data are others.
+    """
+    ranks = gather_objects((key_paths, drawn_anew, data_differences))
+    by_kind = zip(*ranks, strict=True)
+    names, drawn, sentences = ([*dict.fromkeys(found for rank in kind for found in rank)] for kind in by_kind)
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, TrickCallback):
+            callback.resumed(trainer, [*names, *drawn, *("the data" for _ in sentences[:1])])
+    if drawn:
+        sentences.append(
+            f"these attributes had other values in the stopped run: {list_names(drawn, 5)}. They come from "
+            "random numbers without a seed, or from code or arguments that have changed. Call seed_everything before "
+            "the module is created, or keep them in a state_dict, as register_buffer does."
+        )
+    if names:
+        sentences.append(
+            f"these values were not restored: {list_names(names, 5)}. The run continues and may diverge from the one "
+            "that was never stopped. Keep values in a state_dict, or in on_save_checkpoint and on_load_checkpoint. "
+            "Change other things, such as hooks, in on_train_epoch_start, which a resumed run calls again."
+        )
+    for sentence in sentences:
+        rank_zero_warn(f"AutoResume: {sentence}")
+
+
+def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapping[str, Any]]) -> list[str]:
+    """Return where the checkpoint that the Trainer would write now differs from the saved one."""
+    with isolated_rng():  # hooks may draw random numbers
+        checkpoint = dump_checkpoint(trainer)
+    if not trainer.is_global_zero:
+        return []
+    saved: Mapping[str, Any] = {}
+    with suppress(MisconfigurationException):  # somebody may have overwritten the file since it was read
+        saved = load_saved()
+    compared = {name: value for name, value in saved.items() if name not in _NOT_COMPARED_ENTRIES}
+    timers = tuple(f"callbacks.{timer.state_key}." for timer in callbacks_of_type(trainer, Timer))
+    return [path for path in differing_paths(compared, checkpoint) if not path.startswith(timers)]

@@ -1,0 +1,181 @@
+"""The parts of a fit's state: what each of them can do, when they are restored, and the saved state of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
+
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+
+
+IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
+
+
+class SavePoint(Enum):
+    """A moment of a fit at which it is saved; the values are those in checkpoints."""
+
+    AFTER_BATCH = "after a batch"
+    EPOCH_START = "at an epoch's start"
+    FIT_END = "at the end"
+
+
+class Phase(Enum):
+    """A moment of a fit at which parts of its state are noted or restored."""
+
+    FIT_START = auto()  # the optimizers were created, and the Trainer loads their states next
+    LIMITS_GIVEN = auto()  # all hooks before the first epoch were called
+    LOADERS_CREATED = auto()  # the training loaders
+    RESULTS = auto()  # right after LIMITS_GIVEN, where the fit had finished
+    RESULTS_WITH_LOADERS = auto()  # each time that loaders were created, where the fit had finished
+    CONTINUED = auto()  # before the first epoch of a fit that had finished and is extended
+    BEFORE_HOOKS = auto()  # of the start of the epoch that is resumed
+    AFTER_HOOKS = auto()  # of the start of any epoch
+    BEFORE_BATCH = auto()  # the next one of the epoch that is resumed
+    COMPARED = auto()  # after all differences were found
+    FIT_END = auto()  # where the fit had finished and is not extended
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What is restored of a checkpoint beside the Trainer's own part, when the fit is where it was saved.
+
+    Attributes:
+        manifest: The manifest of the checkpoint.
+        path: The path of the checkpoint.
+        save_point: The moment at which it was saved.
+        rank: The state of this rank.
+        shared: The state that is the same on all ranks.
+        world_size_changed: Whether another number of ranks saved it.
+        weights: The tensors of its state dict, if some of them have another precision than the module's.
+    """
+
+    manifest: Manifest
+    path: Path
+    save_point: SavePoint
+    rank: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    world_size_changed: bool
+    weights: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def from_checkpoint(
+        cls, manifest: Manifest, path: Path, checkpoint: Mapping[str, Any], trainer: Trainer, module: LightningModule
+    ) -> SavedState:
+        """Take from a checkpoint what this rank restores.
+
+        Raises:
+            MisconfigurationException: If the checkpoint has another format.
+        """
+        entry = checkpoint[CHECKPOINT_KEY]
+        if entry["format"] != FORMAT:
+            raise MisconfigurationException(
+                f"AutoResume: the checkpoints in {path.parent} have format {entry['format']}, and this release writes "
+                f"format {FORMAT}. Choose another dirpath, or finish the run with the release that started it."
+            )
+        ranks: Sequence[Mapping[str, Any]] = entry["ranks"]
+        rank = ranks[trainer.global_rank % len(ranks)]
+        world_size_changed = len(ranks) != trainer.world_size
+        if world_size_changed:
+            rank = {**rank, "buffers": {}, "trainer": {**rank["trainer"], "results": []}}
+            rank_zero_warn(
+                f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
+                "and position are restored. Each rank sees other samples and draws other random numbers than it would "
+                "have, and the means of this epoch lack what was logged before."
+            )
+        own, saved = state_dict_tensors(module.state_dict()), state_dict_tensors(checkpoint["state_dict"])
+        other_precision = any(name in own and own[name].dtype != value.dtype for name, value in saved.items())
+        return cls(
+            manifest=manifest,
+            path=path,
+            save_point=SavePoint(entry["moment"]),
+            rank=rank,
+            shared=entry["shared"],
+            world_size_changed=world_size_changed,
+            weights=saved if other_precision else {},
+        )
+
+
+class Part:
+    """A part of the state of a fit that a checkpoint of the Trainer does not hold.
+
+    What has changed is relative to the creation of the part, or to what `note` found later.
+
+    Args:
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
+
+    Attributes:
+        name: Its name in the order of a restore; of a `ComparedPart`, the key of its entry as well.
+    """
+
+    name = ""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self.trainer, self.module = trainer, module
+
+    def note(self, phase: Phase) -> None:
+        """Note what there is now: what changes are relative to, or what has changed up to here."""
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the entries in the state of this rank, as tensors on the CPU and plain values; all ranks call it.
+
+        Args:
+            walk: A walk over the module, the datamodule and the callbacks; it takes long, and is made once.
+        """
+        return {}
+
+    def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that are the same on all ranks; called on rank zero.
+
+        Args:
+            checkpoint: The Trainer's checkpoint to which they are added.
+        """
+        return {}
+
+    def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
+        """Return the names of what changed and cannot be saved, given the state of this rank."""
+        return []
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore what belongs to a phase."""
+
+    def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
+        """Return the key paths of what is not as it was saved; `now` is the state of this rank, captured again."""
+        return ()
+
+
+class ComparedPart(Part):
+    """A part of the state of a rank that is after a resume, bit for bit, what it was at the save."""
+
+    def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
+        """Return the key paths of what is not as it was saved."""
+        return differing_paths({self.name: saved.rank[self.name]} if self.name in saved.rank else {}, now)
+
+
+def state_dict_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state dict, which may also hold what `get_extra_state` returns."""
+    return {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+
+
+def move_to_device(value: Any, device: torch.device | str) -> Any:
+    """Return a copy of plain containers in which tensors are detached and on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device)
+    if isinstance(value, Mapping):
+        return {name: move_to_device(part, device) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [move_to_device(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -1,0 +1,217 @@
+"""The parts of a fit's state that the Trainer and its callbacks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+
+from lightning_tricks._lightning_compat.checkpoints import checkpoint_callback_state, restore_checkpoint_callback_state
+from lightning_tricks._lightning_compat.fit import LOADER_LIMITS, loop_limits, set_loop_limits
+from lightning_tricks._lightning_compat.fit_end import restore_swa_max_epochs, restore_swa_scheduler
+from lightning_tricks._lightning_compat.guards import set_private
+from lightning_tricks._lightning_compat.model_pruning import capture_lottery_tickets, restore_lottery_tickets
+from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
+from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.changed_values import ChangedValues
+from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS
+from lightning_tricks.auto_resume.parts import IN_THE_FIT, ComparedPart, Part, Phase, SavedState, move_to_device
+
+# Those that shape the training
+SHAPING_SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+    "reload_dataloaders_every_n_epochs",
+    "val_check_interval",
+)
+
+# How the memory of a type of callbacks within an epoch is captured and restored, beside `TrickCallback`, which knows it
+_MEMORIES: tuple[tuple[type[Callback], Callable[[Any], dict[str, Any]], Callable[[Any, Any], object]], ...] = (
+    (ModelCheckpoint, checkpoint_callback_state, restore_checkpoint_callback_state),
+    (ModelPruning, capture_lottery_tickets, restore_lottery_tickets),
+)
+
+
+class RandomStates(ComparedPart):
+    """The global random number generators, on the CPU and on CUDA devices."""
+
+    name = "rng"
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the states of the generators."""
+        return {"rng": capture_rng_state()}
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the states of the generators."""
+        restore_rng_state(saved.rank["rng"])
+
+
+class TrainerSettings(Part):
+    """What callbacks may change of a Trainer: its settings, when schedulers step, and the limits of its loops."""
+
+    name = "settings"
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        super().__init__(trainer, module)
+        self._settings = ChangedValues(self._present_settings())
+        self._schedulers = ChangedValues({})
+        self._limits = ChangedValues(loop_limits(trainer))
+
+    def note(self, phase: Phase) -> None:
+        """Note when schedulers step as soon as there are some, limits when they are given, and what hooks changed."""
+        if phase is Phase.FIT_START:
+            self._schedulers = ChangedValues(self._present_schedulers())
+        elif phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
+            now = loop_limits(self.trainer)
+            self._limits.initial |= {name: now[name] for name in self._given_limits(phase)}
+        elif phase in (Phase.BEFORE_HOOKS, Phase.AFTER_HOOKS):
+            self.capture_shared({})
+
+    def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is other than at first, or was so at an earlier call."""
+        limits = self._limits.changes(loop_limits(self.trainer))
+        return {
+            "settings": self.changed_settings(),
+            "schedulers": self._schedulers.changes(self._present_schedulers()),
+            "limits": {name: [self._limits.initial[name], now] for name, now in limits.items()},
+        }
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the limits when their first values are given, and all of it before and after the hooks of an epoch.
+
+        Some hooks before the first epoch change the number of epochs as well: the same limits must be given as then.
+        """
+        limits = saved.shared.get("limits", {})
+        if phase is Phase.FIT_START:  # the Trainer refuses to restore an epoch beyond its `max_epochs`
+            _, after = limits.get("max_epochs", (None, None))
+            given = self.trainer.max_epochs
+            if after is not None and given is not None and 0 <= given < saved.manifest.epoch <= after:
+                set_loop_limits(self.trainer, {"max_epochs": after})
+        elif phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
+            now = loop_limits(self.trainer)
+            for name in limits.keys() & self._given_limits(phase):
+                before, after = limits[name]
+                if now[name] in (before, after):
+                    self._limits.initial[name] = before
+                    self._limits.note([name])
+                    set_loop_limits(self.trainer, {name: after})
+        else:
+            self.restore_settings(saved.shared["settings"])
+            schedulers = saved.shared.get("schedulers", {})
+            self._schedulers.note(schedulers)
+            for place in schedulers.keys() & self._present_schedulers():
+                number, _, name = place.partition(".")
+                setattr(self.trainer.lr_scheduler_configs[int(number)], name, schedulers[place])
+            unchanged = [name for name, (before, _) in limits.items() if self._limits.initial[name] == before]
+            set_loop_limits(self.trainer, {name: limits[name][1] for name in unchanged})
+
+    def changed_settings(self) -> dict[str, Any]:
+        """Return the settings that are other than at first, or were so at an earlier call."""
+        return self._settings.changes(self._present_settings())
+
+    def restore_settings(self, settings: Mapping[str, Any]) -> None:
+        """Restore what `changed_settings` returned."""
+        self._settings.note(settings)
+        set_private(self.trainer, **settings)
+
+    def _given_limits(self, phase: Phase) -> Collection[str]:
+        """Return the names of the limits that the Trainer sets last before a phase."""
+        return LOADER_LIMITS if phase is Phase.LOADERS_CREATED else loop_limits(self.trainer).keys() - LOADER_LIMITS
+
+    def _present_settings(self) -> dict[str, Any]:
+        return {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "log_every_n_steps")}
+
+    def _present_schedulers(self) -> dict[str, Any]:
+        configs = self.trainer.lr_scheduler_configs
+        pairs = [(number, name) for number in range(len(configs)) for name in SCHEDULE_OPTIONS]
+        return {f"{number}.{name}": getattr(configs[number], name) for number, name in pairs}
+
+
+class LoopResults(ComparedPart):
+    """What the loops have logged in the epoch, and when they reloaded loaders."""
+
+    name = "trainer"
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return what `capture_loop_state` does."""
+        return {"trainer": move_to_device(capture_loop_state(self.trainer), "cpu")}
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the values and their metrics on the device of the fit."""
+        restore_loop_state(self.trainer, move_to_device(saved.rank["trainer"], self.trainer.strategy.root_device))
+
+
+class CallbackStates(ComparedPart):
+    """What callbacks remember beside the state dicts that the Trainer saves, which are those of rank zero."""
+
+    name = "callbacks"
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        super().__init__(trainer, module)
+        self._initial = {*named_callbacks(trainer)}
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the states by the `state_key` of the callbacks."""
+        found: dict[str, Any] = {}
+        for callback in callbacks_of(self.trainer):
+            state_dict = callback.state_dict() if self.trainer.world_size > 1 else {}
+            state = {"in_epoch": _memory_of(callback)[0](), "state_dict": state_dict}
+            if any(state.values()):
+                found[callback.state_key] = state
+        return {"callbacks": move_to_device(found, "cpu")}
+
+    def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
+        """Return the callbacks that were added or removed."""
+        now = {*named_callbacks(self.trainer)}
+        changes = {"added": now - self._initial, "removed": self._initial - now}
+        return [
+            f"{name} (a callback that was {change} {IN_THE_FIT}"
+            for change, names in changes.items()
+            for name in sorted(names)
+        ]
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the states; of a fit that had finished, the memory of ModelCheckpoint alone."""
+        device = self.trainer.strategy.root_device
+        for callback in callbacks_of(self.trainer):
+            state = saved.rank["callbacks"].get(callback.state_key, {})
+            if phase is Phase.RESULTS and not isinstance(callback, ModelCheckpoint):
+                continue
+            if phase is not Phase.RESULTS and state.get("state_dict"):
+                callback.load_state_dict(state["state_dict"])
+            if state.get("in_epoch"):
+                _memory_of(callback)[1](move_to_device(state["in_epoch"], device))
+
+    def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
+        """Return the key paths of what is not as it was saved; another number of ranks has other states."""
+        return () if saved.world_size_changed else super().differences(saved, now)
+
+
+class WeightAveraging(Part):
+    """What StochasticWeightAveraging does at the start and the end of a fit, which a resumed one skips."""
+
+    name = "averaging"
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore its scheduler, as it creates none in its epoch for batch statistics; at the end remove that epoch."""
+        restore_averaging = restore_swa_max_epochs if phase is Phase.FIT_END else restore_swa_scheduler
+        for callback in callbacks_of_type(self.trainer, StochasticWeightAveraging):
+            restore_averaging(self.trainer, callback)
+
+
+def _memory_of(callback: Any) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], object]]:
+    """Return what captures, and what restores, what a callback remembers within an epoch."""
+    for kind, capture, restore in _MEMORIES:
+        if isinstance(callback, kind):
+            return partial(capture, callback), partial(restore, callback)
+    return getattr(callback, "mid_epoch_state", dict), lambda state: callback.load_mid_epoch_state(state)
