@@ -715,7 +715,7 @@ def test_other_schedulers_are_refused_with_multipliers_only():
             scheduler.step()
 
     fit(Net(), GradualUnfreezing(EPOCHS))
-    with pytest.raises(MisconfigurationException, match="Own is no LRScheduler"):
+    with pytest.raises(MisconfigurationException, match="Own is not an LRScheduler"):
         fit(Net(), GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 2}))
 
 

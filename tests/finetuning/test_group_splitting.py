@@ -207,7 +207,7 @@ def test_refuses_what_it_cannot_split():
         def __init__(self):
             self.optimizer = optimizer
 
-    with pytest.raises(ValueError, match="Own is no LRScheduler"):
+    with pytest.raises(ValueError, match="Own is not an LRScheduler"):
         split_groups_(optimizer, {body: 0.5}, [Own()])
     scheduler = lrs.StepLR(optimizer, 1)
     scheduler.base_lrs = [1.0, 2.0]
