@@ -59,9 +59,9 @@ class StackedMembers(Members):
         Freezing its parameters takes effect when a fit starts (`adopt_frozen_parameters`).
         """
         index = range(len(self))[index]
+        self._update_views()
         view = self._views.get(index)
         if view is None:
-            self._update_views()
             view = self._views[index] = self._as_in_stack(self._copied_skeleton(index))
         first = next(view.parameters())
         if first.is_meta or first.data_ptr() != next(self.net.parameters())[index].data_ptr():  # new, or has moved
