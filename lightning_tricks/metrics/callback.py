@@ -14,17 +14,17 @@ from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.loaders import evaluation_loader_name
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
+from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix, expected_names
-from lightning_tricks.metrics.core.metric_table import find_name_conflict, is_number, per_class_names, stack_numbers
+from lightning_tricks.metrics.core.metric_table import is_number, stack_numbers
 from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.data_checks import MetricsError, UnmeasuredBatches, check_not_empty, num_batches
 from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics
-from lightning_tricks.metrics.key_checks import BestKeys, KeyConflicts
+from lightning_tricks.metrics.key_checks import BestKeys, KeyConflicts, refuse_same_keys
 from lightning_tricks.metrics.plot_logging import EvaluationPlots
 
 if TYPE_CHECKING:
@@ -167,21 +167,14 @@ class MetricsMonitor(StepsCallback):
             ModuleNotFoundError: If matplotlib is missing.
             ValueError: If there are no values of that name.
         """
-        rows = self.history()
-        names = dict.fromkeys(row["metric"] for row in rows)
-        per_class = per_class_names(names, self.class_names or ())
-        wanted = [name for name in names if name not in per_class] if metrics is None else list(metrics)
-        for name in wanted:
-            if name not in names:
-                raise ValueError(
-                    f"There are no values of {name!r}, only of {', '.join(names)}.{did_you_mean(name, names)}"
-                )
-        return history_figure([row for row in rows if row["metric"] in wanted])
+        return history_figure(self.history(), metrics, self.class_names or ())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start without data, and refuse keys that would be logged twice or never."""
         super().setup(trainer, pl_module, stage)
-        self._check_other_monitors(trainer)
+        for other in callbacks_of_type(trainer, MetricsMonitor):
+            if other is not self:
+                refuse_same_keys(self._name, self._keys, other._name, other._keys)
         if stage == "fit":
             self._best_keys.check_fit(trainer)
             self._history, self.results = History(), {}
@@ -376,16 +369,3 @@ class MetricsMonitor(StepsCallback):
             if self._is_sanity_checking:
                 expected = self._keys.expected(stage, len(num_batches(trainer, stage)))
             self._conflicts.compare_afterwards(trainer, pl_module, stage, expected)
-
-    def _check_other_monitors(self, trainer: Trainer) -> None:
-        """Refuse other monitors that would log under the same keys."""
-        others = [monitor for monitor in callbacks_of_type(trainer, MetricsMonitor) if monitor is not self]
-        for other in others:
-            for stage in {*self.stages} & {*other.stages}:
-                conflict = find_name_conflict([*self._keys.expected(stage), *other._keys.expected(stage)])
-                if self.prefix == other.prefix or conflict:
-                    key = conflict[0] if conflict else self._keys.key(stage, "loss")
-                    raise MetricsError(
-                        f"{self._name} and {other._name} would both log {key!r}: give one of them a prefix of its "
-                        "own, such as prefix='ema', or different stages."
-                    )

@@ -11,6 +11,7 @@ from lightning_tricks._lightning_compat.logged_values import drop_reset_values, 
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks.metrics.core.history import History
 from lightning_tricks.metrics.core.logged_keys import LoggedKeys
+from lightning_tricks.metrics.core.metric_table import find_name_conflict
 from lightning_tricks.metrics.data_checks import STEPS, MetricsError, num_batches, will_validate
 
 
@@ -79,6 +80,18 @@ class KeyConflicts:
 def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the keys that are logged on any of the ranks: key -> hook."""
     return {key: hook for of_rank in ranks for key, hook in of_rank.items()}
+
+
+def refuse_same_keys(monitor: str, keys: LoggedKeys, other: str, other_keys: LoggedKeys) -> None:
+    """Raise a MetricsError for two monitors that would log under the same keys."""
+    for stage in {*keys.stages} & {*other_keys.stages}:
+        conflict = find_name_conflict([*keys.expected(stage), *other_keys.expected(stage)])
+        if keys.prefix == other_keys.prefix or conflict:
+            key = conflict[0] if conflict else keys.key(stage, "loss")
+            raise MetricsError(
+                f"{monitor} and {other} would both log {key!r}: give one of them a prefix of its own, such as "
+                "prefix='ema', or different stages."
+            )
 
 
 class BestKeys:

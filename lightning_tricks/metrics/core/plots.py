@@ -10,9 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_tricks._shared.checks import did_you_mean
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.metrics.core.counts import pr_curve, reliability_curve, roc_curve
 from lightning_tricks.metrics.core.history import EvaluationData
+from lightning_tricks.metrics.core.metric_table import per_class_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -178,12 +180,26 @@ def classes_figure(values: Mapping[str, Mapping[str, float]], title: str = "") -
     return figure
 
 
-def history_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def history_figure(
+    rows: Sequence[Mapping[str, Any]], metrics: Sequence[str] | None = None, class_names: Sequence[str] = ()
+) -> Figure:
     """Plot values over the optimizer steps, one plot for each metric with a line for each stage.
 
     Args:
-        rows: What `History.rows()` returns.
+        rows: The result of `History.rows()`.
+        metrics: The metrics to plot; None for all but those of single classes.
+        class_names: Names of the classes.
+
+    Raises:
+        ValueError: If a metric has no values.
     """
+    names = dict.fromkeys(row["metric"] for row in rows)
+    per_class = per_class_names(names, class_names)
+    wanted = [name for name in names if name not in per_class] if metrics is None else list(metrics)
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"There are no values of {name!r}, only of {', '.join(names)}.{did_you_mean(name, names)}")
+    rows = [row for row in rows if row["metric"] in wanted]
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         stage = row["stage"] if row["loader"] is None else f"{row['stage']}/{row['loader']}"
