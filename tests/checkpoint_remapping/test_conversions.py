@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_tricks import remap_keys
 from lightning_tricks.checkpoint_remapping import RemapRule
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import shapes_of
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import families, find_conversion
 from tests.checkpoint_remapping.other_projects import ARCHITECTURES
 from tests.checkpoint_remapping.pairs import CONTAINERS, PAIRS, TOLERANCE, Pair, model, unset
@@ -42,6 +41,12 @@ CONVERTED = {Pair(name, *pair) for name, *which in _GROUPS for pair in itertools
 CONVERTED = (CONVERTED | _ONE_WAY) - _ONE_NAMING
 
 
+def _shapes_of(tensors):
+    """Return the shapes of the tensors of a model, or among others, by name."""
+    tensors = tensors.state_dict() if isinstance(tensors, nn.Module) else tensors
+    return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
 def converted(matching, state):
     rules = [
         RemapRule(
@@ -60,7 +65,7 @@ def difference(pair, container="sorted"):
     """Return how much outputs differ after a conversion; None where there is none."""
     source, target = model(pair.architecture, pair.origin), unset(pair.architecture, pair.target)
     state = CONTAINERS[container](source.state_dict())
-    found = find_conversion(shapes_of(state), shapes_of(target))
+    found = find_conversion(_shapes_of(state), _shapes_of(target))
     if found is None:
         return None
     target.load_state_dict(converted(found, state), strict=False)
@@ -78,7 +83,7 @@ def test_nothing_else_is_converted():
 
 
 def shapes(architecture, project):
-    return shapes_of(model(architecture, project))
+    return _shapes_of(model(architecture, project))
 
 
 REPRESENTATIVES = sorted({(name, *sorted((one, other))) for name, one, other in CONVERTED - _ONE_WAY})
@@ -181,7 +186,7 @@ def test_detr_with_its_backbone_as_the_official_script_converts_it():
 
 def test_an_encoder_with_a_decoder_of_torch():
     net = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
-    source = {f"transformer.{name}": shape for name, shape in shapes_of(net).items()}
+    source = {f"transformer.{name}": shape for name, shape in _shapes_of(net).items()}
     layer = shapes("Bart decoder", "HF")
     target = {f"decoder.{name}": shape for name, shape in layer.items() if ".2." not in name}
     target |= {f"encoder.{name}": shape for name, shape in layer.items() if ".2." not in name and "encoder" not in name}

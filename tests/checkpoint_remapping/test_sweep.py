@@ -7,7 +7,7 @@ import pytest
 from tests.checkpoint_remapping.advice import LOOPS, STUCK
 from tests.checkpoint_remapping.architectures import architectures
 from tests.checkpoint_remapping.perturbations import PERTURBATIONS, File, perturbed, shuffled
-from tests.checkpoint_remapping.sweep import RIGHT, WRONG, as_tables, examine, outcome
+from tests.checkpoint_remapping.sweep import REFUSED, RIGHT, WRONG, as_tables, examine, outcome
 
 SAMPLE = """
     timm/coat_lite_tiny timm/convnext_nano timm/darknet21 timm/gcresnet33ts timm/hgnet_tiny
@@ -40,6 +40,19 @@ def test_what_a_refusal_proposes_leads_to_the_right_end(monkeypatch):
     assert ends[WRONG] == ends[LOOPS] == 0, ends
     assert ends.total() > 10
     assert ends[STUCK] <= 0.15 * ends.total(), ends
+
+
+def test_one_in_so_many_refused_files_is_followed_and_the_result_counts_both(monkeypatch):
+    monkeypatch.setattr("tests.checkpoint_remapping.sweep.follow", lambda model, file: (RIGHT, 1, ""))
+    records = []
+    for every in (1, 2, 2):
+        monkeypatch.setattr("tests.checkpoint_remapping.sweep._SEEN", set())
+        records.append(examine("transformers/data2vec-vision", follow_every=every))
+    followed = [record["followed"].keys() for record in records]
+    refused = [name for name, case in records[0]["cases"].items() if case[0] == REFUSED]
+    assert [*followed[0]] == refused
+    assert followed[1] == followed[2] < followed[0]
+    assert f"Of {len(followed[1])} of the {len(refused)} refused files" in as_tables(records[1:2], most_wrong=1)
 
 
 @pytest.fixture(scope="module")
