@@ -1,4 +1,4 @@
-"""A stand-in for NVML, to test scripts on machines without NVIDIA GPUs.
+"""A stand-in for NVML, to test scripts on machines without NVIDIA GPUs. It needs the extra `devices`.
 
 Examples:
     >>> from lightning_tricks.devices import select_gpus
