@@ -32,12 +32,12 @@ from lightning_tricks.auto_resume.trainer_parts import (
     WeightAveraging,
 )
 
-# What a checkpoint of the Trainer lacks of a step: results before attributes, as metrics are attributes that they refer
-# to; buffers after attributes, as metrics that were added are there only then; states of callbacks after the weights
-# and buffers that they refer to; options that another start changed in optimizers after those of wrappers, which are
-# attributes; the random states last, as all else may draw
+# The loops' results before the attributes: they refer to metrics, whose states are attributes. Buffers after the
+# attributes: some belong to metrics that were added. States of callbacks after the weights and buffers that they refer
+# to. The configuration, which is what another start changed in optimizers, after the attributes: wrappers of optimizers
+# keep old options there. The random states last: all else may draw.
 _STEP = ("trainer", "attributes", "buffers", "gradients", "callbacks", "configuration", "rng")
-# Weights that hooks left out come after the pruning masks, which replace parameters
+# Weights that hooks left out of the checkpoint after the pruning masks, which replace parameters
 _STRUCTURE = ("settings", "structure", "left_out")
 # Which parts are restored in a phase, in which order
 ORDER: Mapping[Phase, tuple[str, ...]] = {
