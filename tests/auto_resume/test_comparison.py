@@ -64,3 +64,9 @@ def test_clock_readings_are_equal():
 
 def test_objects_without_equality_are_ignored():
     assert list(differing_paths({"x": np.zeros(2)}, {"x": np.zeros(2)})) == []
+
+
+def test_the_order_in_which_a_set_gives_its_entries_is_no_difference():
+    first, second = ({"kind": "set", "items": items} for items in ([3, 1], [1, 3]))
+    assert list(differing_paths({"x": first}, {"x": second})) == []
+    assert list(differing_paths({"x": first}, {"x": {"kind": "set", "items": [1, 4]}})) == ["x.items.1"]

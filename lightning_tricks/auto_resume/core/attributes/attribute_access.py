@@ -139,7 +139,7 @@ def _slots(kind: type) -> tuple[str, ...]:
     found = _slots_of.get(kind)
     if found is None:
         declared = [vars(part).get("__slots__", ()) for part in kind.__mro__]
-        names = [name for one in declared for name in ((one,) if isinstance(one, str) else one)]
+        names = [name for found in declared for name in ((found,) if isinstance(found, str) else found)]
         slots = [name for name in names if isinstance(name, str) and _is_slot(kind, name)]
         found = _slots_of[kind] = tuple(dict.fromkeys(slots))
     return found

@@ -46,7 +46,7 @@ IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(
 _BUFFERS = (memoryview, mmap.mmap, np.memmap)
 _NO_PATHS: Mapping[int, str] = {}
 _SIZE, _SHAPE = operator.attrgetter("nbytes"), operator.attrgetter("shape")
-# what has to be the same for values to be joined
+# these have to be the same for values to be joined
 _TRAITS: Mapping[type, Callable[[Any], Any]] = {
     Tensor: operator.attrgetter("dtype", "layout", "device", "requires_grad", "is_nested"),
     np.ndarray: operator.attrgetter("dtype"),
@@ -65,8 +65,8 @@ class ValueDigest:
 
     Attributes:
         is_complete: Whether the digest covers everything, not a sample.
-        opaque_values: Location of each value that is no data, with the name of its type -> a number that changes when
-            the value changes in place, as far as that can be seen.
+        opaque_values: Location of each value that is not plain data, with the name of its type -> a number that
+            changes when the value changes in place, as far as that can be seen.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class ValueDigest:
         return digest
 
     def _feed_leaf(self, value: Any, kind: type, location: tuple[str, ...]) -> bool:
-        """Add what is no container; return False where the value is not plain data."""
+        """Add a value that is not a container; return False where the value is not plain data."""
         found = kind_of(value)
         if found is not None and found.is_composite:
             self._feed_composite(value, found, location)
@@ -263,7 +263,7 @@ class ValueDigest:
         return True
 
     def _feed_mapped_file(self, value: Any) -> bool:
-        """Add what a mapped file holds, if this process may change it; each sampled entry may be read from the disk."""
+        """Add the content of a mapped file if this process may change it; each entry may be read from the disk."""
         array = np.frombuffer(value, np.uint8) if is_subclass(type(value), mmap.mmap) else np.asarray(value)
         if not array.flags.writeable:
             return False
@@ -287,7 +287,7 @@ class ValueDigest:
     def _feed_opaque(self, value: Any, kind: type, location: tuple[str, ...]) -> None:
         self._update(f"object {type_name(kind)} {self._paths.get(id(value), '')}")
         if id(value) in self._paths and self._of_parts:
-            return  # what refers to it is saved as a reference
+            return  # it is saved as a reference
         content = self._part_digest(of_parts=True)
         if self._same_process and not self._is_expected(value, kind):
             with suppress(Exception):  # the value may be of any class, and raise anything
@@ -302,7 +302,7 @@ class ValueDigest:
 
 
 def _columns(rows: Sequence[Any]) -> tuple[str, list[Any]] | None:
-    """Return of what kind rows are, and their columns; None if they are not alike. No method of them is called."""
+    """Return the kind of the rows, and their columns; None if they are not alike. No method of them is called."""
     kinds = set(map(type, rows))
     kind = type(rows[0])
     if kinds not in ({tuple}, {list}, {dict}):
@@ -317,7 +317,7 @@ def _columns(rows: Sequence[Any]) -> tuple[str, list[Any]] | None:
 
 
 def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
-    """Return what the values of a column are, and all of them as one block of bytes; None if they are not alike."""
+    """Return the kind of a column's values, and all of them as one block of bytes; None if they are not alike."""
     kinds, first = set(map(type, column)), column[0]
     if kinds <= SCALARS:
         return "scalars", marshal.dumps(list(column), 2)  # later versions also encode which objects are identical
@@ -364,9 +364,9 @@ def _identity(value: Any, kind: type) -> Any:
 
 
 def _visible_content(value: Any, kind: type) -> Any:
-    """Return what tells whether a value that is no data changed in place; empty where nothing does.
+    """Return something that shows whether a value without plain data changed in place; empty where nothing does.
 
-    Of an iterator it is the position, another each time where its type does not tell it.
+    Of an iterator it is the position, or another number each time if its type does not tell the position.
     """
     if is_subclass(kind, loader_iterator_type()):
         return str(num_yielded(value))

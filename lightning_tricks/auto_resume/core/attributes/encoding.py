@@ -293,6 +293,7 @@ def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:
     elif isinstance(saved, Mapping):
         if saved.keys() == {"kind", "value"} and saved["kind"] == "clock":
             return
+        saved, restored = _in_order(saved), _in_order(restored)
         for key, value in saved.items():
             counterpart = restored.get(key, MISSING) if isinstance(restored, Mapping) else MISSING
             yield from differing_paths(value, counterpart, f"{path}.{key}" if path else str(key))
@@ -304,6 +305,12 @@ def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:
                 yield from differing_paths(saved_value, restored_value, f"{path}.{number}" if path else str(number))
     elif not _same_value(saved, restored):
         yield path
+
+
+def _in_order(value: Any) -> Any:
+    """Return an encoded set with sorted entries, as their order depends on what it once held; others as they are."""
+    is_set = isinstance(value, Mapping) and value.get("kind") in ("set", "frozenset") and "items" in value
+    return {**value, "items": sorted(value["items"], key=repr)} if is_set else value
 
 
 def _same_tensor(saved: Tensor, restored: Tensor) -> bool:

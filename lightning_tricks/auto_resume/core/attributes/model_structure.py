@@ -1,4 +1,4 @@
-"""What hooks change in a model's structure while it trains: frozen parameters, modes, parameter groups, pruning masks.
+"""Changes of a model's structure by hooks: frozen parameters, modes, parameter groups, pruning masks, lists that grow.
 
 No state dict holds these. `ModelStructure` records them when a fit starts, and returns what changed since.
 """
@@ -40,7 +40,7 @@ class ModelStructure:
         self._groups = param_group_names(module, optimizers)
 
     def changes(self, modules: Mapping[str, nn.Module], module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-        """Return what is other than at first, or was so at an earlier call, as tensors and plain values."""
+        """Return the values that differ from those at first, or did at an earlier call, as tensors and plain values."""
         groups, masks = param_group_names(module, optimizers), pruning_masks(module)
         # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
         self._has_other_groups |= groups != self._groups or bool(masks)
@@ -52,7 +52,7 @@ class ModelStructure:
         }
 
     def note(self, changes: Mapping[str, Any]) -> None:
-        """Count as changed what had changed in another process, whose `changes` are restored here."""
+        """Count the `changes` of another process, which are restored here, as changes of this one."""
         self._has_other_groups |= changes["groups"] is not None
         for name, flags in changes["flags"].items():
             self._flags_of(name).note(flags)
@@ -84,7 +84,10 @@ def param_group_names(module: nn.Module, optimizers: Sequence[Any]) -> list[list
     """Return the names of the parameters in each group of each optimizer; "" for one that is not the module's."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
-        [[names.get(id(one), "").removesuffix("_orig") for one in group["params"]] for group in optimizer.param_groups]
+        [
+            [names.get(id(parameter), "").removesuffix("_orig") for parameter in group["params"]]
+            for group in optimizer.param_groups
+        ]
         for optimizer in optimizers
     ]
 
@@ -93,7 +96,7 @@ def restore_param_groups(
     module: nn.Module, optimizers: Sequence[Any], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
     """Restore the parameters of the groups of optimizers; the options of groups are restored with optimizer states."""
-    parameters = {name.removesuffix("_orig"): one for name, one in module.named_parameters()}
+    parameters = {name.removesuffix("_orig"): parameter for name, parameter in module.named_parameters()}
     for optimizer, wanted in zip(optimizers, groups, strict=False):
         if any(name not in parameters for names in wanted for name in names):
             continue  # parameters that are not the module's: loading the optimizer's state checks its groups
@@ -179,8 +182,8 @@ def module_device(module: nn.Module) -> torch.device:
 
 def capture_gradients(module: nn.Module, cleared: Collection[int] = ()) -> dict[str, Tensor]:
     """Return the gradients that parameters hold, except those with the ids `cleared`: name -> gradient."""
-    kept = [(name, one) for name, one in module.named_parameters() if id(one) not in cleared]
-    return {name: one.grad.detach() for name, one in kept if one.grad is not None}
+    kept = {name: parameter.grad for name, parameter in module.named_parameters() if id(parameter) not in cleared}
+    return {name: gradient.detach() for name, gradient in kept.items() if gradient is not None}
 
 
 def restore_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
@@ -190,7 +193,7 @@ def restore_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> Non
 
 
 def _module_flags(module: nn.Module) -> dict[str, bool]:
-    flags = {f"{name}.requires_grad": one.requires_grad for name, one in module.named_parameters()}
+    flags = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()}
     flags |= {name: getattr(module, name) for name in _OWN_FLAGS if hasattr(module, name)}
     return flags | {f"{name}.training": part.training for name, part in module.named_modules()}
 
@@ -215,7 +218,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 def optimizer_extras(optimizers: Sequence[Any]) -> dict[str, SimpleNamespace]:
     """Return the attributes of optimizers that are not from torch, such as slow weights or an inner optimizer."""
-    return {f"optimizers.{number}": SimpleNamespace(**_own_extras(one)) for number, one in enumerate(optimizers)}
+    return {f"optimizers.{number}": SimpleNamespace(**_own_extras(owner)) for number, owner in enumerate(optimizers)}
 
 
 def restore_optimizer_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]) -> None:

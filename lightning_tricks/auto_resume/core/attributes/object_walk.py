@@ -1,4 +1,8 @@
-"""A walk over objects and what they hold, which finds their attributes."""
+"""A walk over objects and what they hold, which finds their attributes.
+
+It also finds the states that the Trainer does not save: a teacher in a list, averaged weights in a callback, an
+optimizer that a module creates for itself.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +92,8 @@ class ObjectWalk:
         slots: Path -> attribute.
         owners: Path -> object.
         modules: Path of each module that another one registers -> path of that one, and the name in it.
-        stateful: Path -> object with a `state_dict` and a `load_state_dict`: one that is no module, or the tensors of
-            a module that is neither registered by another one nor a root.
+        stateful: Path -> object with a `state_dict` and a `load_state_dict`: an object that is not a module, or the
+            tensors of a module that is neither registered by another one nor a root.
         registered: Id of each parameter and buffer -> its path.
         paths: Id of each object -> its path.
         references: Id -> path of objects, parameters and buffers.
@@ -166,7 +170,7 @@ class ObjectWalk:
         return path
 
     def _visit_class(self, kind: type, path: str, depth: int, skipped: Collection[str]) -> None:
-        """Add what all objects of a class share and may change: its plain and its mutable values."""
+        """Add the values that all objects of a class share and may change: its plain and its mutable ones."""
         self.paths[id(kind)] = path
         self.owners[path] = kind
         for name, part in tuple(vars(kind).items()):
@@ -176,7 +180,7 @@ class ObjectWalk:
             self._visit_callable(function, f"{path}.{function.__name__}", depth)
 
     def _visit_callable(self, value: Any, path: str, depth: int) -> None:
-        """Add what a function, a method or a partial keeps values in."""
+        """Add the values that a function, a method or a partial keeps."""
         if not self.with_code or not is_callable_with_state(type(value)):
             return
         if type(value) is FunctionType:
@@ -217,7 +221,7 @@ class ObjectWalk:
         self._open_owners.discard(id(owner))
 
     def _may_hold_state(self, value: Any) -> bool:
-        """Whether what a function holds is tracked here: models only with the model, and nothing of this package."""
+        """Whether a function's value is tracked here: models only with the model, and nothing of this package."""
         if str(type(value).__module__).startswith("lightning_tricks."):
             return False
         return self.has_models or not is_subclass(type(value), nn.Module)

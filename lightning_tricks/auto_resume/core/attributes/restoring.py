@@ -83,7 +83,7 @@ def _kind(change: Mapping[str, Any]) -> str:
 
 
 class _Restoration(ObjectResolver):
-    """Restores one change after the other, and finds what they refer to among the objects of this process.
+    """Restores changes one after another, and finds the values that they refer to in this process.
 
     Attributes:
         walk: A walk over the objects as they are now.
@@ -157,7 +157,7 @@ class _Restoration(ObjectResolver):
         self.walk.stateful[change["of"]].load_state_dict(decode(change["value"]))
 
     def known(self, path: str) -> Any:
-        """Return what an attribute refers to."""
+        """Return the value that a change refers to by its path."""
         if path in self.made:
             return self.made[path]
         if path in self.walk.owners:

@@ -67,7 +67,7 @@ class _Snapshot:
         location: Path of the owner, and name of the attribute.
         digest: Digest of the value.
         is_complete: Whether the digest covers the whole value.
-        opaque_values: Locations of what is not plain data in the value, with the names of their types -> their content.
+        opaque_values: Location and type of each part of the value that is not plain data -> a digest of it.
         target: Path of the object that the attribute holds, if that is walked.
         shared: Path of an attribute with the same mutable value; empty if there is none.
         run_identity: `id` of the value.
@@ -193,7 +193,7 @@ class AttributeTracker:
     DataLoaders, optimizers and schedulers are not walked: of them only the identity is compared, and the position of
     an iterator.
 
-    Saved are numbers, strings, bytes, tensors, arrays, dates, paths, enums, what `PART_KINDS` lists, such as pandas
+    Saved is all that `VALUE_KINDS` lists: numbers, strings, bytes, tensors, arrays, dates, paths, enums, pandas
     tables, containers of all of these, random generators, and the state of an object with a `state_dict` and a
     `load_state_dict`. A value that was the same at all calls is not saved, so that an edit of code or arguments between
     two starts takes effect. Tensors over 256 KiB, arrays over 16 MiB, what a value holds beyond 16 MiB in all, and
@@ -241,13 +241,13 @@ class AttributeTracker:
         self._seen_changed = dict[str, tuple[str, str]]()  # path -> path of the owner, and name
 
     def note(self, changes: Mapping[str, Any]) -> None:
-        """Count as changed what had changed in another process, whose `changes` are restored here."""
+        """Count the `changes` of another process, which are restored here, as changes of this one."""
         for path, change in changes["values"].items():
             if path not in self._modules:
                 self._seen_changed[path] = change["of"], change["name"]
 
     def changes(self, *, after_hooks: bool = False) -> AttributeChanges:
-        """Return what is other than when the tracker was created, or was so at an earlier call.
+        """Return the attributes that differ from when the tracker was created, or did at an earlier call.
 
         Args:
             after_hooks: Whether just the hooks were called that a resumed fit calls again before attributes are
@@ -279,7 +279,7 @@ class AttributeTracker:
             if path in self._owners and path not in walk.modules and self._owners[path] != type_name(type(owner)):
                 del self._owners[path]
                 self._state_digests.pop(path, None)
-                others = {other: one for other, one in self._snapshots.items() if one.location[0] != path}
+                others = {other: kept for other, kept in self._snapshots.items() if kept.location[0] != path}
                 self._snapshots = others
 
     def _walk(self) -> ObjectWalk:
@@ -367,7 +367,11 @@ class AttributeTracker:
             found.add(state_path, (path, STATE_KEY), encoded, 0 if is_large else MAX_BYTES - budget.bytes_left)
 
     def _compare_modules(self, walk: ObjectWalk, found: _FoundChanges) -> None:
-        """Find modules that were added and removed; one without weights is restored as a copy of a sibling."""
+        """Find modules that were added and removed.
+
+        A module without weights is an object like others, and is made again from its attributes. What is not plain data
+        in it has to come from this process: so it is made as a copy of a sibling of its type.
+        """
         for path, (parent, name) in walk.modules.items():
             module, kind = walk.owners[path], type_name(type(walk.owners[path]))
             if parent not in self._owners or self._owners.get(path) == kind:
@@ -397,7 +401,7 @@ def all_values(
 
 
 def _replaced_variable(owner: Any, name: str) -> Any:
-    """Return what a class, a module or a closure has under the name of a variable that is tracked no more."""
+    """Return the value that a class, a module or a closure has under a name that is no longer tracked."""
     if is_subclass(type(owner), type):
         return vars(owner).get(name, MISSING)
     is_variable = type(owner) in (types.ModuleType, types.CellType)

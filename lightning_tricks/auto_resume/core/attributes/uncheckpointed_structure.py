@@ -1,4 +1,7 @@
-"""What of models, optimizers and schedulers is no data: hooks, tied weights, precisions, and classes."""
+"""The structure of models, optimizers and schedulers that no checkpoint restores: it is compared instead.
+
+These are hooks, tied weights, precisions, and classes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Outline = dict[str, dict[str, Any]]
 
 
 def outline(modules: Mapping[str, nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Outline:
-    """Return what cannot be restored and can be compared, as plain values.
+    """Return the structure that can be compared but not restored, as plain values.
 
     Args:
         modules: The modules by name; the model itself under "".
@@ -35,7 +38,7 @@ def outline(modules: Mapping[str, nn.Module], optimizers: Sequence[Any], schedul
         for pairs in (module.named_modules(prefix=name), module.named_parameters(prefix=name))
         for path, owner in pairs
     }
-    owners |= {f"optimizer {number}": one for number, one in enumerate(optimizers)}
+    owners |= {f"optimizer {number}": optimizer for number, optimizer in enumerate(optimizers)}
     hooks = {path: _hook_names(owner) for path, owner in owners.items()}
     return {
         "hooks": {path or "the module": names for path, names in hooks.items() if names},
@@ -55,18 +58,19 @@ def differing_parts(saved: Outline, now: Outline) -> Iterator[str]:
 
 
 def _class_names(objects: Sequence[Any]) -> dict[str, str]:
-    return {str(number): type(one).__qualname__ for number, one in enumerate(objects)}
+    return {str(number): type(value).__qualname__ for number, value in enumerate(objects)}
 
 
 def _tied_weights(module: nn.Module) -> dict[str, str]:
     """Return each further name of a parameter -> its first one."""
     first = dict[int, str]()
-    names = {name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)}
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
     return {name: known for name, known in names.items() if name != known}
 
 
 def _numbers_by_precision(module: nn.Module) -> dict[str, int]:
-    return dict(Counter(str(one.dtype) for _, one in module.named_parameters(remove_duplicate=False)))
+    return dict(Counter(str(parameter.dtype) for _, parameter in module.named_parameters(remove_duplicate=False)))
 
 
 def _hook_names(owner: Any) -> list[str]:

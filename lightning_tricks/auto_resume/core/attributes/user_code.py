@@ -1,4 +1,4 @@
-"""Which code is the user's own: the objects that are walked, and what functions keep values in and read.
+"""The user's own code: which objects are walked, which values functions keep, and whether they read gradients.
 
 Objects of the user's own classes and modules are walked, not the internals of libraries.
 """
@@ -139,13 +139,13 @@ def is_users(function: types.FunctionType) -> bool:
     """Whether a function is the user's own, not one of an installed package or of this one."""
     if not is_user_module(function.__module__) or function.__module__.startswith("lightning_tricks."):
         return False
-    # what dataclasses and attrs write for a class comes from no file, where the class does
+    # the code that dataclasses and attrs write for a class is in no file, while the class is
     is_generated = function.__code__.co_filename.startswith(("<string>", "<attrs "))
     return not (is_generated and hasattr(sys.modules[function.__module__], "__file__"))
 
 
 def held_parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function, a method or a partial holds, by name: it stays the same, but may change in place."""
+    """Yield the values that a function, a method or a partial holds, by name: they may change in place."""
     if is_subclass(type(value), types.MethodType):
         yield "__self__", value.__self__
         yield "__func__", value.__func__

@@ -1,7 +1,7 @@
 """The kinds of values that a checkpoint holds: how each is taken apart, made again, and changed in place.
 
-All that reads values looks here: `encode` and `decode`, digests, the walk over objects, and what restores in place. So
-a kind that is added to `VALUE_KINDS` is compared, saved and restored.
+Digests, `encode`, `decode`, `replace_contents` and the walk over objects all look here: a kind that is added to
+`VALUE_KINDS` is compared, saved and restored.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class ValueKind:
     Attributes:
         name: What the kind is called in a file.
         types: The types whose values are of the kind; a string names a type of a library that may not be loaded.
-        parts: Returns what a value is made of, by name; tensors among it are saved as they are. Of a composite, returns
-            plain data, tensors, arrays or containers of them.
+        parts: Returns the parts of a value by name; a tensor called "data" is saved as it is, the others are encoded.
+            Of a composite, returns a value of other kinds, such as a list of arrays. Of a container, returns what it
+            has beside its entries.
         rebuild: Returns a value that is made of such parts, given the value in the same place of this process.
         fill: Replaces the contents of a value by those of another one, or raises; None for what never changes in place.
         bases: Types whose subclasses are of the kind as well.
@@ -145,7 +146,7 @@ def replace_contents(target: Any, value: Any) -> bool:
 def _find_kind(kind: type) -> ValueKind | None:
     name = f"{str(kind.__module__).partition('.')[0]}.{kind.__qualname__}"
     return _of_types.get(name) or next(
-        (one for one in VALUE_KINDS if is_subclass(kind, *one.bases) and one.accepts(kind)), None
+        (found for found in VALUE_KINDS if is_subclass(kind, *found.bases) and found.accepts(kind)), None
     )
 
 
@@ -159,7 +160,7 @@ def _container(
 
     Args:
         base: The container. It can be changed if it has `clear`, and `extend`, `update` or `__setitem__` of a mapping.
-        parts: Returns what it has beside its entries.
+        parts: Returns its parts beside its entries.
         begin: Prepares an empty one, given its parts and the value in the same place of this process.
         accepts: Whether a subclass is a container of the kind.
     """

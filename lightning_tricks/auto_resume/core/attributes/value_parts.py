@@ -38,7 +38,7 @@ def take_tensor(value: Any) -> dict[str, Any]:
 
 
 def make_tensor(parts: Any, present: Any) -> Tensor:
-    """Return a tensor on the device of the one that this process has in its place."""
+    """Return a tensor, on the device of the tensor in the same place of this process."""
     device = torch.device(parts["device"])
     if is_subclass(type(present), Tensor) and present.device.type == device.type:
         device = present.device
@@ -58,7 +58,7 @@ def fill_tensor(target: Tensor, value: Tensor) -> None:
     if (target.shape, target.dtype, target.requires_grad) != (value.shape, value.dtype, value.requires_grad):
         raise ValueError("of another shape or dtype")
     with torch.no_grad():
-        target.copy_(value)  # raises for a tensor of inference mode and an expanded one
+        target.copy_(value)  # raises an error for tensors of inference mode and expanded ones
 
 
 def is_plain_dtype(dtype: Any) -> bool:
