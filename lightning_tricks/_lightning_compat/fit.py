@@ -120,7 +120,9 @@ def disable_finders(trainer: Trainer) -> Iterator[None]:
 def _finders(trainer: Trainer) -> list[Callback]:
     from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
-    return [one for one in callbacks_of(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+    return [
+        callback for callback in callbacks_of(trainer) if isinstance(callback, LearningRateFinder | BatchSizeFinder)
+    ]
 
 
 @needs_private("AutoResume")

@@ -64,7 +64,7 @@ def named_callbacks(trainer: Trainer) -> dict[str, Callback]:
     """Return the callbacks by names that do not depend on callbacks of other types, as `callbacks.EarlyStopping`."""
     found: dict[str, Callback] = {}
     for callback in callbacks_of(trainer):
-        alike = sum(type(one).__name__ == type(callback).__name__ for one in found.values())
+        alike = sum(type(other).__name__ == type(callback).__name__ for other in found.values())
         found[f"callbacks.{type(callback).__name__}{alike or ''}"] = callback
     return found
 

@@ -111,7 +111,7 @@ def check_path(
         takes_address: Whether an address is allowed, as a string that still is one.
 
     Raises:
-        TypeError: If the value is no path.
+        TypeError: If the value is not a path.
         ValueError: If it is an address, which would become the name of a local folder.
     """
     text = str(value)

@@ -42,8 +42,8 @@ def install_command(extra: str) -> str:
     except PackageNotFoundError:  # its source on the path alone
         declared = []
     packages = []
-    for one in declared:
-        if one.marker is not None and one.marker.evaluate({"extra": extra}):
-            one.marker = None
-            packages.append(f'"{one}"')
+    for requirement in declared:
+        if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
+            requirement.marker = None
+            packages.append(f'"{requirement}"')
     return f"pip install {' '.join(packages) or f'.[{extra}]'}"

@@ -18,7 +18,7 @@ _RNGS = ("python", "numpy", "torch", "cuda")
 
 
 def check_seed(seed: object) -> int:
-    """Return `seed` as an int, or raise an error if it is no valid seed.
+    """Return `seed` as an int, or raise an error if it is not a valid seed.
 
     Args:
         seed: A Python or numpy integer in [0, 2**32 - 1].
@@ -27,7 +27,7 @@ def check_seed(seed: object) -> int:
         The seed as a plain int.
 
     Raises:
-        TypeError: If `seed` is no integer; a bool is refused, too.
+        TypeError: If `seed` is not an integer; a bool is refused, too.
         ValueError: If `seed` is out of range.
     """
     remedy = f"seed must be an integer in [0, 2**32 - 1] = [0, {MAX_SEED}]"

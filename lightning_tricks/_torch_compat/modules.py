@@ -125,7 +125,7 @@ def _is_of_others(cls: type[nn.Module], name: str, method: object) -> bool:
 def has_forward_pre_hook(module: nn.Module, hook: Any) -> bool:
     """Whether a function is among the hooks that a module calls before its `forward`."""
     with needs_private("freezing of normalisation"):
-        return any(one is hook for one in module._forward_pre_hooks.values())
+        return any(registered is hook for registered in module._forward_pre_hooks.values())
 
 
 def remove_forward_pre_hook(module: nn.Module, hook: Any) -> bool:

@@ -164,7 +164,7 @@ class Attributes(Part):
         return {"attributes": self.changes(), "drawable": self._unseeded_values()}
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
-        """Return the attributes that changed and are no data."""
+        """Return the attributes that changed and are not data."""
         return [f"{path} ({kind})" for path, kind in captured["attributes"]["lost"].items()]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:

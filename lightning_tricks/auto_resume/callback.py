@@ -104,7 +104,7 @@ class AutoResume(TrickCallback):
             "raise" an error lists the changes. With "new" the new values take effect from the resume on, while moments,
             position and random states continue; schedules have the values that they would have had at this step. With
             "old" the old values are kept where they can be, and a message names where they cannot. More epochs or steps
-            alone are no change: they extend the run.
+            alone are not a change: they extend the run.
         on_failed_save: With "warn" training continues when a save fails, for example on a full disk; with "raise" an
             error ends it. The checkpoint before is complete in both cases. A checkpoint that could not be resumed, as
             hooks put objects into it, counts as a failed save.

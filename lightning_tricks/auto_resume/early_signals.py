@@ -34,7 +34,7 @@ class EarlySignals:
         self._noted: list[int] = []
         self._waiting: weakref.WeakKeyDictionary[AutoResume, StopRequest] = weakref.WeakKeyDictionary()
         self._handlers: dict[int, Any] = {}  # those of the process
-        self._process = 0  # a fork that is no rank has not asked for this
+        self._process = 0  # a fork that is not a rank has not asked for this
         self._kill_ranks: Callable[[int], None] | None = None
         self._observed = ExitStack()
 

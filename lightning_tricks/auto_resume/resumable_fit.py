@@ -126,7 +126,7 @@ class ResumableFit(FitObserver):
         saved = self._pending
         if saved is None or not self.configuration.changed_states:
             return
-        # what follows from the changes is no difference from what was saved
+        # what follows from the changes is not a difference from what was saved
         now = self.state.outline.now()
         outline = {**saved.rank.get("outline", {}), **{name: now[name] for name in ("optimizers", "schedulers")}}
         rank = {**saved.rank, "outline": outline}

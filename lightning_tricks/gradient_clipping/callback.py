@@ -301,7 +301,8 @@ def _schedulers_to_hold(trainer: Trainer, pl_module: LightningModule, optimizer:
     """Return the schedulers of an optimizer; None where they must step, as one counts the epochs and this one ends."""
     configs = trainer.lr_scheduler_configs
     own = [config for config in configs if getattr(config.scheduler, "optimizer", None) is optimizer]
-    if pl_module.automatic_optimization and is_last_batch(trainer) and any(one.interval == "epoch" for one in own):
+    counts_epochs = any(config.interval == "epoch" for config in own)
+    if counts_epochs and pl_module.automatic_optimization and is_last_batch(trainer):
         return None
     return [config.scheduler for config in own]
 

@@ -109,7 +109,7 @@ class ReadOnlyTrainer:
         if name in ("lightning_module", "model") and self._model_copy is not None:
             return self._model_copy
         value = getattr(self._trainer, name)
-        return [NoOpOptimizer(one) for one in value] if name == "optimizers" else value
+        return [NoOpOptimizer(optimizer) for optimizer in value] if name == "optimizers" else value
 
     def __setattr__(self, name: str, value: Any) -> None: ...
 
@@ -117,7 +117,7 @@ class ReadOnlyTrainer:
 def stub_trainer(model_copy: nn.Module, trainer: Any, copies: Mapping[Tensor, Tensor]) -> None:
     """Replace what a `training_step` calls, so that the copy of a module affects neither Trainer nor original.
 
-    Metrics of torchmetrics compute nothing: they are no part of the model's FLOPs, and they check values that tensors
+    Metrics of torchmetrics compute nothing: they are not part of the model's FLOPs, and they check values that tensors
     without data do not have. A backward pass from what they return reaches what they were given: one may be the loss.
 
     Args:
@@ -130,8 +130,10 @@ def stub_trainer(model_copy: nn.Module, trainer: Any, copies: Mapping[Tensor, Te
         vars(model_copy)["_trainer"] = read_only = ReadOnlyTrainer(trainer)
         vars(read_only)["_model_copy"] = model_copy
     optimizers = [
-        NoOpOptimizer(one, [copies.get(p, p) for group in getattr(one, "param_groups", ()) for p in group["params"]])
-        for one in _find_optimizers(model_copy, trainer)
+        NoOpOptimizer(
+            found, [copies.get(p, p) for group in getattr(found, "param_groups", ()) for p in group["params"]]
+        )
+        for found in _find_optimizers(model_copy, trainer)
     ]
     vars(model_copy).update(
         dict.fromkeys(
@@ -203,9 +205,12 @@ def _toggling(optimizers: Sequence[NoOpOptimizer]) -> dict[str, Callable[..., An
     before: dict[Tensor, bool] = {}
 
     def toggle(optimizer: Any) -> None:
-        of_each = [vars(one)["_toggled"] for one in optimizers]
+        of_each = [vars(known)["_toggled"] for known in optimizers]
         own = {
-            id(p) for one, parameters in zip(optimizers, of_each, strict=True) if one is optimizer for p in parameters
+            id(p)
+            for known, parameters in zip(optimizers, of_each, strict=True)
+            if known is optimizer
+            for p in parameters
         }
         if own:
             before.update((p, p.requires_grad) for parameters in of_each for p in parameters)
@@ -241,7 +246,7 @@ def _find_optimizers(model_copy: Any, trainer: Any) -> Sequence[Any]:
     if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], list):
         made = made[0]  # the second list holds schedulers
     made = made if isinstance(made, tuple | list) else [made]
-    return [one["optimizer"] if isinstance(one, dict) else one for one in made]
+    return [entry["optimizer"] if isinstance(entry, dict) else entry for entry in made]
 
 
 def _wrapped_type(optimizer: Any) -> type:

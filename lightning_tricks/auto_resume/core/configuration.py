@@ -186,7 +186,7 @@ def numbered(objects: Sequence[object]) -> list[str]:
 
 
 def is_longer(before: Any, now: Any) -> bool:
-    """Whether a limit of epochs or steps allows more than another one; None and -1 are no limit."""
+    """Whether a limit of epochs or steps allows more than another one; None and -1 are not limits."""
     return _as_limit(now) > _as_limit(before)
 
 

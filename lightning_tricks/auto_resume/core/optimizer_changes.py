@@ -214,8 +214,8 @@ def _with_all_entries(optimizer: Any, state: Mapping[str, Any], instead: Any = N
             known = state["state"].get(number)
             if known is None:
                 continue
-            like = next((one for one in known.values() if isinstance(one, torch.Tensor) and one.dim()), None)
-            missing = {name: one for name, one in entries.items() if name not in known}
+            like = next((value for value in known.values() if isinstance(value, torch.Tensor) and value.dim()), None)
+            missing = {name: entry for name, entry in entries.items() if name not in known}
             if missing and instead is not None:
                 return {**state, "state": instead}
             for name, one in missing.items():

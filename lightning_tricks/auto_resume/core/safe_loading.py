@@ -130,7 +130,7 @@ class _ObjectPickler(pickle.Pickler):
         self.found, self.tensors = False, list[Tensor]()
 
     def reducer_override(self, value: Any) -> Any:
-        """Take notice of a value that is no number, string or container of the language itself."""
+        """Take notice of a value that is not a number, a string or a container of the language itself."""
         kind = type(value)
         if kind in (Tensor, nn.Parameter) and _is_usual(value):
             self.tensors.append(value)

@@ -165,7 +165,7 @@ def publish_choice(launch: Launch, choice: Sequence[str], error: str | None = No
     staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     known = _read(path)
     if known is not None and known["error"] is None and known["pid"] != os.getpid():
-        return  # this is no rank, but a program that the first rank has started
+        return  # this is not a rank, but a program that the first rank has started
     try:
         _remove_old(path.parent)
         descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)

@@ -45,7 +45,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         gradient. NaN or Inf when a gradient is not finite (the scaled gradients then are NaN or 0, as in torch).
 
     Raises:
-        TypeError: If `max_norm` or `norm_type` is no number.
+        TypeError: If `max_norm` or `norm_type` is not a number.
         ValueError: If one of them is not positive.
 
     Source: Pascanu et al., arXiv 1211.5063.
@@ -75,7 +75,7 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
         The norms, on the device of the first gradient, in fp32 or in the gradients' precision if that is higher.
 
     Raises:
-        TypeError: If `norm_type` is no number.
+        TypeError: If `norm_type` is not a number.
         ValueError: If it is not positive.
     """
     norm_type = check_norm_type(norm_type)
@@ -110,7 +110,7 @@ def clip_grads_with_norm_(
         The factor, at most 1; shape ().
 
     Raises:
-        TypeError: If `max_norm` is no number.
+        TypeError: If `max_norm` is not a number.
         ValueError: If it is not positive.
     """
     if not isinstance(max_norm, Tensor):
@@ -134,7 +134,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
         clip_value: The largest absolute value allowed, > 0; `float("inf")` leaves the gradients untouched.
 
     Raises:
-        TypeError: If `clip_value` is no number, or a gradient is sparse or complex.
+        TypeError: If `clip_value` is not a number, or a gradient is sparse or complex.
         ValueError: If `clip_value` is not positive.
 
     Examples:
@@ -155,15 +155,15 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 
 
 def check_max_norm(value: object) -> float:
-    """Return `value` as a float, or raise an error if it is no valid `max_norm`."""
+    """Return `value` as a float, or raise an error if it is not a valid `max_norm`."""
     return check_number("max_norm", value, above=0, note=NEUTRAL)
 
 
 def check_norm_type(value: object) -> float:
-    """Return `value` as a float, or raise an error if it is no valid `norm_type`."""
+    """Return `value` as a float, or raise an error if it is not a valid `norm_type`."""
     return check_number("norm_type", value, above=0, note='float("inf"), in YAML .inf, is the maximum norm')
 
 
 def check_clip_value(value: object) -> float:
-    """Return `value` as a float, or raise an error if it is no valid `clip_value`."""
+    """Return `value` as a float, or raise an error if it is not a valid `clip_value`."""
     return check_number("clip_value", value, above=0, note=NEUTRAL)

@@ -67,7 +67,7 @@ class ClipNorm(ClipMethod):
         max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched.
 
     Raises:
-        TypeError: If the argument is no number.
+        TypeError: If the argument is not a number.
         ValueError: If the argument is not positive.
     """
 
@@ -89,7 +89,7 @@ class ClipValue(ClipMethod):
         clip_value: The largest absolute value allowed, > 0; `float("inf")` leaves the gradients untouched.
 
     Raises:
-        TypeError: If the argument is no number.
+        TypeError: If the argument is not a number.
         ValueError: If the argument is not positive.
     """
 

@@ -42,7 +42,7 @@ def adaptive_clip_grad_(
         The 2-norm of all gradients after clipping, and how many units were clipped.
 
     Raises:
-        TypeError: If `clip_factor` or `eps` is no number, or a gradient is sparse.
+        TypeError: If `clip_factor` or `eps` is not a number, or a gradient is sparse.
         ValueError: If one of them is not positive.
 
     Source: Brock et al., arXiv 2102.06171.
@@ -88,7 +88,7 @@ class UnitClipResult(NamedTuple):
 
 
 def check_clip_factor(value: object) -> float:
-    """Return `value` as a float, or raise an error if it is no valid `clip_factor`."""
+    """Return `value` as a float, or raise an error if it is not a valid `clip_factor`."""
     return check_number("clip_factor", value, above=0, note=NEUTRAL)
 
 

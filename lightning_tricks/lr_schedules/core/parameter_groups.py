@@ -104,7 +104,7 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
         raise ValueError(f"{type(module).__name__} has no trainable parameters (requires_grad=True).")
     patterns = [Pattern(text) for text in spec.groups or ()]
     undecayed = [Pattern(text) for text in spec.no_decay if text not in NO_DECAY_WORDS]
-    # a pattern for what is frozen is no misspelling
+    # a pattern for what is frozen is not a misspelling
     _check_patterns_match(
         [*patterns, *undecayed], [strip_compile_prefix(name) for name, _ in module.named_parameters()]
     )

@@ -94,7 +94,7 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
         files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
         names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
         left_names, right_names = (
-            ", ".join(_file_name(name) for name in names if name in one)[:300] or "none" for one in files
+            ", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files
         )
         differing.append(("differences to the commit, which differ in", left_names, right_names))
     return differing

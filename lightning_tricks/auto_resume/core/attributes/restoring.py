@@ -38,9 +38,9 @@ def restore_changes(
 
     What changed in place there changes in place here, as far as size and type allow; what was set there is set here,
     and attributes that shared a value share it again, also with an entry of a container. Two containers that share an
-    entry which is no attribute do not. An object that was created in the fit is created again from its attributes, if
-    its class is plain Python, has no `__del__`, and is known in the module of the class that holds it; a metric that a
-    list of modules gained is restored as a copy of its sibling. Of the user's code only `load_state_dict` is called.
+    entry which is not an attribute do not. An object that was created in the fit is created again from its attributes,
+    if its class is plain Python, has no `__del__`, and is known in the module of the class that holds it; a metric that
+    a list of modules gained is restored as a copy of its sibling. Of the user's code only `load_state_dict` is called.
 
     Where both processes keep what a clock showed since they began, each keeps its own: a timer of another process is
     not this one's. Such are readings of `time.time()`, `time.monotonic()` and `time.perf_counter()`.

@@ -108,7 +108,7 @@ def kind_of(value: Any) -> ValueKind | None:
 
 
 def container_kind(kind: type) -> ValueKind | None:
-    """Return the kind of the containers of a type; None if they are no containers."""
+    """Return the kind of the containers of a type; None if they are not containers."""
     found = kind_of_type(kind)
     return None if found is None or found.container is None else found
 

@@ -245,7 +245,7 @@ class AlignmentSearch:
     def _completed(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
         """Return the matches by names, and those by structure of the rest.
 
-        A bias is no evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
+        A bias is not evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
         Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
         """
         layers = {target.rpartition(".")[0] for _, target in mismatched}

@@ -174,7 +174,7 @@ def _norms_along_channels(convolutions: list[Layer], norms: list[Layer]) -> dict
 
 def _takes_channels(before: Layer, layer: Layer) -> bool:
     """Whether a convolution takes the channels that another one returns, all at once or each by itself."""
-    (returned, *_), (own, taken, *_) = (one.tensors["weight"][1] for one in (before, layer))
+    (returned, *_), (own, taken, *_) = (side.tensors["weight"][1] for side in (before, layer))
     return returned in ((taken,) if taken > 1 else (taken, own))
 
 

@@ -34,7 +34,7 @@ def match_by_name(
     source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape], search_prefixes: bool
 ) -> NameMatching:
     """Match tensors of equal names and shapes; several prefixes that fit equally well are ambiguous."""
-    learned, wanted = map(_learned, (source_shapes, target_shapes))  # counters may be missing, and are no evidence
+    learned, wanted = map(_learned, (source_shapes, target_shapes))  # counters may be missing, and are not evidence
     complete = all(source_shapes.get(name) == shape for name, shape in wanted.items())
     prefixes, rivals = ("", ""), list[Prefixes]()
     if search_prefixes and not complete:

@@ -172,7 +172,7 @@ class Numbering:
 def _go_together(pairs: list[_Pair]) -> bool:
     """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
 
-    So do those inside each of them: three blocks of two layers and two lists of three layers are no blocks of one
+    So do those inside each of them: three blocks of two layers and two lists of three layers are not blocks of one
     order, wherever they are.
     """
     columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]

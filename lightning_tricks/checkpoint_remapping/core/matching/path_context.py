@@ -269,5 +269,5 @@ def is_vague(words: Parts) -> bool:
 
 
 def words_in(parts: Parts) -> tuple[str, ...]:
-    """Return the parts that are no numbers."""
+    """Return the parts that are not numbers."""
     return tuple(word for part in parts if not (word := part.removeprefix(".")).isdecimal())
