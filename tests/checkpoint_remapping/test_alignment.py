@@ -166,6 +166,22 @@ def test_outputs_of_a_pyramid_are_counted_as_its_lateral_convolutions_are(channe
         align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels[::-1])))
 
 
+def test_a_list_whose_ends_differ_in_what_follows_the_number_may_count_backwards():
+    """The first and the last branch of a pyramid of dilated convolutions have one size; the last one pools before."""
+
+    def branches(name, numbers):
+        shapes = {f"{name}.{number}.0.weight": (8, 64, 3, 3) for number in numbers[1:-1]}
+        return shapes | {
+            f"{name}.{numbers[0]}.0.weight": (8, 64, 1, 1),
+            f"{name}.{numbers[-1]}.1.weight": (8, 64, 1, 1),
+        }
+
+    net = _zeros(branches("convs", range(5)))
+    assert align(net, _zeros(branches("pools", range(1, 6)))).renamed["pools.1.0.weight"] == "convs.0.0.weight"
+    with pytest.raises(AmbiguousAlignmentError, match=r"which of pools\.1\.1, pools\.5\.0"):
+        align(net, _zeros(branches("pools", range(5, 0, -1))))
+
+
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations([("fc1", "fc2"), ("conv", "conv2")])))
 def test_a_name_without_a_number_is_not_the_first_of_two_numbered_ones(one, other):
     """The others may be called `conv1` and `conv2`, or `conv` stands apart: nothing says which."""

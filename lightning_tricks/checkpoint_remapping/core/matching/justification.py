@@ -105,6 +105,8 @@ class Justification:
         balance = self._words(one, other, *matches, counted) or _equal_names(*forks)
         if balance:
             return Evidence.NAMES if balance > 0 else Evidence.NOTHING
+        if counted and _are_equal_if_exchanged(*forks):
+            return Evidence.NOTHING
         if self._are_of_many_norms(one, other) and forks[0].ends != forks[1].ends:
             return Evidence.NOTHING
         if counted and self._numbering.tell_apart(one, other, *forks):
@@ -216,6 +218,12 @@ def _equal_names(source: Fork, target: Fork) -> int:
     pairs = ((one, first, second), (other, second, first))
     said = [(name, own, others) for name, own, others in pairs if name and not is_vague(name)]
     return sum((name == own) - (name == others) for name, own, others in said)
+
+
+def _are_equal_if_exchanged(source: Fork, target: Fork) -> bool:
+    """Whether what follows the numbers that differ is equal the other way round alone: the list counts backwards."""
+    (one, other), (first, second) = ((fork.first[1:], fork.second[1:]) for fork in (source, target))
+    return one != other and (one, other) == (second, first)
 
 
 def _are_counted_alike(source: Fork, target: Fork) -> bool:
