@@ -196,9 +196,7 @@ class Attributes(Part):
         yield from self.failed
         before, present = (state["attributes"]["values"] for state in (saved.rank, now))
         for path in before.keys() & present.keys():
-            value = before[path]["value"]
-            is_clock = isinstance(value, dict) and value.get("kind") == "clock"  # readings of a clock are not restored
-            if not is_clock and any(True for _ in differing_paths(value, present[path]["value"])):
+            if any(True for _ in differing_paths(before[path]["value"], present[path]["value"])):
                 yield path
 
     def drawn_anew(self, saved: SavedState) -> list[str]:

@@ -168,9 +168,7 @@ class LoaderObjects:
 
 def value_digest(batch: Any) -> str:
     """Return a digest of a batch or another value; of a large one, a sample counts."""
-    digest = ValueDigest(same_process=False)
-    digest.feed(batch)
-    return f"{int(digest):016x}"
+    return f"{int(ValueDigest.of(batch, same_process=False)):016x}"
 
 
 def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
