@@ -127,6 +127,16 @@ def test_theirs_as_ours(name, tmp_path):
     assert type(of_object.criterion) is type(theirs._criterion)
 
 
+def test_a_checkpoint_after_an_import_from_a_file_knows_the_estimator(tmp_path):
+    _theirs("VotingClassifier", str(tmp_path))
+    (path,) = tmp_path.glob("VotingClassifier_*_2_ckpt.pth")
+    ours = lightning_tricks.VotingClassifier.from_torchensemble(path, MLP, _arguments("VotingClassifier"))
+    trainer = fit(ours, few(_data("VotingClassifier")[0], 64))
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    again = lightning_tricks.VotingClassifier.load_from_checkpoint(tmp_path / "ours.ckpt", weights_only=True)
+    assert all(torch.equal(value, values(ours)[name]) for name, value in values(again).items())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_script_of_torchensembles_readme(name):
     """But for the imports and the line of the Trainer it is the same script."""
