@@ -41,27 +41,6 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.unit_clipping import UnitClipResult as UnitClipResult
     from lightning_tricks.gradient_clipping.core.unit_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
 
-    __all__ = [
-        "AGC",
-        "ClipMethod",
-        "ClipNorm",
-        "ClipValue",
-        "GradientClipping",
-        "GradientNorms",
-        "PercentileClip",
-        "PercentileThreshold",
-        "UnitClipResult",
-        "ZScoreClip",
-        "ZScoreThreshold",
-        "adaptive_clip_grad_",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "clip_grads_with_norm_",
-        "gradient_norms",
-        "skip_step_",
-        "skip_step_on_device_",
-        "skips_on_device",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -29,21 +29,6 @@ if TYPE_CHECKING:
     from lightning_tricks.metrics.core.presets import segmentation_metrics as segmentation_metrics
     from lightning_tricks.metrics.core.suite import MetricSuite as MetricSuite
     from lightning_tricks.metrics.data_checks import MetricsError as MetricsError
-
-    __all__ = [
-        "BalancedAccuracy",
-        "MeanLoss",
-        "MetricSuite",
-        "MetricsError",
-        "MetricsMonitor",
-        "binary_metrics",
-        "multiclass_metrics",
-        "multilabel_metrics",
-        "preset",
-        "regression_metrics",
-        "retrieval_metrics",
-        "segmentation_metrics",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
