@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.callback import GradientClipping as GradientClipping
-    from lightning_tricks.gradient_clipping.core.adaptive_thresholds import PercentileThreshold as PercentileThreshold
-    from lightning_tricks.gradient_clipping.core.adaptive_thresholds import ZScoreThreshold as ZScoreThreshold
     from lightning_tricks.gradient_clipping.core.clipping import GradientNorms as GradientNorms
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_value_ as clip_grad_value_
@@ -34,7 +32,9 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.methods import ClipNorm as ClipNorm
     from lightning_tricks.gradient_clipping.core.methods import ClipValue as ClipValue
     from lightning_tricks.gradient_clipping.core.methods import PercentileClip as PercentileClip
+    from lightning_tricks.gradient_clipping.core.methods import PercentileThreshold as PercentileThreshold
     from lightning_tricks.gradient_clipping.core.methods import ZScoreClip as ZScoreClip
+    from lightning_tricks.gradient_clipping.core.methods import ZScoreThreshold as ZScoreThreshold
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_ as skip_step_
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_on_device_ as skip_step_on_device_
     from lightning_tricks.gradient_clipping.core.step_skipping import skips_on_device as skips_on_device
