@@ -61,17 +61,11 @@ else:  # or a type checker would take any name for one of the package
                 "ClipNorm",
                 "ClipValue",
                 "PercentileClip",
-                "ZScoreClip",
-            ),
-            "core.step_skipping": (
-                "skip_step_",
-                "skip_step_on_device_",
-                "skips_on_device",
-            ),
-            "core.unit_clipping": ("UnitClipResult", "adaptive_clip_grad_"),
-            "core.adaptive_thresholds": (
                 "PercentileThreshold",
+                "ZScoreClip",
                 "ZScoreThreshold",
             ),
+            "core.step_skipping": ("skip_step_", "skip_step_on_device_", "skips_on_device"),
+            "core.unit_clipping": ("UnitClipResult", "adaptive_clip_grad_"),
         },
     )

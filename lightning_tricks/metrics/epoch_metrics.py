@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._shared.mean_loss import MeanLoss
-from lightning_tricks._shared.ranks import gather_objects
-from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.tensors import gather_objects, tensors_in
 from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.key_checks import merge_logged_keys

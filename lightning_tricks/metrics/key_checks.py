@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
-from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.metrics.core.history import History
 from lightning_tricks.metrics.core.logged_keys import LoggedKeys
 from lightning_tricks.metrics.core.metric_table import find_name_conflict

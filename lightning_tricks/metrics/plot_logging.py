@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_tricks._shared.logger_images import log_image
+from lightning_tricks._shared.pictures import log_image
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks.metrics.core.history import EpochRecord, EvaluationData, History, make_parts
 from lightning_tricks.metrics.core.logged_keys import LoggedKeys

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.model_report.callback import ModelReport
 
 
