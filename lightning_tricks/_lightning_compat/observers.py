@@ -147,7 +147,7 @@ def observe_trainers(
         register(self)
         with needs_private("AutoResume"):
             found = self._original_handlers.items()
-            set_private(self, _original_handlers={number: handler_before(number, one) for number, one in found})
+            set_private(self, _original_handlers={number: handler_before(number, handler) for number, handler in found})
 
     def launch_observed(self: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         with while_launched(self.kill, trainer):

@@ -137,7 +137,7 @@ def remove_forward_pre_hook(module: nn.Module, hook: Any) -> bool:
     """
     with needs_private("freezing of normalisation"):
         hooks = module._forward_pre_hooks
-    keys = [key for key, one in hooks.items() if one is hook]
+    keys = [key for key, registered in hooks.items() if registered is hook]
     for key in keys:
         del hooks[key]
     return bool(keys)

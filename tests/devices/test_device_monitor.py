@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_tricks.devices import device_monitor, monitored_run
 from lightning_tricks.devices.core import bottleneck, utilization
 from lightning_tricks.devices.device_monitor import DeviceMonitor
-from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
+from tests.devices.boards import LOST
 
 HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
 
