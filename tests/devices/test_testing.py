@@ -12,7 +12,7 @@ import pytest
 import lightning_tricks.devices
 from lightning_tricks.devices import list_gpus
 from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
-from tests.devices.boards import DRIVER_470
+from tests.devices.boards import CONSUMER_BOARD, DRIVER_470, LOST, MIG_ENABLED, PASSIVELY_COOLED, UNIFIED_MEMORY
 
 _PACKAGE = Path(lightning_tricks.devices.__file__).parent
 _OWN = [name for name in vars(FakeNvml) if name.startswith("nvml")]
