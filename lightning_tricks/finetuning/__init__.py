@@ -72,7 +72,7 @@ else:  # or a type checker would take any name for one of the package
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "._shared.unused_parameters": ("parameters_without_gradient",),
+            "._shared.modules": ("parameters_without_gradient",),
             "core.adapter_loading": ("load_adapter",),
             "core.adapter_saving": ("save_adapter",),
             "core.base_model_fingerprint": ("BaseMismatchError",),
