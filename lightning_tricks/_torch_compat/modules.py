@@ -59,8 +59,6 @@ def registered_tensor(module: Any, name: str) -> Any:
 
 def pruned_parameters(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
-    from torch.nn.utils.prune import BasePruningMethod
-
     with needs_private(_USERS):
         hooks = list(module._forward_pre_hooks.values())
     for hook in hooks:

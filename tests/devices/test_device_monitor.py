@@ -251,7 +251,7 @@ def test_gpus(on_gpus, tmp_path, capsys):
     assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
     assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data was available")
     assert "gpu1 Fake B" in capsys.readouterr().out
-    assert on_gpus._users == 0, "NVML is shut down"
+    assert on_gpus.calls.count("nvmlInit") == on_gpus.calls.count("nvmlShutdown"), "NVML is shut down"
 
 
 def test_energy_of_a_run(on_gpus):
@@ -357,7 +357,7 @@ def test_a_driver_that_hangs_holds_nothing_up(on_gpus, monkeypatch, capsys):
     thread.join()
     assert monitor.summary[0].verdict[-1] == "The measurements ended early: the driver does not answer."
     assert "the driver does not answer" in capsys.readouterr().out
-    assert on_gpus._users == 0
+    assert on_gpus.calls.count("nvmlInit") == on_gpus.calls.count("nvmlShutdown")
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
