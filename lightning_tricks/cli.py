@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         SystemExit: With status 2 and the usage if the arguments are wrong; with status 1 and one sentence if the
-            command fails, or 2 where 1 is an answer, as of `diff`; with 141 if nobody reads its output any more.
+            command fails, or 2 where 1 is an answer, as of `diff`; with 141 if the reader of its output has ended.
     """
     parser = _Parser(
         prog="lightning-tricks", description="Training tricks for PyTorch Lightning, each correct, free and one line."
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _output() -> Iterator[None]:
-    """Flush what was printed, and exit in peace where nobody reads it any more: `| head` has seen enough."""
+    """Flush what was printed, and exit quietly if the reader has ended, as `| head` does."""
     try:
         with Path(os.devnull).open("w", encoding="utf-8") as nobody, redirect_stdout(sys.stdout or nobody):  # by `>&-`
             try:

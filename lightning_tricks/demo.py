@@ -1,8 +1,4 @@
-"""`lightning-tricks demo`: a small classifier on real digits, trained with every trick of the collection.
-
-A room takes part with a module `demo.py` of two functions: `specs(seed, out)` returns the fields of `Tricks` that it
-sets, where `out` is the report folder, and `rows(trainer, history)` returns its rows of the table afterwards.
-"""
+"""`lightning-tricks demo`: a small classifier on real digits, trained with every trick of the collection."""
 
 from __future__ import annotations
 
@@ -13,11 +9,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
-from types import ModuleType
 from typing import Any
 
 import lightning
@@ -29,10 +21,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-import lightning_tricks
 from lightning_tricks._shared.console import make_console
+from lightning_tricks.demo_rooms import ROWS, demo_fields, page_path
 from lightning_tricks.mixin import TricksMixin
-from lightning_tricks.run_report.demo import page_path
 from lightning_tricks.tricks import Tricks
 
 
@@ -149,10 +140,7 @@ def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Traine
         MisconfigurationException, TypeError, ValueError: If the Trainer or a trick refuses an argument.
     """
     _quieten_lightning()
-    fields: dict[str, Any] = {}
-    for part in _parts().values():
-        fields |= part.specs(seed, out)
-    tricks = Tricks(**fields)
+    tricks = Tricks(**demo_fields(seed, out))
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
         logger=CSVLogger(out, name="logs"), log_every_n_steps=1, enable_model_summary=False, **trainer_arguments
@@ -201,7 +189,7 @@ def _report(
             "accuracy": f"val {values['val/acc']:.1%}, test {values['test/acc']:.1%}",
         }
     }
-    return report | {room: part.rows(trainer, history) for room, part in _parts().items()}
+    return report | {room: rows(trainer, history) for room, rows in ROWS.items()}
 
 
 def print_paths(trainer: Trainer, out: Path) -> None:
@@ -220,13 +208,6 @@ def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path) -> None
     make_console().print(table)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
     (out / "report.json").write_text(json.dumps({"versions": versions, **report}, indent=2) + "\n", encoding="utf-8")
-
-
-def _parts() -> dict[str, ModuleType]:
-    """Return the modules `demo.py` of the rooms that have one, by room."""
-    rooms = [module.name for module in iter_modules(lightning_tricks.__path__) if module.ispkg]
-    names = {room: f"lightning_tricks.{room}.demo" for room in rooms}
-    return {room: import_module(name) for room, name in names.items() if find_spec(name)}
 
 
 def _read_history(folders: Sequence[str]) -> list[dict[str, float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import fields, replace
 from functools import wraps
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -12,26 +14,29 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+import lightning_tricks
+from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter, restricted_classmethod
-from lightning_tricks._lightning_compat.imports import other_import_style
-from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
+from lightning_tricks._lightning_compat.trainer import callbacks_of, other_import_style
+from lightning_tricks._shared.added_parameters import RECORD_KEY
+from lightning_tricks._shared.patterns import check_repeats
 from lightning_tricks._shared.rng import isolated_seeding
 from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
 from lightning_tricks.checkpoint_remapping.hyperparameters import nested_values
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
+    STRINGS_OF_FILE,
     SafeStateDict,
     build_module,
     read_module_checkpoint,
+    strings_in,
 )
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
 from lightning_tricks.finetuning.core.trainable_weights import complete_state_dict
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.tricks import Tricks, arguments_of
-from lightning_tricks.untrusted_tricks import STRINGS_OF_CALLER, strings_of_tricks, without_paths_of_checkpoint
 
 if TYPE_CHECKING:
     _Base = LightningModule
@@ -239,3 +244,48 @@ def _with_tricks(
         return self._add_missing(configure_callbacks(self))
 
     return wrapper
+
+
+# The strings in the tricks that the caller of `load_from_checkpoint` gives
+STRINGS_OF_CALLER: ContextVar[frozenset[str]] = ContextVar("strings of the caller's tricks", default=frozenset())
+
+
+def strings_of_tricks(given: Mapping[str, Any]) -> frozenset[str]:
+    """Return the strings in the tricks among the caller's arguments, at any depth."""
+    names = {trick.name for trick in fields(Tricks)}
+    found = [part for part in nested_values(given) if isinstance(part, Tricks)]
+    tables = [part for part in nested_values(given) if isinstance(part, Mapping)]
+    return strings_in([*found, *(table[name] for table in tables for name in table.keys() & names)])
+
+
+def without_paths_of_checkpoint(tricks: Tricks) -> Tricks:
+    """Return the tricks without arguments that name a file or a folder because the loaded checkpoint says so.
+
+    Raises:
+        ValueError: If the checkpoint holds a regular expression that could take very long to match.
+    """
+    texts = STRINGS_OF_FILE.get() - STRINGS_OF_CALLER.get()
+    for text in strings_in(tricks) & texts:
+        if text.startswith("re:"):
+            check_repeats(text[3:])
+    changed: dict[str, Any] = {}
+    dropped = []
+    for trick in fields(tricks):
+        value = getattr(tricks, trick.name)
+        if value is None or "callback" not in trick.metadata:
+            continue
+        callback: type[TrickCallback] = getattr(lightning_tricks, trick.metadata["callback"])
+        arguments = arguments_of(callback, value)
+        named = callback.find_path_arguments(arguments, texts)
+        if named:
+            dropped += [f"{trick.name}.{name}={arguments[name]!r}" for name in named]
+            needed = any(callback.requires_argument(name) for name in named)
+            changed[trick.name] = None if needed else {n: given for n, given in arguments.items() if n not in named}
+    if not dropped:
+        return tricks
+    rank_zero_warn(
+        f"The tricks in the checkpoint name files or folders: {', '.join(dropped)}. These arguments are ignored, "
+        "because a checkpoint must not decide which files are read or written. To use them, pass the tricks yourself: "
+        "load_from_checkpoint(path, tricks=Tricks(...))."
+    )
+    return replace(tricks, **changed)

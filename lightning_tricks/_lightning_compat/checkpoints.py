@@ -1,4 +1,4 @@
-"""What a ModelCheckpoint writes and removes, and what it remembers beside its state dict."""
+"""Checkpoints: their contents, the chain of CheckpointIOs that write them, and what ModelCheckpoint does with files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from lightning_tricks._lightning_compat.guards import needs_private, overriding,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import Strategy
+
 
 _STATE_ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
 _STATE_ATTRIBUTES_SINCE_2_6 = ("_defer_save_until_validation",)
@@ -95,3 +99,90 @@ def value_in_checkpoint(path: str | os.PathLike[str], key: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True).get(key)
     except (pickle.UnpicklingError, RuntimeError):
         return None
+
+
+_INNER_NAMES = ("_checkpoint_io", "inner")  # the attributes in which a CheckpointIO may hold the one that it wraps
+
+
+def checkpoint_ios(strategy: Strategy) -> list[Any]:
+    """Return the CheckpointIOs of a strategy, from the outermost to the innermost."""
+    return [checkpoint_io for _, _, checkpoint_io in _slots(strategy)]
+
+
+@contextmanager
+def checkpoint_io_inserted(
+    strategy: Strategy, make: Callable[[Any], CheckpointIO], *, innermost: bool = False
+) -> Iterator[None]:
+    """Insert a CheckpointIO into the chain of a strategy, and take it out again when the context is left.
+
+    Several may be inserted and taken out in any order: what the inserted one wraps then takes its place, also if that
+    was replaced in the meantime.
+
+    Args:
+        strategy: The strategy of a Trainer.
+        make: Returns the CheckpointIO; it gets the outermost one of the chain to wrap it in its attribute `inner`.
+        innermost: Whether the CheckpointIO takes the place of the innermost one instead, which `make` gets.
+    """
+    owner, name, replaced = _slots(strategy)[-1 if innermost else 0]
+    inserted = make(replaced)
+    with needs_private("AutoResume or CheckpointRemapping"):
+        set_private(owner, **{name: inserted})
+    try:
+        yield
+    finally:
+        for owner, name, checkpoint_io in _slots(strategy):
+            if checkpoint_io is inserted:
+                inner = _inner_name(inserted)
+                set_private(owner, **{name: replaced if inner is None else vars(inserted)[inner]})
+
+
+@needs_private("AutoResume or CheckpointRemapping", KeyError)
+def _slots(strategy: Strategy) -> list[tuple[Any, str, Any]]:
+    """Return for each CheckpointIO the object that holds it, the name of the attribute, and the CheckpointIO."""
+    _ = strategy.checkpoint_io  # creates the innermost one
+    slots: list[tuple[Any, str, Any]] = [(strategy, "_checkpoint_io", vars(strategy)["_checkpoint_io"])]
+    while (name := _inner_name(slots[-1][2])) is not None:
+        owner = slots[-1][2]
+        slots.append((owner, name, vars(owner)[name]))
+    return slots
+
+
+def _inner_name(checkpoint_io: Any) -> str | None:
+    from lightning.fabric.plugins import CheckpointIO
+
+    held = vars(checkpoint_io)
+    return next((name for name in _INNER_NAMES if isinstance(held.get(name), CheckpointIO)), None)
+
+
+@contextmanager
+def checkpoint_contents_changed(
+    trainer: Trainer,
+    after_dump: Callable[[dict[str, Any]], object],
+    before_restore: Callable[[dict[str, Any]], object],
+) -> Iterator[None]:
+    """Let functions change the contents of checkpoints until the context is left, whoever writes and reads the files.
+
+    Args:
+        trainer: The Trainer.
+        after_dump: Called with each checkpoint when all hooks have made their changes to it, on each rank.
+        before_restore: Called with a checkpoint that was read before the module's hook sees it and its weights are
+            loaded, on each rank.
+    """
+    with needs_private("TrainableCheckpoint"):
+        connector: Any = trainer._checkpoint_connector
+        dump, restore = connector.dump_checkpoint, connector.restore_model
+
+    def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = dump(*args, **kwargs)
+        after_dump(checkpoint)
+        return checkpoint
+
+    def restore_model() -> None:
+        with needs_private("TrainableCheckpoint"):
+            checkpoint: dict[str, Any] = connector._loaded_checkpoint
+        if checkpoint:
+            before_restore(checkpoint)
+        restore()
+
+    with overriding(connector, dump_checkpoint=dump_checkpoint, restore_model=restore_model):
+        yield

@@ -1,4 +1,4 @@
-"""The loops of a fit: the checkpoint that they resume, their position, their flags, and tuners before them."""
+"""The loops of a fit: the checkpoint that they resume, their position, flags and end, and tuners before them."""
 
 from __future__ import annotations
 
@@ -145,6 +145,41 @@ def clear_restart_flags(trainer: Trainer) -> None:
 
 
 _FLAG_SINCE_2_6 = "_resuming_from_checkpoint"
+
+
+@contextmanager
+def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Iterator[None]:
+    """Call a function after the `on_train_end` of all callbacks and the module, until the context is left.
+
+    Some of them change the weights there, such as those that average them, and no hook comes after all of them.
+    """
+    with needs_private("AutoResume"):
+        fit: Any = trainer.fit_loop
+        on_run_end = fit.on_run_end
+
+    def on_run_end_then_call() -> None:
+        on_run_end()
+        function()
+
+    with overriding(fit, on_run_end=on_run_end_then_call):
+        yield
+
+
+@contextmanager
+def closed_on_exception(trainer: Trainer, stack: ExitStack) -> Iterator[None]:
+    """Close a stack when the Trainer is interrupted, until the context is left.
+
+    For modules: Lightning calls their `teardown` only after a fit that ends.
+    """
+    strategy = trainer.strategy
+    on_exception = strategy.on_exception
+
+    def close_first(exception: BaseException) -> None:
+        stack.close()
+        on_exception(exception)
+
+    with overriding(strategy, on_exception=close_first):
+        yield
 
 
 # The limits of the loops that callbacks may change while a fit runs

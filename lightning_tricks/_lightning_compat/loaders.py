@@ -1,4 +1,4 @@
-"""The loaders of a Trainer, their workers' seeds, and how samples are shared out among ranks."""
+"""The loaders of a Trainer: their iterators and positions, their workers' seeds, and samples shared out among ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning_tricks._lightning_compat.guards import needs_private, overriding,
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.utilities import CombinedLoader
 
 
 @needs_private("MetricsMonitor on several ranks")
@@ -89,3 +90,129 @@ def repeats_worker_seeds() -> bool:
     import lightning
 
     return Version(lightning.__version__) < Version("2.6.1")
+
+
+@needs_private("AutoResume")
+def recreate_iterators(trainer: Trainer) -> None:
+    """Create the iterators of the training loaders once more, at the same position of the epoch."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetched = fetcher.fetched
+    iter(fetcher)
+    set_private(fetcher, fetched=fetched)
+
+
+@needs_private("AutoResume")
+def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
+    """Return the iterators of the training loaders, and how many batches were fetched but not trained on."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return list(fetcher.combined_loader._iterator.iterators), len(fetcher.batches)
+
+
+@needs_private("AutoResume")
+def restarted_loaders(trainer: Trainer) -> list[bool]:
+    """Return for each training loader whether it was exhausted in this epoch and restarted; [] if loaders never are."""
+    iterator = _cycling_iterator(trainer)
+    return [] if iterator is None else list(iterator._consumed)
+
+
+@needs_private("AutoResume")
+def mark_restarted_loaders(trainer: Trainer, which: list[bool]) -> None:
+    """Mark training loaders as exhausted in this epoch and restarted, as `restarted_loaders` returned them."""
+    iterator = _cycling_iterator(trainer)
+    if iterator is not None:
+        set_private(iterator, _consumed=list(which))
+
+
+def _cycling_iterator(trainer: Trainer) -> Any:
+    """Return the iterator over all training loaders, if shorter ones restart until the longest is exhausted."""
+    from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    iterator = fetcher.combined_loader._iterator
+    return iterator if isinstance(iterator, _MaxSizeCycle) else None
+
+
+@needs_private("AutoResume")
+def load_loader_states(trainer: Trainer) -> None:
+    """Load the saved states of loaders with a `state_dict`, if the loaders were created before the states were there.
+
+    Where `configure_optimizers` reads `estimated_stepping_batches`, the loaders are created before the Trainer restores
+    its loops.
+    """
+    fit: Any = trainer.fit_loop
+    states = fit._combined_loader_states_to_load
+    set_private(fit, _combined_loader_states_to_load=[])
+    if states:
+        fit._combined_loader._load_state_dicts(states)
+        recreate_iterators(trainer)
+
+
+@needs_private("AutoResume")
+def given_train_loaders(trainer: Trainer) -> list[Any]:
+    """Return the training loaders that were given to `fit`; none if the module or a datamodule creates them."""
+    source: Any = trainer.fit_loop._data_source
+    if source.is_module() or source.instance is None:
+        return []
+    return list(_combined(source.instance).flattened)
+
+
+@needs_private("AutoResume")
+def set_num_batches_done(trainer: Trainer, count: int, at_end: bool) -> None:
+    """Set how many batches of the epoch are done, before it begins; all of them if it has no more."""
+    if at_end and trainer.fit_loop.max_batches != float("inf"):
+        count = int(trainer.fit_loop.max_batches)
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    set_private(progress, ready=count, started=count, processed=count, completed=count)
+
+
+def _combined(loaders: Any) -> CombinedLoader:
+    from lightning.pytorch.utilities import CombinedLoader
+
+    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+
+
+@needs_private("AutoResume")
+def skip_train_batches(trainer: Trainer, count: int) -> None:
+    """Fetch batches and drop them."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetched = fetcher.fetched
+    set_private(fetcher, fetched=0)
+    for _ in range(count):
+        next(fetcher)
+    set_private(fetcher, fetched=fetched)
+    if fetcher.length is not None:
+        set_private(fetcher, done=fetched >= fetcher.length)
+
+
+@needs_private("AutoResume")
+def call_with_next_batch(trainer: Trainer, function: Callable[[Any], object]) -> None:
+    """Call a function with the batch that is trained on next, when it is fetched; now if it was fetched in advance."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if fetcher.batches:
+        function(fetcher.batches[0][0])
+    else:
+        set_private(fetcher, iterator=_ReportingIterator(fetcher.iterator, function))
+
+
+class _ReportingIterator:
+    """Calls a function with the next batch; no generator, as `iter` of Lightning's iterators begins the epoch anew."""
+
+    def __init__(self, iterator: Any, function: Callable[[Any], object]) -> None:
+        self._iterator = iterator
+        self._function: Callable[[Any], object] | None = function
+
+    def __iter__(self) -> _ReportingIterator:
+        return self
+
+    def __next__(self) -> Any:
+        fetched = next(self._iterator)
+        function, self._function = self._function, None
+        if function is not None:
+            function(fetched[0])
+        return fetched
+
+
+@needs_private("AutoResume")
+def close_workers(trainer: Trainer) -> None:
+    """Stop the worker processes of a fit's loaders, which the fit does not read again."""
+    trainer.fit_loop.teardown()

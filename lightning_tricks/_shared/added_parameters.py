@@ -1,4 +1,4 @@
-"""Modules with parameters that were added to a pretrained model, which no file of its weights has."""
+"""Parameters that were added to a pretrained model, and checkpoints that hold only what was trained."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def _names_within(model: nn.Module, modules: list[str]) -> set[str]:
 def _is_peft_layer(module: nn.Module) -> bool:
     bases = ((base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__)
     return ("peft", "BaseTunerLayer") in bases
+
+
+RECORD_KEY = "trainable_checkpoint"  # the entry of a checkpoint that describes the tensors that were left out
+
+# An empty tensor of this name is among the weights, so that whoever loads them without the base reads the remedy in the
+# error of `load_state_dict`. It has no dots: it is not a name of a submodule.
+NOTE = (
+    "(this file holds only the trained tensors: load it with TrainableCheckpoint among the Trainer's callbacks, or "
+    "with load_trainable)"
+)

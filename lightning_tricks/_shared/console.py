@@ -29,9 +29,9 @@ class _EncodableOutput:
 
 
 def make_console(**options: Any) -> Console:
-    """Return a console of rich that prints to standard output, and does not fail for the sake of a character.
+    """Return a console of rich that prints to standard output, also characters that its encoding lacks.
 
-    Where nobody reads the output any more it raises BrokenPipeError, as `print` does; rich itself would exit.
+    When the reader of the output has ended, it raises BrokenPipeError, as `print` does; rich itself would exit.
 
     Args:
         **options: Arguments of `rich.console.Console`.
@@ -49,7 +49,7 @@ def make_console(**options: Any) -> Console:
 
 
 def print_report(trick: str, report: Any) -> None:
-    """Print what a callback reports; where the output takes nothing any more, warn: no run ends for it."""
+    """Print the report of a callback; if that fails, warn, so that the run continues."""
     try:
         make_console().print(report)
     except (OSError, ValueError) as error:  # a pipe that nobody reads, a full disk, a closed file

@@ -1,4 +1,4 @@
-"""Tensors inside other values, their copies, and tensors that are sharded over ranks."""
+"""Tensors inside other values, their copies, tensors that are sharded over ranks, and values of all ranks."""
 
 from __future__ import annotations
 
@@ -80,3 +80,16 @@ def reshard_fsdp2(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, fsdp.FSDPModule):
             part.reshard()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the values of all ranks in order, on each rank; the value of this process alone if there is no other.
+
+    Every rank has to call it. Tensors should be on the CPU, because they are pickled.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values

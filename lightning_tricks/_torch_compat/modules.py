@@ -1,4 +1,4 @@
-"""What modules register, how torch compiles and prunes them, and the versions in their state dicts."""
+"""What modules register, the hooks that are called, how torch compiles and prunes them, and versions of state dicts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.optim import Optimizer
 
 from lightning_tricks._torch_compat.guards import needs_private, set_private
 
@@ -57,8 +59,6 @@ def registered_tensor(module: Any, name: str) -> Any:
 
 def pruned_parameters(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
-    from torch.nn.utils.prune import BasePruningMethod
-
     with needs_private(_USERS):
         hooks = list(module._forward_pre_hooks.values())
     for hook in hooks:
@@ -135,7 +135,23 @@ def remove_forward_pre_hook(module: nn.Module, hook: Any) -> bool:
     """
     with needs_private("freezing of normalisation"):
         hooks = module._forward_pre_hooks
-    keys = [key for key, one in hooks.items() if one is hook]
+    keys = [key for key, registered in hooks.items() if registered is hook]
     for key in keys:
         del hooks[key]
     return bool(keys)
+
+
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@needs_private("AutoResume")
+def hooks_of(owner: nn.Module | Tensor | Optimizer) -> list[Any]:
+    """Return the hooks of a module, a tensor or an optimizer, without those of pruning masks."""
+    if isinstance(owner, Optimizer):
+        registered = [getattr(owner, name, {}) for name in _OF_OPTIMIZERS]  # wrappers may not call its constructor
+    else:
+        registered = [getattr(owner, name) for name in (_OF_TENSORS if isinstance(owner, Tensor) else _OF_MODULES)]
+    # tensors have None until a hook is registered
+    return [hook for hooks in registered for hook in (hooks or {}).values() if not isinstance(hook, BasePruningMethod)]

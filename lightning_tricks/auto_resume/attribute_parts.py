@@ -22,10 +22,10 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit_end import averaged_models
+from lightning_tricks._lightning_compat.callbacks import averaged_models
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._torch_compat.hooks import hooks_of
+from lightning_tricks._torch_compat.modules import hooks_of
 from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras

@@ -22,8 +22,8 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_tuning, module_given_to_callback, slurm_requeue_signal
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
-from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import Facts
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, StopRequest, check_signals, redirect_output
 from lightning_tricks.auto_resume.durable_checkpoint_io import durable_checkpoints

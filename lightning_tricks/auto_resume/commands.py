@@ -47,7 +47,7 @@ def _run(run: Any, arguments: argparse.Namespace) -> int:
 
 def _status(folders: list[CheckpointFolder]) -> int:
 
-    from lightning_tricks._shared.units import format_bytes
+    from lightning_tricks._shared.text import format_bytes
 
     console = make_console(soft_wrap=True, highlight=False)
     for folder in folders:

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted, checkpoint_ios
+from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserted, checkpoint_ios
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_tricks._lightning_compat.process_signals import observe_trainers
+from lightning_tricks._lightning_compat.observers import observe_trainers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import dump_checkpoint
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
-from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners, Attributes, DatasetHolders
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._lightning_compat.fit import num_batches_done
-from lightning_tricks._lightning_compat.fit_loaders import (
+from lightning_tricks._lightning_compat.loaders import (
     call_with_next_batch,
     load_loader_states,
     mark_restarted_loaders,

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._lightning_compat.fit import (
+    call_after_train_end,
     clear_restart_flags,
     disable_finders,
     is_at_step_boundary,
@@ -21,9 +22,8 @@ from lightning_tricks._lightning_compat.fit import (
     override_resume_checkpoint,
     skip_sanity_check,
 )
-from lightning_tricks._lightning_compat.fit_end import call_after_train_end
-from lightning_tricks._lightning_compat.fit_loaders import close_workers
 from lightning_tricks._lightning_compat.fit_observer import FitObserver, observe_fit
+from lightning_tricks._lightning_compat.loaders import close_workers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter

@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
-from lightning_tricks._lightning_compat.fit_loaders import given_train_loaders
+from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names

@@ -25,7 +25,7 @@ from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.checks import is_address
-from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
 from lightning_tricks.auto_resume.core.configuration import plain

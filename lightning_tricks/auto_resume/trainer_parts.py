@@ -9,11 +9,15 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
+from lightning_tricks._lightning_compat.callbacks import (
+    capture_lottery_tickets,
+    restore_lottery_tickets,
+    restore_swa_max_epochs,
+    restore_swa_scheduler,
+)
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_callback_state, restore_checkpoint_callback_state
 from lightning_tricks._lightning_compat.fit import LOADER_LIMITS, loop_limits, set_loop_limits
-from lightning_tricks._lightning_compat.fit_end import restore_swa_max_epochs, restore_swa_scheduler
 from lightning_tricks._lightning_compat.guards import set_private
-from lightning_tricks._lightning_compat.model_pruning import capture_lottery_tickets, restore_lottery_tickets
 from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state

@@ -19,10 +19,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted
+from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserted
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_tricks import checkpoint_remapping  # its names load what they need
 from lightning_tricks._shared.checks import check_optional_count, path_argument
 from lightning_tricks._shared.console import errors_of_use, make_console
-from lightning_tricks._shared.text import format_shape
-from lightning_tricks._shared.units import format_bytes, format_si
+from lightning_tricks._shared.text import format_bytes, format_shape, format_si
 
 if TYPE_CHECKING:
     from rich.tree import Tree

@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import open_file
-from lightning_tricks._shared.plain_yaml import read_yaml
+from lightning_tricks._shared.read_budget import read_yaml
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint

@@ -35,27 +35,6 @@ if TYPE_CHECKING:
     from lightning_tricks.devices.cuda_memory import CudaMemory as CudaMemory
     from lightning_tricks.devices.device_monitor import DeviceMonitor as DeviceMonitor
     from lightning_tricks.devices.nvtx_ranges import NvtxRanges as NvtxRanges
-
-    __all__ = [
-        "CudaMemory",
-        "DeviceMonitor",
-        "DeviceSummary",
-        "Gpu",
-        "GpuLockError",
-        "GpuProcess",
-        "MemoryReport",
-        "MigSlice",
-        "NoGpuAvailableError",
-        "NvmlUnavailableError",
-        "NvtxRanges",
-        "RankError",
-        "Selection",
-        "TensorMemory",
-        "limit_memory",
-        "list_gpus",
-        "memory_report",
-        "select_gpus",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.errors import observe_errors
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step, log_to_loggers
+from lightning_tricks._lightning_compat.observers import observe_errors
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_optional_count, check_path, is_address
 from lightning_tricks._shared.files import atomic_write
-from lightning_tricks._shared.step_signatures import takes_dataloader_iter
-from lightning_tricks._shared.text import describe_error
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.modules import takes_dataloader_iter
+from lightning_tricks._shared.text import describe_error, format_bytes
 from lightning_tricks._torch_compat.memory import dump_memory_snapshot, recording_memory_history
 from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks, check_fraction, limit_memory
 from lightning_tricks.devices.core.memory_report import MemoryReport, memory_report
 from lightning_tricks.devices.core.out_of_memory import (
-    OutOfMemory,
     advise,
     describe_batch,
     is_of_worker,
@@ -38,21 +36,6 @@ from lightning_tricks.devices.core.out_of_memory import (
 
 _GIB = 2**30
 _logger = logging.getLogger("lightning.pytorch")
-
-
-@dataclass(frozen=True)
-class RunningStep:
-    """The step that runs.
-
-    Attributes:
-        batch_idx: The index of its batch.
-        dataloader_idx: The index of the dataloader.
-        batch: The batch; None if the step fetches batches itself.
-    """
-
-    batch_idx: int
-    dataloader_idx: int
-    batch: Any
 
 
 class CudaMemory(TrickCallback):
@@ -125,7 +108,7 @@ class CudaMemory(TrickCallback):
     def _forget(self) -> None:
         """Forget what belongs to a run."""
         self._folder: Path | None = None
-        self._step: RunningStep | None = None
+        self._step: tuple[int, int, Any] | None = None  # batch_idx, dataloader_idx, batch
         self._keeps_batches = False
         self._peaks: StagePeaks | None = None  # on CUDA
         self._growth = EpochGrowth()
@@ -188,7 +171,7 @@ class CudaMemory(TrickCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Remember the batch, for the step alone."""
-        self._step = RunningStep(batch_idx, dataloader_idx, batch if self._keeps_batches else None)
+        self._step = batch_idx, dataloader_idx, batch if self._keeps_batches else None
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Forget the batch."""
@@ -263,7 +246,9 @@ class CudaMemory(TrickCallback):
         is_cuda = report.device.startswith("cuda")
         stage = str(trainer.state.stage.value) if trainer.state.stage is not None else str(trainer.state.fn)
         limit = self.limit if is_cuda else None
-        advice = advise(OutOfMemory(report, stage, requested, precision, limit, is_of_worker(error)))
+        advice = advise(
+            report, stage, requested=requested, precision=precision, limit=limit, is_of_worker=is_of_worker(error)
+        )
         where = _where(trainer, stage, self._step)
         lines = [f"CudaMemory: memory of {report.device} ran out on rank {rank}, {where}.", *advice]
         if self._folder is None:
@@ -271,7 +256,7 @@ class CudaMemory(TrickCallback):
         circumstances = [where, f"rank {rank} of {trainer.world_size}, precision {precision}"]
         if requested is not None:
             circumstances.append(f"{format_bytes(requested)} were requested")
-        batch = [] if self._step is None else describe_batch(self._step.batch)
+        batch = [] if self._step is None else describe_batch(self._step[2])
         text = out_of_memory_text(error, circumstances, batch, report, advice)
         path = self._folder / f"out_of_memory-rank{rank}.txt"
         written = [path]
@@ -329,9 +314,10 @@ def report_folder(trainer: Trainer, dirpath: str | os.PathLike[str] | None) -> P
     return Path(os.path.abspath(next(local, os.curdir)))  # noqa: PTH100 - the working directory may change later
 
 
-def _where(trainer: Trainer, stage: str, step: RunningStep | None) -> str:
+def _where(trainer: Trainer, stage: str, step: tuple[int, int, Any] | None) -> str:
     where = f"stage {stage}, epoch {trainer.current_epoch}"
     if step is None:
         return f"{where}, outside of a step"
-    loader = f" of dataloader {step.dataloader_idx}" if step.dataloader_idx else ""
-    return f"{where}, batch {step.batch_idx}{loader}"
+    batch_idx, dataloader_idx, _ = step
+    loader = f" of dataloader {dataloader_idx}" if dataloader_idx else ""
+    return f"{where}, batch {batch_idx}{loader}"

@@ -12,8 +12,8 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import log_to_loggers, logger_step
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import print_report
-from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import DeviceUse
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.devices.core.device_summary import DeviceSummary, check_keys, device_report, device_use
 from lightning_tricks.devices.monitored_run import MonitoredRun
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_iterators
+from lightning_tricks._lightning_compat.observers import observe_fetches, observe_iterators
 from lightning_tricks.devices.core.bottleneck import (
     DataWait,
     IdleClock,

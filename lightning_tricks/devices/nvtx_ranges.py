@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fetches import observe_fetches
+from lightning_tricks._lightning_compat.observers import observe_fetches
 
 
 class RangeStack:

@@ -27,30 +27,6 @@ _pynvml = import_extra("pynvml", "devices", "FakeNvml needs nvidia-ml-py")
 _GPU_NOT_FOUND = 28
 _ABSENT = object()  # None in sys.modules stands for a module that must not be imported
 
-# Values that kinds of boards and drivers do not report: function -> error, for `FakeGpu(fails=...)`
-CONSUMER_BOARD = {
-    "nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED",
-    "nvmlDeviceGetMigMode": "NOT_SUPPORTED",
-}
-PASSIVELY_COOLED = {"nvmlDeviceGetFanSpeed": "NOT_SUPPORTED"}
-UNIFIED_MEMORY = {
-    "nvmlDeviceGetMemoryInfo": "NOT_SUPPORTED",
-    "nvmlDeviceGetFanSpeed": "NOT_SUPPORTED",
-    "nvmlDeviceGetEnforcedPowerLimit": "NOT_SUPPORTED",
-    "nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED",
-    "nvmlDeviceGetMigMode": "NOT_SUPPORTED",
-}
-MIG_ENABLED = {"nvmlDeviceGetUtilizationRates": "NOT_SUPPORTED", "nvmlDeviceGetFanSpeed": "NOT_SUPPORTED"}
-LOST = {"nvmlDeviceGetHandleByIndex": "GPU_IS_LOST"}
-
-# Functions that drivers do not have yet, for `FakeNvml(missing=...)`
-DRIVER_470 = (
-    "nvmlDeviceGetCurrentClocksEventReasons",
-    "nvmlDeviceGetComputeRunningProcesses_v3",
-    "nvmlDeviceGetGraphicsRunningProcesses_v3",
-    "nvmlDeviceGetMemoryInfo_v2",
-)
-
 
 @dataclass
 class FakeProcess:
@@ -111,9 +87,7 @@ class FakeGpu:
         mig_mode: Whether it is split by MIG.
         mig_slices: Its parts by their index; None where there is none of an index.
         processes: The processes that use it.
-        fails: Which functions of NVML fail with which error, such as `{"nvmlDeviceGetPowerUsage": "NOT_SUPPORTED"}`;
-            `CONSUMER_BOARD`, `PASSIVELY_COOLED`, `UNIFIED_MEMORY`, `MIG_ENABLED` and `LOST` are those of kinds of
-            boards.
+        fails: Which functions of NVML fail with which error, such as `{"nvmlDeviceGetPowerUsage": "NOT_SUPPORTED"}`.
     """
 
     name: str = "NVIDIA H100 80GB HBM3"
@@ -211,7 +185,7 @@ class FakeNvml:
         driver_version: The driver's version.
         cuda_version: The CUDA version of the driver.
         init_error: The name of the error with which NVML does not start, such as "DRIVER_NOT_LOADED".
-        missing: Functions that the driver does not have, such as `DRIVER_470`.
+        missing: Functions that the driver does not have, such as "nvmlDeviceGetMemoryInfo_v2".
         fails: Which functions that are not about one GPU fail with which error, such as
             `{"nvmlDeviceGetCount": "UNKNOWN"}`.
 

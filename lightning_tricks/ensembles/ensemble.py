@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_tricks._lightning_compat.fit_end import closed_on_exception
+from lightning_tricks._lightning_compat.fit import closed_on_exception
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
 from lightning_tricks._shared.checks import check_count, check_optional_count

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._lightning_compat.guards import overriding
-from lightning_tricks._lightning_compat.imports import other_import_style
-from lightning_tricks._shared.step_signatures import step_arguments
+from lightning_tricks._lightning_compat.trainer import other_import_style
+from lightning_tricks._shared.modules import step_arguments
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.optimizers import merge_optimizers

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_tricks._shared.modes import eval_mode
+from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.combination import Uncertainty, at_least_single
 from lightning_tricks.ensembles.core.factory import imported_class

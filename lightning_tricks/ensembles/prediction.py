@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.mean_loss import MeanLoss
-from lightning_tricks._shared.modes import eval_mode
+from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks.ensembles.core.combination import Criterion, Uncertainty
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.training_data import inputs_to_predict, unpack

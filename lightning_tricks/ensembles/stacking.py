@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from lightning_tricks._lightning_compat.loaders import changing_train_loader
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_optional_count
-from lightning_tricks._shared.modes import eval_mode
+from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble

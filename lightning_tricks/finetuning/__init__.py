@@ -19,7 +19,7 @@ Low-Rank Adaptation of Large Language Models" (2021); Houlsby et al., "Parameter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_tricks._shared.unused_parameters import parameters_without_gradient as parameters_without_gradient
+    from lightning_tricks._shared.modules import parameters_without_gradient as parameters_without_gradient
     from lightning_tricks.finetuning.core.adapter_loading import load_adapter as load_adapter
     from lightning_tricks.finetuning.core.adapter_saving import save_adapter as save_adapter
     from lightning_tricks.finetuning.core.base_model_fingerprint import BaseMismatchError as BaseMismatchError
@@ -72,7 +72,7 @@ else:  # or a type checker would take any name for one of the package
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "._shared.unused_parameters": ("parameters_without_gradient",),
+            "._shared.modules": ("parameters_without_gradient",),
             "core.adapter_loading": ("load_adapter",),
             "core.adapter_saving": ("save_adapter",),
             "core.base_model_fingerprint": ("BaseMismatchError",),

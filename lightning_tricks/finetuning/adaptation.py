@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.ddp import ddp_wrapper, stops_at_unused_parameters
 from lightning_tricks._lightning_compat.guards import overriding
-from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
-from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type, is_compiled_by_lightning
 from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks._shared.modules import describe_without_gradient, names_without_gradient
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._shared.unused_parameters import describe_without_gradient, names_without_gradient
 from lightning_tricks.finetuning.core.adapter_coverage import AdapterCoverage, is_compiled, watching_coverage
 
 _TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")

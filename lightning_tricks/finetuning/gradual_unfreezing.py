@@ -18,8 +18,7 @@ from torch import Tensor
 from lightning_tricks._lightning_compat.checkpoints import value_in_checkpoint
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
 from lightning_tricks._lightning_compat.guards import overriding
-from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
-from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_compiled_by_lightning, is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import reshard_fsdp2

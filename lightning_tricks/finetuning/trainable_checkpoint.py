@@ -14,12 +14,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.checkpoint_contents import checkpoint_contents_changed
+from lightning_tricks._lightning_compat.checkpoints import checkpoint_contents_changed
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
+from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.finetuning.core.base_model_fingerprint import (
     BaseMismatchError,
     TensorRecord,

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from lightning_tricks.flops.core.flops_count import FlopsCount as FlopsCount
     from lightning_tricks.flops.core.flops_count import FlopsRow as FlopsRow
     from lightning_tricks.flops.core.model_flops import count_flops as count_flops
-
-    __all__ = ["FlopsCount", "FlopsReport", "FlopsRow", "count_flops"]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

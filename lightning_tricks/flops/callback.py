@@ -12,16 +12,15 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.callbacks import providing_flops_per_batch, set_flops_per_batch
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
-from lightning_tricks._lightning_compat.throughput import providing_flops_per_batch, set_flops_per_batch
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
 from lightning_tricks._shared.dry_run.runner import NoGradientError
 from lightning_tricks._shared.report_parts import Facts
-from lightning_tricks._shared.text import describe_error
-from lightning_tricks._shared.units import format_si
+from lightning_tricks._shared.text import describe_error, format_si
 from lightning_tricks.flops.core.flops_count import FlopsCount, check_report_path
 from lightning_tricks.flops.core.model_flops import check_backend, count_call
 from lightning_tricks.flops.mfu import MfuMeter, start_meter

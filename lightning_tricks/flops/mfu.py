@@ -9,8 +9,8 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_tricks._lightning_compat.throughput import device_peak_flops
-from lightning_tricks._shared.units import format_si
+from lightning_tricks._lightning_compat.callbacks import device_peak_flops
+from lightning_tricks._shared.text import format_si
 
 
 class MfuMeter:

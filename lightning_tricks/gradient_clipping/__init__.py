@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.callback import GradientClipping as GradientClipping
-    from lightning_tricks.gradient_clipping.core.adaptive_thresholds import PercentileThreshold as PercentileThreshold
-    from lightning_tricks.gradient_clipping.core.adaptive_thresholds import ZScoreThreshold as ZScoreThreshold
     from lightning_tricks.gradient_clipping.core.clipping import GradientNorms as GradientNorms
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_value_ as clip_grad_value_
@@ -34,34 +32,15 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.methods import ClipNorm as ClipNorm
     from lightning_tricks.gradient_clipping.core.methods import ClipValue as ClipValue
     from lightning_tricks.gradient_clipping.core.methods import PercentileClip as PercentileClip
+    from lightning_tricks.gradient_clipping.core.methods import PercentileThreshold as PercentileThreshold
     from lightning_tricks.gradient_clipping.core.methods import ZScoreClip as ZScoreClip
+    from lightning_tricks.gradient_clipping.core.methods import ZScoreThreshold as ZScoreThreshold
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_ as skip_step_
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_on_device_ as skip_step_on_device_
     from lightning_tricks.gradient_clipping.core.step_skipping import skips_on_device as skips_on_device
     from lightning_tricks.gradient_clipping.core.unit_clipping import UnitClipResult as UnitClipResult
     from lightning_tricks.gradient_clipping.core.unit_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
 
-    __all__ = [
-        "AGC",
-        "ClipMethod",
-        "ClipNorm",
-        "ClipValue",
-        "GradientClipping",
-        "GradientNorms",
-        "PercentileClip",
-        "PercentileThreshold",
-        "UnitClipResult",
-        "ZScoreClip",
-        "ZScoreThreshold",
-        "adaptive_clip_grad_",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "clip_grads_with_norm_",
-        "gradient_norms",
-        "skip_step_",
-        "skip_step_on_device_",
-        "skips_on_device",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
@@ -82,17 +61,11 @@ else:  # or a type checker would take any name for one of the package
                 "ClipNorm",
                 "ClipValue",
                 "PercentileClip",
-                "ZScoreClip",
-            ),
-            "core.step_skipping": (
-                "skip_step_",
-                "skip_step_on_device_",
-                "skips_on_device",
-            ),
-            "core.unit_clipping": ("UnitClipResult", "adaptive_clip_grad_"),
-            "core.adaptive_thresholds": (
                 "PercentileThreshold",
+                "ZScoreClip",
                 "ZScoreThreshold",
             ),
+            "core.step_skipping": ("skip_step_", "skip_step_on_device_", "skips_on_device"),
+            "core.unit_clipping": ("UnitClipResult", "adaptive_clip_grad_"),
         },
     )

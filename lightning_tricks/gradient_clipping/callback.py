@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_last_batch
@@ -21,24 +21,23 @@ from lightning_tricks._lightning_compat.logged_values import log_step_values, lo
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.report_parts import ClippedSteps
-from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
-from lightning_tricks.gradient_clipping.core.clip_state import ClipState, load_states, states_to_dict
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.gradient_clipping.core.clip_state import ClipGroups, ClipState, load_states, states_to_dict
 from lightning_tricks.gradient_clipping.core.clipping import (
     GradientNorms,
-    check_max_norm,
+    check_bound,
     check_norm_type,
     gradient_norms,
 )
 from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, check_groups, check_method
-from lightning_tricks.gradient_clipping.errors import nonfinite_error, repeated_closure_error
 from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
     on_any_rank,
+    refuse_unseen_steps,
     refuse_unsupported_strategies,
     scale_may_have_overflowed,
     unscales_in_step,
 )
-from lightning_tricks.gradient_clipping.unseen_steps import refuse_unseen_steps
 
 
 class GradientClipping(TrickCallback):
@@ -105,7 +104,7 @@ class GradientClipping(TrickCallback):
         log: bool = True,
         log_layers: bool = False,
     ) -> None:
-        self.max_norm = check_max_norm(max_norm)
+        self.max_norm = check_bound("max_norm", max_norm)
         self.norm_type = check_norm_type(norm_type)
         self.method = check_method(method, max_norm)
         self.groups = groups
@@ -154,9 +153,6 @@ class GradientClipping(TrickCallback):
                 rank_zero_info(f"GradientClipping clips by group: {self._clip_groups.report(sizes)}.")
             except ValueError as error:
                 raise MisconfigurationException(f"GradientClipping: {error}") from error
-        for optimizer in trainer.optimizers:
-            if self.on_nonfinite == "skip" and isinstance(optimizer, LBFGS):
-                raise repeated_closure_error(optimizer)
         self._installed.enter_context(
             refuse_unseen_steps(
                 trainer, lambda index: self._states[index].end_skip(), refuse_repeated=self.on_nonfinite == "skip"
@@ -199,7 +195,7 @@ class GradientClipping(TrickCallback):
         self._log_norms(trainer, pl_module, index, norms, norm_after, partial(names_of, parameters))
         if self.on_nonfinite == "raise" and truly_nonfinite:
             finite = norms.per_parameter.isfinite()
-            raise nonfinite_error(trainer, names_of(parameters), finite, 'on_nonfinite="raise"')
+            raise _nonfinite_error(trainer, names_of(parameters), finite, 'on_nonfinite="raise"')
         if self.on_nonfinite == "skip":
             held = _schedulers_to_hold(trainer, pl_module, optimizer) if self.hold_lr_on_skip else None
             is_known = state.skip_step_(optimizer, nonfinite, by_scaler=scaler is not None, schedulers=held)
@@ -207,7 +203,7 @@ class GradientClipping(TrickCallback):
             if limit is not None and state.has_too_many_skips(limit, norms, is_known=is_known):
                 reason = f"more than max_consecutive_skips={limit} steps in a row were skipped"
                 finite = cast(Tensor, state.finite_at_skip)
-                raise nonfinite_error(trainer, names_of(parameters), finite, reason)
+                raise _nonfinite_error(trainer, names_of(parameters), finite, reason)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -305,6 +301,25 @@ def _schedulers_to_hold(trainer: Trainer, pl_module: LightningModule, optimizer:
     if counts_epochs and pl_module.automatic_optimization and is_last_batch(trainer):
         return None
     return [config.scheduler for config in own]
+
+
+def _nonfinite_error(trainer: Trainer, names: Sequence[str], finite: Tensor, reason: str) -> RuntimeError:
+    """Return an error that names the layers whose gradients are not finite.
+
+    Args:
+        trainer: The Trainer.
+        names: The qualified names of all parameters that have a gradient.
+        finite: Whether the gradient of each is finite; shape (n,).
+        reason: The argument that asks for the error.
+    """
+    bad = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
+    listed = list_names(bad, 10)
+    if len(bad) == len(names):
+        listed += "; since it is all of them, look at the loss itself and at its batch"
+    return RuntimeError(
+        f"GradientClipping({reason}): {len(bad)} of {len(names)} gradients are not finite at global step "
+        f"{trainer.global_step} (epoch {trainer.current_epoch}): {listed}."
+    )
 
 
 def _names(pl_module: LightningModule) -> dict[Tensor, str]:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from lightning_tricks.images.functional import to_numpy as to_numpy
     from lightning_tricks.images.functional import to_pil as to_pil
     from lightning_tricks.images.functional import to_tensor as to_tensor
-
-    __all__ = ["ImageLogger", "denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

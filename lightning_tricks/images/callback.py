@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.logger_images import can_log_images, log_image
-from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks._shared.report_parts import Pictures
-from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.tensors import gather_objects, tensors_in
 from lightning_tricks.images.functional import (
     RankedSamples,
     concat_samples,

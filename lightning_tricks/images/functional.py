@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.extras import import_extra
-from lightning_tricks._shared.png import encode_png
+from lightning_tricks._shared.pictures import encode_png
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage

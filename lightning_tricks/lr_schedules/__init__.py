@@ -39,29 +39,6 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.core.schedules import warmup_cosine as warmup_cosine
     from lightning_tricks.lr_schedules.core.schedules import warmup_linear as warmup_linear
     from lightning_tricks.lr_schedules.core.schedules import wsd as wsd
-
-    __all__ = [
-        "FactorLR",
-        "OptimizerSpec",
-        "ScheduleSpec",
-        "build_optimizer",
-        "build_schedule",
-        "constant",
-        "exponential",
-        "inverse_sqrt",
-        "layer_of_parameters",
-        "multistep",
-        "one_cycle",
-        "parameter_groups",
-        "plot_schedule",
-        "polynomial",
-        "ramp",
-        "step",
-        "total_steps",
-        "warmup_cosine",
-        "warmup_linear",
-        "wsd",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_tricks._lightning_compat.imports import other_import_style
-from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
+from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run, other_import_style
 from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
 from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups
 from lightning_tricks.lr_schedules.core.schedule_spec import RunTooShortError, ScheduleSpec

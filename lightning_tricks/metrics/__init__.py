@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks._shared.mean_loss import MeanLoss as MeanLoss
     from lightning_tricks.metrics.callback import MetricsMonitor as MetricsMonitor
-    from lightning_tricks.metrics.core.metric_modules import BalancedAccuracy as BalancedAccuracy
+    from lightning_tricks.metrics.core.presets import BalancedAccuracy as BalancedAccuracy
     from lightning_tricks.metrics.core.presets import binary_metrics as binary_metrics
     from lightning_tricks.metrics.core.presets import multiclass_metrics as multiclass_metrics
     from lightning_tricks.metrics.core.presets import multilabel_metrics as multilabel_metrics
@@ -28,33 +28,17 @@ if TYPE_CHECKING:
     from lightning_tricks.metrics.core.presets import retrieval_metrics as retrieval_metrics
     from lightning_tricks.metrics.core.presets import segmentation_metrics as segmentation_metrics
     from lightning_tricks.metrics.core.suite import MetricSuite as MetricSuite
-    from lightning_tricks.metrics.data_checks import MetricsError as MetricsError
-
-    __all__ = [
-        "BalancedAccuracy",
-        "MeanLoss",
-        "MetricSuite",
-        "MetricsError",
-        "MetricsMonitor",
-        "binary_metrics",
-        "multiclass_metrics",
-        "multilabel_metrics",
-        "preset",
-        "regression_metrics",
-        "retrieval_metrics",
-        "segmentation_metrics",
-    ]
+    from lightning_tricks.metrics.key_checks import MetricsError as MetricsError
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "callback": ("MetricsMonitor",),
-            "data_checks": ("MetricsError",),
             "._shared.mean_loss": ("MeanLoss",),
-            "core.metric_modules": ("BalancedAccuracy",),
+            "callback": ("MetricsMonitor",),
             "core.presets": (
+                "BalancedAccuracy",
                 "binary_metrics",
                 "multiclass_metrics",
                 "multilabel_metrics",
@@ -64,5 +48,6 @@ else:  # or a type checker would take any name for one of the package
                 "segmentation_metrics",
             ),
             "core.suite": ("MetricSuite",),
+            "key_checks": ("MetricsError",),
         },
     )

@@ -22,10 +22,16 @@ from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_
 from lightning_tricks.metrics.core.metric_table import is_number, stack_numbers
 from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
-from lightning_tricks.metrics.data_checks import MetricsError, UnmeasuredBatches, check_not_empty, num_batches
-from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics
-from lightning_tricks.metrics.key_checks import BestKeys, KeyConflicts, refuse_same_keys
-from lightning_tricks.metrics.plot_logging import EvaluationPlots
+from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics, EvaluationPlots
+from lightning_tricks.metrics.key_checks import (
+    BestKeys,
+    KeyConflicts,
+    MetricsError,
+    UnmeasuredBatches,
+    check_not_empty,
+    num_batches,
+    refuse_same_keys,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

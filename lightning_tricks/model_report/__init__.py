@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from lightning_tricks.model_report.core.report_summary import ModelReportSummary as ModelReportSummary
     from lightning_tricks.model_report.core.report_summary import ParameterRow as ParameterRow
     from lightning_tricks.model_report.core.summarize_model import summarize_model as summarize_model
-
-    __all__ = ["ModelMemory", "ModelReport", "ModelReportSummary", "ParameterRow", "summarize_model"]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -15,12 +15,11 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count, check_path
 from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
+from lightning_tricks._shared.modules import describe_without_gradient, names_without_gradient
 from lightning_tricks._shared.patterns import strip_compile_prefix
-from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import Facts
-from lightning_tricks._shared.text import describe_error
-from lightning_tricks._shared.units import format_bytes
-from lightning_tricks._shared.unused_parameters import describe_without_gradient, names_without_gradient
+from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks._shared.text import describe_error, format_bytes
 from lightning_tricks.model_report.core.report_summary import ModelReportSummary
 from lightning_tricks.model_report.core.summarize_model import summarize_call
 

@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError as FingerprintRecordError
     from lightning_tricks.run_fingerprint.core.record import read_ranks as read_ranks
     from lightning_tricks.run_fingerprint.reproducibility import assert_reproducible as assert_reproducible
-
-    __all__ = [
-        "Comparison",
-        "Divergence",
-        "FingerprintRecordError",
-        "RunFingerprint",
-        "assert_reproducible",
-        "compare",
-        "fingerprint",
-        "read_ranks",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from lightning_tricks.run_report.core.record import RunRecord as RunRecord
     from lightning_tricks.run_report.core.record import RunReportError as RunReportError
     from lightning_tricks.run_report.core.record_file import read_record as read_record
-
-    __all__ = [
-        "Finding",
-        "RunRecord",
-        "RunReport",
-        "RunReportError",
-        "comparison_page",
-        "find_all",
-        "read_record",
-        "run_page",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from lightning_tricks._shared.rng import restore_rng_state as restore_rng_state
     from lightning_tricks.seeding.callback import SeedEverything as SeedEverything
     from lightning_tricks.seeding.functional import seed_everything as seed_everything
-
-    __all__ = [
-        "SeedEverything",
-        "capture_rng_state",
-        "derive_seed",
-        "isolated_rng",
-        "isolated_seeding",
-        "restore_rng_state",
-        "seed_everything",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

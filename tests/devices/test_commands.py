@@ -16,7 +16,8 @@ import pytest
 
 from lightning_tricks import devices
 from lightning_tricks.cli import main
-from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.boards import LOST
 
 
 @pytest.fixture

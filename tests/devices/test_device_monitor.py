@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_tricks.devices import device_monitor, monitored_run
 from lightning_tricks.devices.core import bottleneck, utilization
 from lightning_tricks.devices.device_monitor import DeviceMonitor
-from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
+from tests.devices.boards import LOST
 
 HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
 
@@ -250,7 +251,7 @@ def test_gpus(on_gpus, tmp_path, capsys):
     assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
     assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data was available")
     assert "gpu1 Fake B" in capsys.readouterr().out
-    assert on_gpus._users == 0, "NVML is shut down"
+    assert on_gpus.calls.count("nvmlInit") == on_gpus.calls.count("nvmlShutdown"), "NVML is shut down"
 
 
 def test_energy_of_a_run(on_gpus):
@@ -356,7 +357,7 @@ def test_a_driver_that_hangs_holds_nothing_up(on_gpus, monkeypatch, capsys):
     thread.join()
     assert monitor.summary[0].verdict[-1] == "The measurements ended early: the driver does not answer."
     assert "the driver does not answer" in capsys.readouterr().out
-    assert on_gpus._users == 0
+    assert on_gpus.calls.count("nvmlInit") == on_gpus.calls.count("nvmlShutdown")
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt()])

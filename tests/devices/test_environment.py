@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from lightning_tricks import cli
-from lightning_tricks.devices.testing import LOST, MIG_ENABLED, UNIFIED_MEMORY, FakeGpu, FakeNvml
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.boards import LOST, MIG_ENABLED, UNIFIED_MEMORY
 
 # Those that a report names in any case
 PACKAGES = ("lightning_tricks", "lightning", "torchmetrics", "torchensemble", "thop", "numpy", "nvidia-ml-py")

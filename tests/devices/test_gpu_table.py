@@ -11,16 +11,8 @@ import pytest
 
 from lightning_tricks import cli
 from lightning_tricks.devices import Gpu, list_gpus
-from lightning_tricks.devices.testing import (
-    CONSUMER_BOARD,
-    LOST,
-    MIG_ENABLED,
-    UNIFIED_MEMORY,
-    FakeGpu,
-    FakeMigSlice,
-    FakeNvml,
-    FakeProcess,
-)
+from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from tests.devices.boards import CONSUMER_BOARD, LOST, MIG_ENABLED, UNIFIED_MEMORY
 
 _BUSY = FakeGpu(
     memory_used="79.2GiB",

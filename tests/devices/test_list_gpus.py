@@ -11,18 +11,8 @@ import psutil
 import pytest
 
 from lightning_tricks.devices import Gpu, GpuProcess, list_gpus
-from lightning_tricks.devices.testing import (
-    CONSUMER_BOARD,
-    DRIVER_470,
-    LOST,
-    MIG_ENABLED,
-    PASSIVELY_COOLED,
-    UNIFIED_MEMORY,
-    FakeGpu,
-    FakeMigSlice,
-    FakeNvml,
-    FakeProcess,
-)
+from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from tests.devices.boards import CONSUMER_BOARD, DRIVER_470, LOST, MIG_ENABLED, PASSIVELY_COOLED, UNIFIED_MEMORY
 
 # What each function tells
 _FIELDS = {

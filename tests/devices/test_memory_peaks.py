@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks
 from lightning_tricks.devices.core.memory_report import MemoryReport
 from lightning_tricks.devices.core.out_of_memory import (
-    OutOfMemory,
     advise,
     describe_batch,
     memory_that_ran_out,
@@ -132,7 +131,7 @@ BATCH = "smaller batch_size and Trainer(accumulate_grad_batches=n)"
     ],
 )
 def test_advice_follows_from_the_sizes(facts, words, other_words):
-    text = "\n".join(advise(OutOfMemory(**facts)))
+    text = "\n".join(advise(**facts))
     assert text
     for word in words:
         assert word in text

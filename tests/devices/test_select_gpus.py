@@ -13,15 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.devices import NoGpuAvailableError, select_gpus
-from lightning_tricks.devices.testing import (
-    LOST,
-    MIG_ENABLED,
-    UNIFIED_MEMORY,
-    FakeGpu,
-    FakeMigSlice,
-    FakeNvml,
-    FakeProcess,
-)
+from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from tests.devices.boards import LOST, MIG_ENABLED, UNIFIED_MEMORY
 
 
 def selected(gpus, n=1, **arguments):

@@ -432,7 +432,8 @@ INTERRUPT = """
     from lightning_tricks.devices import select_gpus
     from lightning_tricks.devices.core import gpu_locks
     from lightning_tricks.devices.core.result import state
-    from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.boards import LOST
 
     FILES = ("select.py", "gpu_locks.py", "file_locks.py", "result.py", "rank_handoff.py", "visible_devices.py")
     fake = FakeNvml([FakeGpu(fails=LOST), FakeGpu(), FakeGpu()])

@@ -12,7 +12,8 @@ from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankErro
 from lightning_tricks.devices.core import gpu_locks, rank_handoff
 from lightning_tricks.devices.core.rank_handoff import VARIABLE, Launch, await_choice, find_launch, publish_choice
 from lightning_tricks.devices.core.result import state
-from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.boards import LOST
 
 UUIDS = [f"GPU-0000000{index}-0000-4000-8000-000000000000" for index in range(4)]
 
@@ -340,7 +341,8 @@ def test_a_job_sees_what_its_parent_saw_before_it_selected(before, monkeypatch):
     code = f"""
 import os
 from lightning_tricks.devices import select_gpus
-from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.boards import LOST
 before = os.environ["CUDA_VISIBLE_DEVICES"]
 selection = select_gpus(nvml={fake})
 print(before, selection.gpus[0].index, os.environ["CUDA_VISIBLE_DEVICES"] == selection.gpus[0].uuid)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.devices import list_gpus, select_gpus
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 

@@ -10,8 +10,9 @@ import pynvml
 import pytest
 
 import lightning_tricks.devices
-from lightning_tricks.devices import list_gpus, testing
-from lightning_tricks.devices.testing import DRIVER_470, FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from lightning_tricks.devices import list_gpus
+from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from tests.devices.boards import CONSUMER_BOARD, DRIVER_470, LOST, MIG_ENABLED, PASSIVELY_COOLED, UNIFIED_MEMORY
 
 _PACKAGE = Path(lightning_tricks.devices.__file__).parent
 _OWN = [name for name in vars(FakeNvml) if name.startswith("nvml")]
@@ -66,8 +67,7 @@ def test_the_real_functions_take_what_the_package_gives_them():
 
 
 def test_every_name_of_a_kind_of_board_or_driver_is_a_function():
-    boards = (testing.CONSUMER_BOARD, testing.PASSIVELY_COOLED, testing.UNIFIED_MEMORY, testing.MIG_ENABLED)
-    for fails in (*boards, testing.LOST):
+    for fails in (CONSUMER_BOARD, PASSIVELY_COOLED, UNIFIED_MEMORY, MIG_ENABLED, LOST):
         for function, error in fails.items():
             assert hasattr(FakeNvml(), function)
             assert hasattr(pynvml, f"NVML_ERROR_{error}")
@@ -163,7 +163,7 @@ def test_a_field_may_change_and_equal_gpus_are_two():
 
 def test_a_gpu_may_be_lost_later_and_come_back():
     nvml = FakeNvml([FakeGpu()])
-    nvml.gpus[0].fails = testing.LOST
+    nvml.gpus[0].fails = LOST
     assert list_gpus(nvml=nvml)[0].error == "GPU is lost"
     nvml.gpus[0].fails = {}
     assert list_gpus(nvml=nvml)[0].error is None

@@ -19,7 +19,7 @@ from lightning_tricks import (
     SoftGradientBoostingClassifier,
     VotingClassifier,
 )
-from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
 from tests.contract.lab import real_fp16

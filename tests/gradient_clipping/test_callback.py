@@ -303,8 +303,8 @@ def test_counts_no_overflow_as_clipped(lab):
     callback = GradientClipping(1e-6, on_nonfinite="skip")
     lab.fit([Overflows(), callback])
     assert _steps(callback) == {0: 20}
-    assert callback._states[0].counts.skipped == 2
-    assert callback._states[0].counts.clipped == 18
+    assert callback.report_parts(None)[0].skipped == 2
+    assert callback.report_parts(None)[0].clipped == 18
 
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0}, {"max_norm": -1.0}, {"norm_type": 0.0}, {"max_norm": math.nan}])

@@ -13,8 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 from lightning_tricks import AGC, ClipValue
 from lightning_tricks.gradient_clipping import ClipNorm, adaptive_clip_grad_, clip_grad_value_, gradient_norms
-from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
-from lightning_tricks.gradient_clipping.core.clip_state import ClipState
+from lightning_tricks.gradient_clipping.core.clip_state import ClipGroups, ClipState
 from lightning_tricks.gradient_clipping.core.unit_clipping import _clip_units_foreach_, _clip_units_one_by_one_
 from tests.contract.lab import HostReads, fork
 

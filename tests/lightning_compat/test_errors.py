@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_tricks._lightning_compat.errors import observe_errors
+from lightning_tricks._lightning_compat.observers import observe_errors
 from tests.contract.lab import QUIET, EvaluatedNet, loader
 
 

@@ -5,8 +5,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_iterators
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step
+from lightning_tricks._lightning_compat.observers import observe_fetches, observe_iterators
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 VAL, TEST = 3, 2

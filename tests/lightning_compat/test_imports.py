@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import FusionRegressor, ScheduleSpec, TricksMixin, VotingClassifier, count_flops
-from lightning_tricks._lightning_compat.imports import other_import_style
+from lightning_tricks._lightning_compat.trainer import other_import_style
 from lightning_tricks.lr_schedules import build_schedule, total_steps
 from tests.contract.cases import CASES
 from tests.contract.lab import QUIET

@@ -20,20 +20,17 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import (
-    checkpoint_contents,
-    checkpoint_io,
+    callbacks,
     checkpoints,
     ddp,
     fit,
-    fit_loaders,
     fit_observer,
     hyperparameters,
     loaders,
     logged_values,
     loggers,
-    process_signals,
+    observers,
     results,
-    throughput,
 )
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
@@ -158,17 +155,17 @@ def test_changing_train_loader():
 
 
 def test_peak_flops_of():
-    assert throughput.device_peak_flops(Trainer(**QUIET)) is None, "Lightning's table has no CPU"
+    assert callbacks.device_peak_flops(Trainer(**QUIET)) is None, "Lightning's table has no CPU"
     with patch("lightning.fabric.utilities.throughput.get_available_flops", side_effect=lambda device, dtype: (dtype,)):
         for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
-            assert throughput.device_peak_flops(Trainer(**QUIET, precision=precision)) == (dtype,)
+            assert callbacks.device_peak_flops(Trainer(**QUIET, precision=precision)) == (dtype,)
 
 
 def test_forget_module_flops():
     monitor, net = ThroughputMonitor(lambda batch: 4, window_size=2), Net()
     net.flops_per_batch = 7
     Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(net, loader())
-    throughput.reset_module_flops(monitor)
+    callbacks.reset_module_flops(monitor)
     with pytest.warns(UserWarning, match="flops_per_batch"):
         Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(Net(), loader())
 
@@ -484,7 +481,7 @@ class _LoopStates(lightning.pytorch.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step > 0:
-            (iterator,), ahead = fit_loaders.train_iterators(trainer)
+            (iterator,), ahead = loaders.train_iterators(trainer)
             state = results.capture_loop_state(trainer)
             self.seen.append((iterator._num_yielded, ahead, fit.num_batches_done(trainer), state))
 
@@ -567,7 +564,7 @@ def test_checkpoint_contents_changed(tmp_path):
         assert checkpoint["optimizer_states"]
         checkpoint["state_dict"]["net.4.bias"] = torch.zeros(10)
 
-    with checkpoint_contents.checkpoint_contents_changed(trainer, dumped, restored.append):
+    with checkpoints.checkpoint_contents_changed(trainer, dumped, restored.append):
         trainer.fit(module, loader())
         trainer.save_checkpoint(path)
         assert restored == []
@@ -580,28 +577,28 @@ def test_checkpoint_contents_changed(tmp_path):
 def test_given_train_loaders_and_the_number_of_their_batches():
     class Looks(fit_observer.FitObserver):
         def on_optimizers_created(self):
-            seen.append(fit_loaders.given_train_loaders(trainer))
+            seen.append(loaders.given_train_loaders(trainer))
 
         def before_epoch_iterators(self):
-            fit_loaders.set_num_batches_done(trainer, 2, at_end)
+            loaders.set_num_batches_done(trainer, 2, at_end)
 
     class Own(Net):
         def train_dataloader(self):
-            return loaders[0]
+            return plain
 
     class OfTwo(Net):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch["a"] if isinstance(batch, dict) else batch[0], batch_idx)
 
-    loaders = [loader(), loader()]
-    given = ((loaders[0],), ({"a": loaders[0], "b": loaders[1]},), (CombinedLoader(loaders),), ())
+    plain, other = loader(), loader()
+    given = ((plain,), ({"a": plain, "b": other},), (CombinedLoader([plain, other]),), ())
     for at_end, data in itertools.product((False, True), given):
         seen: list = []
         trainer = Trainer(max_epochs=1, **QUIET)
         net = Own() if not data else Net() if data == given[0] else OfTwo()
         with fit_observer.observe_fit(trainer, Looks()):
             trainer.fit(net, *data)
-        expected = [] if not data else loaders[:1] if data == given[0] else loaders
+        expected = [] if not data else [plain] if data == given[0] else [plain, other]
         assert [id(one) for one in seen[0]] == [id(one) for one in expected]
         assert trainer.global_step == (0 if at_end else BATCHES - 2)
 
@@ -610,8 +607,8 @@ def test_skip_train_batches():
     class Skips(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 0:
-                fit_loaders.skip_train_batches(trainer, 3)
-            (iterator,), _ = fit_loaders.train_iterators(trainer)
+                loaders.skip_train_batches(trainer, 3)
+            (iterator,), _ = loaders.train_iterators(trainer)
             seen.append(iterator._num_yielded)
 
     seen = []
@@ -628,7 +625,7 @@ def test_call_with_next_batch(sized):
     class Notes(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 2:
-                fit_loaders.call_with_next_batch(trainer, noted.append)
+                loaders.call_with_next_batch(trainer, noted.append)
             trained.append(batch)
 
     noted, trained = [], []
@@ -655,10 +652,10 @@ def test_a_callback_is_given_the_module_before_the_loggers_begin(tmp_path):
 def test_close_workers():
     class Ends(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            (iterator,), _ = fit_loaders.train_iterators(trainer)
+            (iterator,), _ = loaders.train_iterators(trainer)
             workers.extend(iterator._workers)
             del iterator
-            fit_loaders.close_workers(trainer)
+            loaders.close_workers(trainer)
             assert not any(worker.is_alive() for worker in workers)
             raise KeyboardInterrupt
 
@@ -707,7 +704,7 @@ def test_observe_trainers():
         return signal.SIG_IGN if number == signal.SIGTERM else found
 
     trainer, forks = Trainer(max_epochs=1, **QUIET), Trainer(max_epochs=1, strategy="ddp_fork", devices=2, **QUIET)
-    with process_signals.observe_trainers(seen.append, other, launched):
+    with observers.observe_trainers(seen.append, other, launched):
         trainer.fit(Net(), loader())
         assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
         forks.fit(Net(), loader())
@@ -748,8 +745,8 @@ def test_load_loader_states():
     class Loads(lightning.pytorch.Callback):
         def on_train_start(self, trainer, pl_module):
             trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
-            fit_loaders.load_loader_states(trainer)
-            fit_loaders.load_loader_states(trainer)  # there is nothing more
+            loaders.load_loader_states(trainer)
+            loaders.load_loader_states(trainer)  # there is nothing more
 
     class Counts(Net):
         def training_step(self, batch, batch_idx):
@@ -764,18 +761,18 @@ def test_load_loader_states():
 def test_restarted_loaders():
     class Asks(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(fit_loaders.restarted_loaders(trainer))
+            seen.append(loaders.restarted_loaders(trainer))
             if batch_idx == 3:
-                fit_loaders.mark_restarted_loaders(trainer, [True, True])
-                assert fit_loaders.restarted_loaders(trainer) == [True, True]
+                loaders.mark_restarted_loaders(trainer, [True, True])
+                assert loaders.restarted_loaders(trainer) == [True, True]
 
     class Takes(Net):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch[0], batch_idx)
 
     seen = []
-    loaders = [DataLoader(digits(), 4), DataLoader(digits(8), 4)]
-    Trainer(max_epochs=1, limit_train_batches=4, callbacks=[Asks()], **QUIET).fit(Takes(), loaders)
+    given = [DataLoader(digits(), 4), DataLoader(digits(8), 4)]
+    Trainer(max_epochs=1, limit_train_batches=4, callbacks=[Asks()], **QUIET).fit(Takes(), given)
     assert seen == [[False, False], [False, False], [False, True], [False, True]]
 
 
@@ -788,23 +785,23 @@ def test_a_checkpoint_io_is_inserted_for_a_while():
     inner = TorchCheckpointIO()
     strategy = Trainer(plugins=[AsyncCheckpointIO(inner)], **QUIET).strategy
     outer, durable = strategy.checkpoint_io, TorchCheckpointIO()
-    assert checkpoint_io.checkpoint_ios(strategy) == [outer, inner]
-    with checkpoint_io.checkpoint_io_inserted(strategy, lambda replaced: durable, innermost=True):
-        assert checkpoint_io.checkpoint_ios(strategy) == [outer, durable]
-    assert checkpoint_io.checkpoint_ios(strategy) == [outer, inner]
+    assert checkpoints.checkpoint_ios(strategy) == [outer, inner]
+    with checkpoints.checkpoint_io_inserted(strategy, lambda replaced: durable, innermost=True):
+        assert checkpoints.checkpoint_ios(strategy) == [outer, durable]
+    assert checkpoints.checkpoint_ios(strategy) == [outer, inner]
 
     def fails():
-        with checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping):
-            wrapping, *wrapped = checkpoint_io.checkpoint_ios(strategy)
+        with checkpoints.checkpoint_io_inserted(strategy, _Wrapping):
+            wrapping, *wrapped = checkpoints.checkpoint_ios(strategy)
             assert isinstance(wrapping, _Wrapping)
             assert wrapped == [outer, inner]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert checkpoint_io.checkpoint_ios(strategy) == [outer, inner]
+    assert checkpoints.checkpoint_ios(strategy) == [outer, inner]
 
-    (created,) = checkpoint_io.checkpoint_ios(Trainer(**QUIET).strategy)
+    (created,) = checkpoints.checkpoint_ios(Trainer(**QUIET).strategy)
     assert type(created) is TorchCheckpointIO
 
 
@@ -813,21 +810,21 @@ def test_checkpoint_ios_are_taken_out_in_any_order(order):
     strategy = Trainer(**QUIET).strategy
     own = strategy.checkpoint_io
     contexts = [
-        checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping),
-        checkpoint_io.checkpoint_io_inserted(strategy, lambda replaced: TorchCheckpointIO(), innermost=True),
-        checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping),
+        checkpoints.checkpoint_io_inserted(strategy, _Wrapping),
+        checkpoints.checkpoint_io_inserted(strategy, lambda replaced: TorchCheckpointIO(), innermost=True),
+        checkpoints.checkpoint_io_inserted(strategy, _Wrapping),
     ]
     for context in contexts:
         context.__enter__()
-    assert len(checkpoint_io.checkpoint_ios(strategy)) == 3
+    assert len(checkpoints.checkpoint_ios(strategy)) == 3
     for number in order:
         contexts[number].__exit__(None, None, None)
-    assert checkpoint_io.checkpoint_ios(strategy) == [own]
+    assert checkpoints.checkpoint_ios(strategy) == [own]
 
 
 def test_a_checkpoint_io_that_somebody_took_out_is_left_alone():
     strategy = Trainer(**QUIET).strategy
-    with checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping):
+    with checkpoints.checkpoint_io_inserted(strategy, _Wrapping):
         other = strategy.checkpoint_io = TorchCheckpointIO()
     assert strategy.checkpoint_io is other
 

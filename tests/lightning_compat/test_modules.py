@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.compile import from_compiled
 
-from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
+from lightning_tricks._lightning_compat.trainer import is_compiled_by_lightning
 
 
 def test_a_compiled_module_is_known():

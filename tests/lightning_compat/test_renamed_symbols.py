@@ -20,16 +20,13 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
 from lightning_tricks._lightning_compat import (
-    checkpoint_contents,
-    checkpoint_io,
+    callbacks,
     checkpoints,
     fit,
-    fit_end,
-    fit_loaders,
     fit_observer,
+    loaders,
     loggers,
-    model_pruning,
-    process_signals,
+    observers,
     results,
 )
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
@@ -81,15 +78,15 @@ def _state(trainer):
 @pytest.mark.parametrize(
     ("part", "name", "call"),
     [
-        ("fetcher", "fetched", fit_loaders.recreate_iterators),
-        ("fetcher", "fetched", lambda trainer: fit_loaders.skip_train_batches(trainer, 1)),
-        ("fetcher", "batches", fit_loaders.train_iterators),
-        ("fetcher", "iterator", lambda trainer: fit_loaders.call_with_next_batch(trainer, print)),
-        ("iterator", "_consumed", fit_loaders.restarted_loaders),
-        ("iterator", "_consumed", lambda trainer: fit_loaders.mark_restarted_loaders(trainer, [True])),
-        ("fit", "_combined_loader_states_to_load", fit_loaders.load_loader_states),
-        ("fit", "_data_source", fit_loaders.given_train_loaders),
-        ("fit", "_data_fetcher", fit_loaders.train_iterators),
+        ("fetcher", "fetched", loaders.recreate_iterators),
+        ("fetcher", "fetched", lambda trainer: loaders.skip_train_batches(trainer, 1)),
+        ("fetcher", "batches", loaders.train_iterators),
+        ("fetcher", "iterator", lambda trainer: loaders.call_with_next_batch(trainer, print)),
+        ("iterator", "_consumed", loaders.restarted_loaders),
+        ("iterator", "_consumed", lambda trainer: loaders.mark_restarted_loaders(trainer, [True])),
+        ("fit", "_combined_loader_states_to_load", loaders.load_loader_states),
+        ("fit", "_data_source", loaders.given_train_loaders),
+        ("fit", "_data_fetcher", loaders.train_iterators),
         ("epoch", "batch_progress", fit.num_batches_done),
         ("validation", "_restarting", fit.skip_sanity_check),
         ("validation", "_restarting", fit.clear_restart_flags),
@@ -158,10 +155,10 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
     [
         ("connector", "resume_start", lambda trainer: fit.override_resume_checkpoint(trainer, lambda path: None)),
         *(
-            ("connector", name, lambda trainer: checkpoint_contents.checkpoint_contents_changed(trainer, dict, dict))
+            ("connector", name, lambda trainer: checkpoints.checkpoint_contents_changed(trainer, dict, dict))
             for name in ("dump_checkpoint", "restore_model")
         ),
-        ("fit", "on_run_end", lambda trainer: fit_end.call_after_train_end(trainer, lambda: None)),
+        ("fit", "on_run_end", lambda trainer: fit.call_after_train_end(trainer, lambda: None)),
         *(
             (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
             for owner, name in (
@@ -200,7 +197,7 @@ def test_a_renamed_part_of_all_trainers(monkeypatch, owner, name):
     kinds = _SignalConnector, multiprocessing._MultiProcessingLauncher
     monkeypatch.delattr(owner, name)
     before = [dict(vars(kind)) for kind in kinds]
-    with pytest.raises(RuntimeError, match=MATCH), process_signals.observe_trainers(print, print, print):
+    with pytest.raises(RuntimeError, match=MATCH), observers.observe_trainers(print, print, print):
         pytest.fail("nothing is observed")
     assert [dict(vars(kind)) for kind in kinds] == before
 
@@ -232,7 +229,7 @@ def test_a_renamed_attribute_of_a_strategy(innermost):
     strategy = types.SimpleNamespace(checkpoint_io=None)
     with (
         pytest.raises(RuntimeError, match=MATCH),
-        checkpoint_io.checkpoint_io_inserted(strategy, lambda inner: inner, innermost=innermost),
+        checkpoints.checkpoint_io_inserted(strategy, lambda inner: inner, innermost=innermost),
     ):
         pytest.fail("nothing is inserted")
     assert vars(strategy) == {"checkpoint_io": None}
@@ -280,15 +277,15 @@ def test_a_renamed_flag_of_a_finder(finder):
 
 def test_renamed_attributes_of_callbacks_that_change_weights():
     pruning = ModelPruning("l1_unstructured")
-    assert model_pruning.capture_lottery_tickets(pruning) == {}
+    assert callbacks.capture_lottery_tickets(pruning) == {}
     _rename(pruning, "_original_layers")
     with pytest.raises(RuntimeError, match=MATCH):
-        model_pruning.capture_lottery_tickets(pruning)
+        callbacks.capture_lottery_tickets(pruning)
     averaging = StochasticWeightAveraging(0.1)
     averaging._scheduler_state = {"base_lrs": [0.1]}
     _rename(averaging, "_swa_scheduler")
     with pytest.raises(RuntimeError, match=MATCH):
-        fit_end.restore_swa_scheduler(Trainer(**QUIET), averaging)
+        callbacks.restore_swa_scheduler(Trainer(**QUIET), averaging)
 
 
 def test_restarted_loaders_in_other_modes():
@@ -299,9 +296,9 @@ def test_restarted_loaders_in_other_modes():
         fetcher = types.SimpleNamespace(combined_loader=combined)
         trainer = types.SimpleNamespace(fit_loop=types.SimpleNamespace(_data_fetcher=fetcher))
         cycles = isinstance(combined._iterator, _MaxSizeCycle)
-        assert fit_loaders.restarted_loaders(trainer) == ([False, False] if cycles else [])
-        fit_loaders.mark_restarted_loaders(trainer, [True, False])
-        assert fit_loaders.restarted_loaders(trainer) == ([True, False] if cycles else [])
+        assert loaders.restarted_loaders(trainer) == ([False, False] if cycles else [])
+        loaders.mark_restarted_loaders(trainer, [True, False])
+        assert loaders.restarted_loaders(trainer) == ([True, False] if cycles else [])
 
 
 class _Owner:

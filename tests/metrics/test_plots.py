@@ -19,7 +19,7 @@ from lightning_tricks import (
     multilabel_metrics,
     regression_metrics,
 )
-from lightning_tricks._shared.logger_images import can_log_images, log_image
+from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks.metrics.core.plots import as_array, classes_figure, confusion_figure, curves_figure
 from tests.contract.lab import QUIET
 from tests.metrics.test_callback import OneLoader, loader_of, table

@@ -24,7 +24,7 @@ from lightning_tricks.metrics.core.counts import (
     stat_scores,
     zero_counts,
 )
-from lightning_tricks.metrics.core.metric_modules import MulticlassAUROC
+from lightning_tricks.metrics.core.presets import MulticlassAUROC
 from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.shared_state import merge_state
 

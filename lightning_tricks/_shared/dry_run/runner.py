@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.dry_run.input_advice import input_advice
-from lightning_tricks._shared.dry_run.model_call import ModelCall
+from lightning_tricks._shared.dry_run.model_call import ModelCall, input_advice
 from lightning_tricks._shared.dry_run.model_copy import ModelCopier, common_device, unwrap_model
 from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.dry_run.tensor_copies import FakeTensorCopies, NoDataError, RealTensorCopies

@@ -1,4 +1,4 @@
-"""What the copy of a model shares with the original and the rest of the program, put back after the copy was run."""
+"""Restore what the copy of a model shares with the original and the rest of the program, after the copy was run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_VALUES = 5000  # the nearest
 
 @contextmanager
 def restored_state(*roots: Any) -> Iterator[None]:
-    """Put back, on leaving, what is reached from some objects: their attributes, and the contents of containers.
+    """Restore, on leaving, what is reached from some objects: their attributes, and the contents of containers.
 
     What a function of a class that is found refers to is reached as well: class attributes, what functions close over,
     their defaults, and the global variables that they name. Tensors keep what a block writes into them, and so do
@@ -40,7 +40,7 @@ def restored_state(*roots: Any) -> Iterator[None]:
 
 
 class _Walk:
-    """Goes through what is reached, and notes how to put it back."""
+    """Visits the objects that are reached, and notes how to restore them."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.pending = deque(roots)
@@ -84,7 +84,7 @@ class _Walk:
         def restore() -> None:
             now_keys, now_values = _contents(container, kind)
             now = zip(now_keys + now_values, keys + values, strict=True)
-            if len(now_keys) != len(keys) or any(one is not other for one, other in now):
+            if len(now_keys) != len(keys) or any(new is not old for new, old in now):
                 kind.clear(container)
                 for key, value in zip(keys, values, strict=True):
                     if isinstance(container, dict):

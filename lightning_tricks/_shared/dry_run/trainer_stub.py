@@ -84,19 +84,9 @@ class ReadOnlyTrainer:
 
     _NO_OPS = frozenset(
         [
-            "logger",
-            "loggers",
-            "strategy",
-            "profiler",
-            "callbacks",
-            "checkpoint_callback",
-            "checkpoint_callbacks",
-            "early_stopping_callback",
-            "early_stopping_callbacks",
-            "lr_scheduler_configs",
-            "save_checkpoint",
-            "print",
-            "should_stop",
+            *("logger", "loggers", "strategy", "profiler", "callbacks", "checkpoint_callback", "checkpoint_callbacks"),
+            *("early_stopping_callback", "early_stopping_callbacks", "lr_scheduler_configs", "save_checkpoint"),
+            *("print", "should_stop"),
         ]
     )
 
@@ -136,17 +126,7 @@ def stub_trainer(model_copy: nn.Module, trainer: Any, copies: Mapping[Tensor, Te
         for found in _find_optimizers(model_copy, trainer)
     ]
     vars(model_copy).update(
-        dict.fromkeys(
-            (
-                "log",
-                "log_dict",
-                "print",
-                "lr_schedulers",
-                "lr_scheduler_step",
-                "clip_gradients",
-            ),
-            no_op,
-        ),
+        dict.fromkeys(("log", "log_dict", "print", "lr_schedulers", "lr_scheduler_step", "clip_gradients"), no_op),
         optimizers=lambda *_, **__: optimizers if len(optimizers) > 1 else optimizers[0],
         manual_backward=run_backward,
         all_gather=_local_all_gather(getattr(trainer, "world_size", 1)),

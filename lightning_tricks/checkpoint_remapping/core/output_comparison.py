@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tricks._shared.modes import eval_mode
+from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.tensors import tensors_in
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.patterns import MAX_REPEATS, check_repeats
-from lightning_tricks._shared.plain_yaml import read_yaml
+from lightning_tricks._shared.read_budget import read_yaml
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, MissingCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import MAX_NAME_LENGTH
 

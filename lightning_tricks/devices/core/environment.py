@@ -14,7 +14,7 @@ from pathlib import Path
 from struct import calcsize
 from typing import Any
 
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.devices.core.gpu import driver_version, gpu_handles, read_field
 from lightning_tricks.devices.core.nvml import DeviceReader, NvmlUnavailableError, open_nvml
 from lightning_tricks.devices.core.utilization import allowed_cores

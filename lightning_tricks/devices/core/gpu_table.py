@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import did_you_mean
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.devices.core.gpu import THROTTLE_REASONS, Gpu, MigSlice, Told
 
 if TYPE_CHECKING:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_tricks._shared.text import describe_error, format_shape
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.text import describe_error, format_bytes, format_shape
 from lightning_tricks.devices.core.memory_report import MemoryReport
 
 _OF_DEVICE = re.compile(
@@ -111,11 +109,18 @@ def _describe_tensor(tensor: Tensor) -> str:
     return f"{dtype} {shape} on {tensor.device}, {size}"
 
 
-@dataclass(frozen=True)
-class OutOfMemory:
-    """The circumstances in which memory ran out.
+def advise(
+    report: MemoryReport,
+    stage: str = "train",
+    *,
+    requested: int | None = None,
+    precision: str = "",
+    limit: float | None = None,
+    is_of_worker: bool = False,
+) -> list[str]:
+    """Return what to do when memory ran out, what helps most first; at least one sentence.
 
-    Attributes:
+    Args:
         report: What the memory was used for.
         stage: "train", "validate", "sanity_check", "test" or "predict".
         requested: How many bytes were requested; None if that is unknown.
@@ -123,119 +128,84 @@ class OutOfMemory:
         limit: The share of the device's memory that this process may use; None for all.
         is_of_worker: Whether it ran out in a worker process of a DataLoader.
     """
-
-    report: MemoryReport
-    stage: str = "train"
-    requested: int | None = None
-    precision: str = ""
-    limit: float | None = None
-    is_of_worker: bool = False
-
-
-def advise(facts: OutOfMemory) -> list[str]:
-    """Return what to do, what helps most first; at least one sentence."""
-    report = facts.report
-    total = report.total
-    if facts.requested is not None and total is not None and facts.requested > total:
+    if requested is not None and report.total is not None and requested > report.total:
         return [
-            f"One tensor of {format_bytes(facts.requested)} was requested, more than all memory "
-            f"({format_bytes(total)}): look at the shapes in the line that failed."
+            f"One tensor of {format_bytes(requested)} was requested, more than all memory "
+            f"({format_bytes(report.total)}): look at the shapes in the line that failed."
         ]
-    if facts.is_of_worker:
+    if is_of_worker:
         return [
             "A worker process of the DataLoader ran out of memory: use a smaller batch_size, num_workers or "
             "prefetch_factor, as each worker keeps prefetch_factor batches ready, or a Dataset that holds less."
         ]
-    advice = [*_about_others(facts), *_about_leaks(facts), *_about_fragments(facts), *_about_batches(facts)]
-    return [*advice, *_about_shares(facts), *_about_precision(facts)]
-
-
-def _about_others(facts: OutOfMemory) -> list[str]:
-    report, advice = facts.report, []
-    if facts.limit is not None and facts.limit < 1:
-        advice.append(f"This process may use only {facts.limit:.0%} of the memory: raise limit={facts.limit:g}.")
-    others = _held_by_others(report)
-    if others is not None and report.total and others > max(_CONTEXT, _NOTABLE_SHARE * report.total):
+    advice = [*_about_waste(report, stage, requested or 0, limit), _ABOUT_BATCHES.get(stage, _ABOUT_VALIDATION)]
+    advice += _about_shares(report, stage)
+    if _is_cuda(report) and precision.startswith(("32", "64")):
         advice.append(
-            f"Other processes hold {format_bytes(others)} of {format_bytes(report.total)}: end them (nvidia-smi lists "
-            "them) or take another GPU."
+            f'Use Trainer(precision="bf16-mixed") instead of {precision!r}: activations take half the memory.'
         )
     return advice
 
 
-def _held_by_others(report: MemoryReport) -> int | None:
-    if report.total is None or report.free is None or report.reserved is None or not _is_cuda(report):
-        return None
-    return report.total - report.free - report.reserved
+_LOADER = "Use a smaller batch_size in the {} loader; results that are averaged by batch size stay the same."
+_ABOUT_VALIDATION = _LOADER.format("validation")
+_ABOUT_BATCHES = {
+    "train": "Use a smaller batch_size and Trainer(accumulate_grad_batches=n), n times as small: the gradients are "
+    "those of the large batch, except for batch norm.",
+    "test": _LOADER.format("test"),
+    "predict": "Use a smaller batch_size in the prediction loader. If predictions pile up, write them with a "
+    "BasePredictionWriter and call predict(return_predictions=False).",
+}
 
 
-def _about_leaks(facts: OutOfMemory) -> list[str]:
-    report, advice = facts.report, []
+def _about_waste(report: MemoryReport, stage: str, requested: int, limit: float | None) -> Iterator[str]:
+    """Yield what to do about memory that this step does not need."""
+    if limit is not None and limit < 1:
+        yield f"This process may use only {limit:.0%} of the memory: raise limit={limit:g}."
+    allocated, reserved, total = report.allocated, report.reserved, report.total
+    if _is_cuda(report) and reserved is not None and report.free is not None and total:
+        others = total - report.free - reserved
+        if others > max(_CONTEXT, _NOTABLE_SHARE * total):
+            yield (
+                f"Other processes hold {format_bytes(others)} of {format_bytes(total)}: end them (nvidia-smi lists "
+                "them) or take another GPU."
+            )
     growth = report.growth_per_epoch
-    if growth and report.allocated and growth > 0.01 * report.allocated:
-        advice.append(
+    if growth and allocated and growth > 0.01 * allocated:
+        yield (
             f"Memory grew by {format_bytes(growth)} per epoch: something keeps tensors, such as a list of losses. "
             "Append loss.detach() or loss.item()."
         )
-    if facts.stage != "train" and _is_large(report.in_graph, report):
-        advice.append(
-            f"Tensors of {format_bytes(report.in_graph)} belong to a graph of autograd, which {facts.stage} does not "
-            "need: do not enable gradients there, and keep no outputs of training steps without .detach()."
+    if stage != "train" and _is_large(report.in_graph, report):
+        yield (
+            f"Tensors of {format_bytes(report.in_graph)} belong to a graph of autograd, which {stage} does not need: "
+            "do not enable gradients there, and keep no outputs of training steps without .detach()."
         )
-    return advice
+    if _is_cuda(report) and reserved is not None and allocated is not None:
+        unused = reserved - allocated
+        if unused > max(requested, _NOTABLE_SHARE * reserved):
+            yield (
+                f"{format_bytes(unused)} are reserved but not allocated, in blocks that were too small: set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts."
+            )
 
 
-def _about_fragments(facts: OutOfMemory) -> list[str]:
-    report = facts.report
-    if not _is_cuda(report) or report.reserved is None or report.allocated is None:
-        return []
-    unused = report.reserved - report.allocated
-    if unused <= max(facts.requested or 0, _NOTABLE_SHARE * report.reserved):
-        return []
-    return [
-        f"{format_bytes(unused)} are reserved but not allocated, in blocks that were too small: set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts."
-    ]
-
-
-def _about_batches(facts: OutOfMemory) -> list[str]:
-    if facts.stage == "train":
-        return [
-            "Use a smaller batch_size and Trainer(accumulate_grad_batches=n), n times as small: the gradients are "
-            "those of the large batch, except for batch norm."
-        ]
-    if facts.stage == "predict":
-        return [
-            "Use a smaller batch_size in the prediction loader. If predictions pile up, write them with a "
-            "BasePredictionWriter and call predict(return_predictions=False)."
-        ]
-    loader = "test" if facts.stage == "test" else "validation"
-    return [f"Use a smaller batch_size in the {loader} loader; results that are averaged by batch size stay the same."]
-
-
-def _about_shares(facts: OutOfMemory) -> list[str]:
-    report, advice = facts.report, []
+def _about_shares(report: MemoryReport, stage: str) -> Iterator[str]:
+    """Yield what to do about the kinds of tensors that take much of the memory."""
+    allocated = report.allocated or 0
     states = report.found_by_kind.get("optimizer states", 0)
     if _is_large(states, report):
-        advice.append(
-            f"The optimizer's states hold {format_bytes(states)} of {format_bytes(report.allocated or 0)}: use an "
-            "optimizer with fewer states, or shard them over GPUs with ModelParallelStrategy (FSDP2)."
+        yield (
+            f"The optimizer's states hold {format_bytes(states)} of {format_bytes(allocated)}: use an optimizer with "
+            "fewer states, or shard them over GPUs with ModelParallelStrategy (FSDP2)."
         )
-    kept = sum(size for kind, size in report.found_by_kind.items() if kind != "other")
-    activations = (report.allocated or 0) - kept
-    if facts.stage == "train" and _is_large(activations, report):
-        advice.append(
-            f"What is neither weights, gradients nor optimizer states, activations above all, holds "
+    activations = allocated - sum(size for kind, size in report.found_by_kind.items() if kind != "other")
+    if stage == "train" and _is_large(activations, report):
+        yield (
+            "What is neither weights, gradients nor optimizer states, activations above all, holds "
             f"{format_bytes(activations)}: recompute activations with torch.utils.checkpoint (activation "
             "checkpointing)."
         )
-    return advice
-
-
-def _about_precision(facts: OutOfMemory) -> list[str]:
-    if not _is_cuda(facts.report) or not facts.precision.startswith(("32", "64")):
-        return []
-    return [f'Use Trainer(precision="bf16-mixed") instead of {facts.precision!r}: activations take half the memory.']
 
 
 def _is_large(size: int, report: MemoryReport) -> bool:

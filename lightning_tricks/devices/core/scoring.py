@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_number
-from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.devices.core.gpu import GpuProcess, owner_of
 from lightning_tricks.devices.core.visible_devices import VisibleDevice
 

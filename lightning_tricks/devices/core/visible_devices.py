@@ -207,7 +207,7 @@ def see_machine(value: str | None, nvml: Any = None) -> Machine:
     gpus = list_gpus(nvml=nvml)
     seen = uuids_seen_by_cuda()
     known = {bare_uuid(device.uuid): device for device in _slices(map(VisibleDevice, gpus)) if device.uuid}
-    # CUDA has read its variables, and they do not matter any more; unless NVML, a fake, tells of another machine
+    # CUDA has read its variables, and later changes do not matter; unless NVML is a fake that tells of another machine
     if seen is not None and any(uuid in known for uuid in seen):
         numbered = [(number, known[uuid]) for number, uuid in enumerate(seen) if uuid in known]
         devices = [device for _, device in numbered]

@@ -23,10 +23,15 @@ from torch.nn.utils import parametrize
 
 from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.convolutions import convolution_of, convolves_as
+from lightning_tricks._torch_compat.layers import (
+    base_state,
+    convolution_of,
+    convolves_as,
+    not_compiled,
+    use_registered_weights,
+)
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks._torch_compat.operators import reshaped_as_new
-from lightning_tricks._torch_compat.recurrent import base_state, not_compiled, use_registered_weights
 from lightning_tricks.finetuning.core.class_extension import class_below
 from lightning_tricks.finetuning.core.injection import draw_
 

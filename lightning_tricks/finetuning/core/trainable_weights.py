@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.partial_checkpoints import NOTE, RECORD_KEY
+from lightning_tricks._shared.added_parameters import NOTE, RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_choice, check_path
-from lightning_tricks._shared.text import format_shape, render_text
-from lightning_tricks._shared.units import format_si
+from lightning_tricks._shared.text import format_shape, format_si, render_text
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_choice
-from lightning_tricks._shared.dry_run.input_advice import example_input_code
-from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call
+from lightning_tricks._shared.dry_run.model_call import ModelCall, example_input_code, find_call
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 from lightning_tricks._shared.dry_run.runner import TensorCopies, dry_run, find_loss
 from lightning_tricks._shared.dry_run.tensor_copies import NoDataError

@@ -1,19 +1,23 @@
-"""Gradient norms, and clipping by norm and by value, for any training loop."""
+"""Gradient norms, and clipping by norm and by value, for any training loop, in batches for foreach operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_tricks._shared.checks import check_number
-from lightning_tricks._torch_compat.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
-from lightning_tricks.gradient_clipping.core.foreach import foreach_batches, gradients_of, refuse_sparse, stacked_norms
-
-NEUTRAL = 'float("inf"), in YAML .inf, clips nothing'
+from lightning_tricks._shared.tensors import full_tensor, is_sharded
+from lightning_tricks._torch_compat.foreach import (
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    foreach_norm,
+    group_by_device_and_dtype,
+)
 
 
 class GradientNorms(NamedTuple):
@@ -114,7 +118,7 @@ def clip_grads_with_norm_(
         ValueError: If it is not positive.
     """
     if not isinstance(max_norm, Tensor):
-        max_norm = check_max_norm(max_norm)
+        max_norm = check_bound("max_norm", max_norm)
         if max_norm == math.inf:
             return torch.ones_like(total_norm)
     factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
@@ -144,7 +148,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
         >>> weight.grad
         tensor([ 0.5000, -0.4000])
     """
-    clip_value = check_clip_value(clip_value)
+    clip_value = check_bound("clip_value", clip_value)
     gradients = gradients_of(parameters)
     refuse_sparse("clip_grad_value_", gradients)
     if any(gradient.is_complex() for gradient in gradients):
@@ -154,9 +158,9 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
         foreach_clamp_max_(batch, clip_value)
 
 
-def check_max_norm(value: object) -> float:
-    """Return `value` as a float, or raise an error if it is not a valid `max_norm`."""
-    return check_number("max_norm", value, above=0, note=NEUTRAL)
+def check_bound(name: str, value: object) -> float:
+    """Return `value` as a float, or raise an error if it is not a valid bound, such as `max_norm`."""
+    return check_number(name, value, above=0, note='float("inf"), in YAML .inf, clips nothing')
 
 
 def check_norm_type(value: object) -> float:
@@ -164,6 +168,50 @@ def check_norm_type(value: object) -> float:
     return check_number("norm_type", value, above=0, note='float("inf"), in YAML .inf, is the maximum norm')
 
 
-def check_clip_value(value: object) -> float:
-    """Return `value` as a float, or raise an error if it is not a valid `clip_value`."""
-    return check_number("clip_value", value, above=0, note=NEUTRAL)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def refuse_sparse(function: str, gradients: list[Tensor]) -> None:
+    """Raise a TypeError that names the function if a gradient is sparse."""
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        raise TypeError(
+            f"{function} takes dense gradients, got a sparse one (Embedding(sparse=True)?): exclude its parameter."
+        )
+
+
+def gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of a tensor or tensors, without those that have none."""
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Sequence[int]]]:
+    """Split gradients into batches for foreach calls, each of one device, dtype and mesh; with their positions."""
+    if not gradients:
+        return
+    grouped: dict[Any, Any] = group_by_device_and_dtype([gradients], with_indices=True)  # type: ignore[list-item]
+    for (tensors,), indices in grouped.values():
+        if all(type(tensor) is Tensor for tensor in tensors):
+            yield tensors, indices
+            continue
+        meshes: dict[Any, tuple[list[Tensor], list[int]]] = {}
+        for tensor, index in zip(tensors, indices, strict=True):
+            batch = meshes.setdefault(getattr(tensor, "device_mesh", None), ([], []))
+            batch[0].append(tensor)
+            batch[1].append(index)
+        yield from meshes.values()
+
+
+def stacked_norms(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norms of gradients of one device, dtype and mesh as one plain tensor of shape (n,)."""
+    dtype = torch.float32 if gradients[0].dtype in HALF_DTYPES else None
+    if not is_sharded(gradients[0]) and norm_type == math.inf and not all(gradient.numel() for gradient in gradients):
+        # torch has no maximum of nothing
+        gradients = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
+    if dtype and is_sharded(gradients[0]):
+        # DTensor's _foreach_norm takes no dtype
+        stacked = torch.stack([torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients])
+    else:
+        stacked = torch.stack(foreach_norm(gradients, norm_type, dtype=dtype))
+    return full_tensor(stacked)  # one collective for a whole mesh, not one for each gradient

@@ -143,20 +143,19 @@ def restore_group_options(optimizer: Optimizer, options: list[dict[str, Any]]) -
                 group[name] = value
 
 
-class HeldSchedulers:
-    """Learning rate schedulers whose present state, with the options that they set, is restored later.
+def hold_schedulers(optimizer: Optimizer, schedulers: list[Any]) -> Callable[[], None]:
+    """Copy the state of learning rate schedulers and the options that they set; return a function that restores both.
 
     Args:
         optimizer: The optimizer whose step is skipped.
-        schedulers: Its schedulers that may be stepped before `restore`.
+        schedulers: Its schedulers that may be stepped before.
     """
+    options = copy_group_options(optimizer)
+    states = [(scheduler, dict(scheduler.state_dict())) for scheduler in schedulers]
 
-    def __init__(self, optimizer: Optimizer, schedulers: list[Any]) -> None:
-        self._optimizer, self._options = optimizer, copy_group_options(optimizer)
-        self._states = [(scheduler, dict(scheduler.state_dict())) for scheduler in schedulers]
-
-    def restore(self) -> None:
-        """Restore the state of the schedulers and the options of the optimizer."""
-        for scheduler, state in self._states:
+    def restore() -> None:
+        for scheduler, state in states:
             scheduler.load_state_dict(state)
-        restore_group_options(self._optimizer, self._options)
+        restore_group_options(optimizer, options)
+
+    return restore

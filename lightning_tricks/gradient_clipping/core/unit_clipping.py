@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_tricks._shared.checks import check_number
 from lightning_tricks._shared.tensors import full_tensor, is_sharded
 from lightning_tricks._torch_compat.foreach import foreach_mul_
-from lightning_tricks.gradient_clipping.core.clipping import NEUTRAL
-from lightning_tricks.gradient_clipping.core.foreach import (
+from lightning_tricks.gradient_clipping.core.clipping import (
     HALF_DTYPES,
+    check_bound,
     foreach_batches,
     gradients_of,
     refuse_sparse,
@@ -56,7 +56,7 @@ def adaptive_clip_grad_(
         tensor([[3.0000e-01, 4.0000e-01],
                 [0.0000e+00, 1.0000e-06]])
     """
-    clip_factor, eps = check_clip_factor(clip_factor), check_number("eps", eps, above=0)
+    clip_factor, eps = check_bound("clip_factor", clip_factor), check_number("eps", eps, above=0)
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
@@ -85,11 +85,6 @@ class UnitClipResult(NamedTuple):
 
     norm: Tensor
     num_clipped: Tensor
-
-
-def check_clip_factor(value: object) -> float:
-    """Return `value` as a float, or raise an error if it is not a valid `clip_factor`."""
-    return check_number("clip_factor", value, above=0, note=NEUTRAL)
 
 
 def _split_by_strategy(gradients: list[Tensor]) -> Iterator[tuple[_ClipUnits, list[int]]]:

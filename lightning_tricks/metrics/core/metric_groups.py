@@ -87,13 +87,22 @@ def _return_false() -> bool:
     return False
 
 
-def sum_counts(counts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the counts of several parts, or None where no part has any."""
-    some = [part for part in counts if part is not None]
-    return torch.stack(some).sum(0) if some else None
+class CountsGroup(MetricGroup):
+    """Metrics whose statistic is one tensor of counts, or None before the first batch."""
+
+    _counts: Tensor | None = None
+
+    def state(self) -> State:
+        """Return the counts."""
+        return self._counts
+
+    def load(self, states: Sequence[State]) -> None:
+        """Replace the counts by the sum of those of several parts."""
+        counts = [part for part in states if part is not None]
+        self._counts = torch.stack(counts).sum(0) if counts else None
 
 
-class ConfusionMatrixGroup(MetricGroup):
+class ConfusionMatrixGroup(CountsGroup):
     """Metrics that are computed from one confusion matrix of whole numbers, which is counted without host reads."""
 
     def __init__(self, members: Mapping[str, Metric]) -> None:
@@ -104,7 +113,6 @@ class ConfusionMatrixGroup(MetricGroup):
         classes = self.task.classes or 0
         self.shape = {"binary": (2, 2), "multiclass": (classes, classes), "multilabel": (classes, 2, 2)}[self.task.kind]
         self._size = torch.Size(self.shape).numel()
-        self._counts: Tensor | None = None
 
     def update(self, inputs: Mapping[str, Any]) -> None:
         """Count the cells of a batch."""
@@ -117,14 +125,6 @@ class ConfusionMatrixGroup(MetricGroup):
             labels = self.shape[0] if self.task.kind == "multilabel" else 1
             cells = binary_cells(preds, target, self._threshold, self.task.ignore_index, labels)
         count_cells_(self._counts, cells)
-
-    def state(self) -> State:
-        """Return the counts."""
-        return self._counts
-
-    def load(self, states: Sequence[State]) -> None:
-        """Replace the counts by the sum of those of several parts."""
-        self._counts = sum_counts(states)
 
     def matrix(self) -> Tensor:
         """Return the confusion matrix: rows are targets, columns predictions."""
@@ -144,7 +144,7 @@ class ConfusionMatrixGroup(MetricGroup):
         return 0 if self._counts is None else count_invalid(self._counts)
 
 
-class ScoreHistogram(MetricGroup):
+class ScoreHistogram(CountsGroup):
     """Histograms of the scores of positives and negatives, from which curves are plotted.
 
     There is one for each label, or for each of the first 20 classes, and then one more, of the highest score of each
@@ -158,7 +158,6 @@ class ScoreHistogram(MetricGroup):
         super().__init__({})
         self.required_inputs = self.accepted_inputs = {"preds", "target"}
         self.task = task
-        self._counts: Tensor | None = None
         self._logits: bool | None = None
 
     def update(self, inputs: Mapping[str, Any]) -> None:
@@ -189,14 +188,6 @@ class ScoreHistogram(MetricGroup):
         preds = preds[:, : self.most_classes]
         is_class = target[:, None] == torch.arange(preds.shape[1], device=preds.device)
         return torch.cat([preds, highest], 1), torch.cat([is_class, chosen == target[:, None]], 1)
-
-    def state(self) -> State:
-        """Return the counts."""
-        return self._counts
-
-    def load(self, states: Sequence[State]) -> None:
-        """Replace the counts by the sum of those of several parts."""
-        self._counts = sum_counts(states)
 
     def set_member_states(self) -> None:
         """Do nothing: there are no members."""

@@ -13,9 +13,8 @@ from torchmetrics import CatMetric, Metric, MetricCollection
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core.metric_modules import BalancedAccuracy
 from lightning_tricks.metrics.core.metric_properties import state_sharing_key, task_of
-from lightning_tricks.metrics.core.presets import preset
+from lightning_tricks.metrics.core.presets import BalancedAccuracy, preset
 
 _AVERAGES = ("micro", "macro", "weighted")
 

@@ -70,7 +70,9 @@ class SharedStateGroup(MetricGroup):
                 for name, reduction in part._reductions.items()
                 if seen
             }
-            can_stack = any(part._reductions[name] is None and isinstance(one, Tensor) for name, one in values.items())
+            can_stack = any(
+                part._reductions[name] is None and isinstance(value, Tensor) for name, value in values.items()
+            )
             updates = sum(state["updates"] for state in seen)
             is_stacked = any(stacked) or (len(seen) > 1 and can_stack)
             merged.append({"updates": updates, "states": values, "stacked": is_stacked})

@@ -15,6 +15,7 @@ from lightning_tricks._torch_compat.tensors import tree_map_only
 from lightning_tricks.metrics.core.input_checks import check_batch
 from lightning_tricks.metrics.core.metric_groups import (
     ConfusionMatrixGroup,
+    CountsGroup,
     CurveGroup,
     MetricGroup,
     RetrievalGroup,
@@ -85,7 +86,7 @@ class MetricSuite:
         self._buffer = BatchBuffer(
             self._update_buffered,
             frozenset().union(*(group.accepted_inputs for group in self._buffered)),
-            clone=not all(isinstance(group, ConfusionMatrixGroup | ScoreHistogram) for group in self._buffered),
+            clone=not all(isinstance(group, CountsGroup) for group in self._buffered),
         )
         self._needs_probabilities = any(task is not None and task.needs_probabilities for task in self._tasks.values())
         # a confusion matrix counts by itself what fits none of its cells

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.text import format_shape, render_text
-from lightning_tricks._shared.units import format_bytes
-from lightning_tricks._shared.unused_parameters import describe_without_gradient
+from lightning_tricks._shared.modules import describe_without_gradient
+from lightning_tricks._shared.text import format_bytes, format_shape, render_text
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._torch_compat.hooks import hooks_of
+from lightning_tricks._torch_compat.modules import hooks_of
 
 # The keys of an outline, and how their entries are named to users
 _WORDS = {

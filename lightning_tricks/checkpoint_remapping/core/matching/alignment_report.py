@@ -9,8 +9,7 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.patterns import LIST_NUMBER
-from lightning_tricks._shared.text import format_shape, list_names
-from lightning_tricks._shared.units import format_si
+from lightning_tricks._shared.text import format_shape, format_si, list_names
 from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, FUSED, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes

@@ -1,13 +1,48 @@
-"""Parameters that a backward pass did not reach."""
+"""Modules: their mode, how Lightning calls their steps, and parameters that a backward pass did not reach."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each of its modules on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def step_arguments(step: Callable[..., Any], batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """Return the positional arguments with which Lightning calls a `training_step`.
+
+    The second one is the index of the batch, whatever its name in the step; a step with one argument gets the batch.
+    """
+    spec, names = _declared(step)
+    return (batch, batch_idx) if len(names) >= 2 or "batch_idx" in names or spec.varargs else (batch,)
+
+
+def takes_dataloader_iter(step: Callable[..., Any]) -> bool:
+    """Whether Lightning gives a step the iterator over the data (`dataloader_iter`) instead of a batch."""
+    return "dataloader_iter" in _declared(step)[1]
+
+
+def _declared(step: Callable[..., Any]) -> tuple[inspect.FullArgSpec, list[str]]:
+    """Return the signature as Lightning sees it: one decorator is unwrapped, and the first argument is `self`."""
+    spec = inspect.getfullargspec(getattr(step, "__wrapped__", step))
+    return spec, spec.args[1:]
 
 
 def parameters_without_gradient(module: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""The list of weights that recurrent layers give to torch's kernels."""
+"""What convolutions and recurrent layers do with their weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ import torch
 
 from lightning_tricks._torch_compat.guards import needs_private, set_private
 from lightning_tricks._torch_compat.modules import registered_tensor
+
+
+def convolution_of(module: Any) -> Any:
+    """Return the function `(input, weight, bias)` of a convolution; there is no guard: compiled code runs this."""
+    return module._conv_forward
+
+
+@needs_private("LoRA of convolutions")
+def convolves_as(cls: Any, conv: Any) -> bool:
+    """Whether a subclass of a convolution has that function from it."""
+    return bool(cls._conv_forward is conv._conv_forward)
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,0 +1,136 @@
+"""Lightning's own callbacks: weight averaging, the lottery tickets of ModelPruning, and ThroughputMonitor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._lightning_compat.guards import needs_private, set_private
+from lightning_tricks._lightning_compat.trainer import callbacks_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor
+
+
+def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
+    """Give a fit that had ended the scheduler of weight averaging, which is otherwise created at an epoch's start."""
+    import torch
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+    from torch.optim.swa_utils import SWALR
+
+    with needs_private("AutoResume"):
+        state = swa._scheduler_state
+        if state is None or swa._swa_scheduler is not None:
+            return
+        optimizer = trainer.optimizers[0]
+        before = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        scheduler = SWALR(optimizer, swa_lr=state["base_lrs"])
+        scheduler.load_state_dict(state)
+        set_private(swa, _swa_scheduler=scheduler)
+        if swa.n_averaged is None:
+            swa.n_averaged = torch.tensor(swa._init_n_averaged)
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)  # a new scheduler sets the learning rate
+        trainer.lr_scheduler_configs.append(LRSchedulerConfig(scheduler))
+
+
+@needs_private("AutoResume")
+def averaged_models(trainer: Trainer) -> list[Any]:
+    """Return the averaged models that callbacks of the type WeightAveraging hold and save; None before they do."""
+    import lightning.pytorch.callbacks
+
+    averaging = getattr(lightning.pytorch.callbacks, "WeightAveraging", ())  # since Lightning 2.6
+    callbacks: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, averaging)]
+    return [callback._average_model for callback in callbacks]
+
+
+@needs_private("AutoResume")
+def restore_swa_max_epochs(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
+    """Undo the epoch that weight averaging adds for batch statistics, in a fit that had ended and was not trained."""
+    if swa._model_contains_batch_norm and swa._max_epochs != -1:
+        trainer.fit_loop.max_epochs = swa._max_epochs
+
+
+@needs_private("AutoResume")
+def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
+    """Return the tickets by the names of their parameters; None for one that shares the memory of its parameter.
+
+    A reset lets the parameter use the memory of its ticket, which from then on is trained as well.
+    """
+    pairs = _tickets_with_parameters(callback)
+    return {
+        name: None if ticket.data_ptr() == parameter.data_ptr() else ticket.detach()
+        for name, (ticket, parameter) in pairs
+    }
+
+
+@needs_private("AutoResume")
+def restore_lottery_tickets(callback: ModelPruning, saved: Mapping[str, Any]) -> None:
+    """Restore tickets, after the parameters were restored."""
+    for name, (ticket, parameter) in _tickets_with_parameters(callback):
+        if name not in saved:
+            continue
+        if saved[name] is None:
+            ticket.data = parameter.data
+        else:
+            with torch.no_grad():
+                ticket.copy_(saved[name])
+
+
+def _tickets_with_parameters(callback: ModelPruning) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    layers: Mapping[int, Any] = callback._original_layers or {}
+    for layer in layers.values():
+        for number, name in layer["names"]:
+            module = callback._parameters_to_prune[number][0]
+            parameter = getattr(module, f"{name}_orig", getattr(module, name))
+            ticket = getattr(layer["data"], name)
+            if isinstance(parameter, Tensor) and isinstance(ticket, Tensor):
+                yield f"{number}.{name}", (ticket, parameter)
+
+
+def device_peak_flops(trainer: Trainer) -> float | None:
+    """Return the peak FLOPs per second of the Trainer's device in its precision; None if Lightning does not know it."""
+    from lightning.fabric.utilities.throughput import get_available_flops
+
+    with needs_private("FlopsReport's peak"):
+        from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+    return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
+
+
+def set_flops_per_batch(module: LightningModule, flops: float | None) -> None:
+    """Set the FLOPs that a ThroughputMonitor counts for each batch; None counts none."""
+    untyped: Any = module
+    untyped.flops_per_batch = flops
+
+
+@contextmanager
+def providing_flops_per_batch(
+    module: LightningModule, flops: float, monitors: Iterable[ThroughputMonitor]
+) -> Iterator[None]:
+    """Give a module `flops_per_batch`, and delete the attribute again on exit.
+
+    Args:
+        module: A module without this attribute.
+        flops: The FLOPs of one training step.
+        monitors: The callbacks that read it; on exit they forget that the module had it.
+    """
+    set_flops_per_batch(module, flops)
+    try:
+        yield
+    finally:
+        del module.flops_per_batch
+        for monitor in monitors:
+            reset_module_flops(monitor)
+
+
+def reset_module_flops(monitor: ThroughputMonitor) -> None:
+    """Let a ThroughputMonitor check again whether the module has `flops_per_batch`; before 2.6 it always checks."""
+    if hasattr(monitor, "_module_has_flops"):
+        monitor._module_has_flops = None

@@ -1,0 +1,162 @@
+"""Moments of a run that no hook marks: batches are fetched, errors are raised, signal handlers are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@contextmanager
+def observe_fetches(
+    trainer: Trainer, started: Callable[[str], None], ended: Callable[[str], None], trick: str
+) -> Iterator[None]:
+    """Call functions right before and after a batch is fetched from the loaders, until the context is left.
+
+    Both are called with the stage: "train", "val", "test" or "predict". `ended` is also called if fetching raises, and
+    where the loaders are exhausted.
+
+    Args:
+        trainer: The Trainer; it must not have started an epoch yet.
+        started: Called before a batch is fetched.
+        ended: Called after a batch was fetched.
+        trick: The name of the trick, for the error if Lightning has changed.
+    """
+    with ExitStack() as stack:
+        with needs_private(trick):
+            epoch: Any = trainer.fit_loop.epoch_loop
+            loops = (
+                ("train", epoch),
+                ("val", epoch.val_loop),
+                ("val", trainer.validate_loop),
+                ("test", trainer.test_loop),
+                ("predict", trainer.predict_loop),
+            )
+            for stage, loop in loops:
+                methods = _reporting(loop, stage, started, ended)
+                stack.enter_context(overriding(loop, **methods))
+        yield
+
+
+@contextmanager
+def observe_iterators(
+    trainer: Trainer, started: Callable[[str], None], ended: Callable[[str], None], trick: str
+) -> Iterator[None]:
+    """Call functions right before and after the loaders' iterator for an epoch of a fit is made.
+
+    That is where worker processes start. A batch may be fetched in advance meanwhile. For the very first epoch it may
+    happen earlier, with nothing between the two calls. Arguments are those of `observe_fetches`.
+    """
+    with ExitStack() as stack:
+        with needs_private(trick):
+            epoch: Any = trainer.fit_loop.epoch_loop
+            for stage, loop, name in (("train", epoch, "on_run_start"), ("val", epoch.val_loop, "reset")):
+                stack.enter_context(overriding(loop, **{name: _calling(getattr(loop, name), stage, started, ended)}))
+        yield
+
+
+def _calling(
+    plain: Callable[..., Any], stage: str, started: Callable[[str], None], ended: Callable[[str], None]
+) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        started(stage)
+        try:
+            return plain(*args)
+        finally:
+            ended(stage)
+
+    return call
+
+
+def _reporting(
+    loop: Any, stage: str, started: Callable[[str], None], ended: Callable[[str], None]
+) -> dict[str, Callable[[], None]]:
+    plain_before, plain_after = loop._on_before_fetch, loop._on_after_fetch
+
+    def on_before_fetch() -> None:
+        plain_before()
+        started(stage)
+
+    def on_after_fetch() -> None:
+        ended(stage)
+        plain_after()
+
+    return {"_on_before_fetch": on_before_fetch, "_on_after_fetch": on_after_fetch}
+
+
+@contextmanager
+def observe_errors(trainer: Trainer, on_error: Callable[[Exception], None], trick: str) -> Iterator[None]:
+    """Call a function with each error that leaves a loop of a Trainer or the setup of its strategy.
+
+    `on_exception` is not called in processes that were forked or spawned, where the error leaves the process. An error
+    that passes several loops is reported by each, the innermost first. The error is raised again.
+
+    Args:
+        trainer: The Trainer.
+        on_error: What is called, on the rank on which the error was raised.
+        trick: The name of the trick, for the error if Lightning has changed.
+    """
+    with ExitStack() as stack:
+        with needs_private(trick):
+            fit: Any = trainer.fit_loop
+            loops = (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+            for owner, name in (*((loop, "run") for loop in loops), (trainer.strategy, "setup")):
+                stack.enter_context(overriding(owner, **{name: _reporting_errors(getattr(owner, name), on_error)}))
+        yield
+
+
+def _reporting_errors(plain: Callable[..., Any], on_error: Callable[[Exception], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except Exception as error:
+            on_error(error)
+            raise
+
+    return call
+
+
+@contextmanager
+def observe_trainers(
+    before_registering: Callable[[Trainer], object],
+    handler_before: Callable[[int, Any], Any],
+    while_launched: Callable[[Callable[[int], None], Trainer | None], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Call functions when a Trainer registers its signal handlers or launches ranks, until the context is left.
+
+    Args:
+        before_registering: Called before any Trainer of this process registers its signal handlers.
+        handler_before: Called after that with the number of each signal and the handler that the Trainer found; it
+            returns the one that the Trainer restores at its end.
+        while_launched: Called before ranks are forked or spawned, with what sends a signal to each of them, and the
+            Trainer; the context that it returns is left when they have ended.
+    """
+    with needs_private("AutoResume"):
+        from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as Launcher
+        from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as Connector
+
+        register, launch = Connector.register_signal_handlers, Launcher.launch
+
+    def register_observed(self: Any) -> None:
+        before_registering(self.trainer)
+        register(self)
+        with needs_private("AutoResume"):
+            found = self._original_handlers.items()
+            set_private(self, _original_handlers={number: handler_before(number, handler) for number, handler in found})
+
+    def launch_observed(self: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        with while_launched(self.kill, trainer):
+            return launch(self, *args, trainer=trainer, **kwargs)
+
+    set_private(Connector, register_signal_handlers=register_observed)
+    set_private(Launcher, launch=launch_observed)
+    try:
+        yield
+    finally:
+        set_private(Connector, register_signal_handlers=register)
+        set_private(Launcher, launch=launch)
