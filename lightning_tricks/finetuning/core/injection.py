@@ -81,7 +81,7 @@ class Injection(ABC):
 
     Args:
         model: The model.
-        settings: A dataclass with the fields `target_modules`, `exclude` and `modules_to_save`, and others.
+        settings: The settings, of `settings_type`.
 
     Attributes:
         modules: The modules of the model by qualified name.
@@ -90,6 +90,7 @@ class Injection(ABC):
         targets: Those that get them.
     """
 
+    settings_type: ClassVar[type[Any]]  # a dataclass with target_modules, exclude, modules_to_save and others
     part: ClassVar[type[AddedParameters]]  # the module that holds the parameters of a target
     noun: ClassVar[str]
     otherwise: ClassVar[str]  # how those that a model has already may differ
@@ -136,7 +137,7 @@ class Injection(ABC):
 
     @classmethod
     def add(cls, model: nn.Module, settings: Any, generator: torch.Generator | None = None) -> InjectionReport:
-        """Freeze a model, add the parameters and return what was added.
+        """Freeze a model, add the parameters and return what was added; without settings, by those of the default.
 
         Raises:
             ValueError: If that is impossible, or the model has such parameters already; nothing is changed then.
@@ -145,7 +146,7 @@ class Injection(ABC):
             raise ValueError(
                 f"{type(model).__name__} has {cls.noun} already, which a second call would reset: {cls.remedy}."
             )
-        injection = cls(model, settings)
+        injection = cls(model, settings or cls.settings_type())
         freeze_base(model, injection.saved.values())
         injection.put(generator or seeded_generator())
         return injection.report()
@@ -242,12 +243,16 @@ def as_patterns(argument: str, given: str | Sequence[str]) -> list[Pattern]:
 
     Raises:
         TypeError: If the argument is neither a string nor a list of strings.
+        ValueError: If a pattern is empty or not a regular expression.
     """
     if isinstance(given, str):
         given = [given]
     if not isinstance(given, list | tuple):
         raise TypeError(f"{argument} must be a pattern or a list of patterns, got {given!r} ({type(given).__name__}).")
-    return [Pattern(text) for text in given]
+    try:
+        return [Pattern(text) for text in given]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from error
 
 
 def plain_names(model: nn.Module) -> dict[str, nn.Module]:

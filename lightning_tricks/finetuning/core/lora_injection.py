@@ -92,7 +92,7 @@ def add_lora(
         >>> print(add_lora(model, LoRASettings(rank=4, target_modules="0", modules_to_save="2")))
         Low-rank changes (rank 4) in 1 Linear add 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.
     """
-    return LoRAInjection.add(model, settings or LoRASettings(), generator)
+    return LoRAInjection.add(model, settings, generator)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class LoRAInjection(Injection):
         changes: The changes, each once.
     """
 
+    settings_type = LoRASettings
     part = LowRank
     noun = "LoRA"
     otherwise = "with other layers, ranks, scales or dropout"

@@ -19,6 +19,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import own_modules, own_parameters
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
+from lightning_tricks.finetuning.core.freezing import names_of_parameters
 from lightning_tricks.finetuning.core.injection import InjectionReport, parameters_of
 
 _ADAPTER = "default"  # peft's name for an adapter
@@ -261,14 +262,10 @@ def _follow_modes(model: nn.Module, before: Mapping[nn.Module, object]) -> None:
 
 
 def _shared_weights(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[str]:
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(f"{name}.{own}".replace(".base_layer.", "."))
-    adapted = {id(parameter) for layer in layers.values() for parameter in _base_of(layer).parameters(recurse=False)}
-    for parameter, names in owners.items():
+    adapted = {parameter for layer in layers.values() for parameter in _base_of(layer).parameters(recurse=False)}
+    for parameter, names in names_of_parameters(model).items():
         if parameter in adapted and len(names) > 1:
-            yield from names
+            yield from (name.replace(".base_layer.", ".") for name in names)
 
 
 def _report(model: nn.Module, config: Any) -> InjectionReport:
