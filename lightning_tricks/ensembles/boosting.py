@@ -90,6 +90,7 @@ class BoostedMembers(Ensemble):
     """Members whose sum is the prediction: `shrinkage_rate` times the sum of their outputs."""
 
     predictor_without_variance = "a sum of members"
+    uses_member_steps = False  # they are fitted to residuals
 
     def __init__(
         self,
@@ -109,11 +110,6 @@ class BoostedMembers(Ensemble):
         self.shrinkage_rate = check_number("shrinkage_rate", shrinkage_rate, above=0, at_most=1)
         self.use_reduction_sum = bool(use_reduction_sum)
         super().__init__(**passed_on(super().__init__, locals()))
-
-    @property
-    def uses_member_steps(self) -> bool:
-        """Whether members are trained by their own `training_step`: never, as they are fitted to residuals."""
-        return False
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Return the scores of the ensemble as those of one member, (1, B, ...), of outputs (n, B, ...)."""

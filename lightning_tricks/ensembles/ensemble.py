@@ -82,6 +82,8 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
     """
 
     predictor_without_variance = ""
+    trains_one_model = False
+    uses_member_steps = True
 
     def __init__(
         self,
@@ -148,26 +150,19 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     # --- the members
 
-    @property
-    def trains_one_model(self) -> bool:
-        """Whether one model is built, of which the members are copies, instead of one for each member."""
-        return False
-
     def set_members(self, members: Sequence[nn.Module]) -> None:
         """Keep the built models as `estimators_`, stacked where that is possible and faster."""
+        have_steps = [False]
         if self.uses_member_steps:
             lightning_members.check_import_style(self, members)
-        self._has_lightning_members = self.uses_member_steps and lightning_members.have_training_steps(members)
+            have_steps = [lightning_members.has_training_step(member) for member in members]
+        self._has_lightning_members = all(have_steps)
         if self._has_lightning_members:
             why_not = f"{type(members[0]).__name__} has a training_step of its own"
         else:
             why_not = optimizers.why_not_step_stacked(self.optimizer, members)
-        if (
-            not self._has_lightning_members
-            and self.uses_member_steps
-            and any(lightning_members.have_training_steps([member]) for member in members)
-        ):
-            self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
+            if any(have_steps):
+                self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
         self.estimators_ = as_members(members, self.vectorize, why_not)
 
     def fit_members(self) -> Members:
@@ -205,18 +200,8 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         """
         members = self.trained_members()
         outputs = members(*inputs) if self.training_data.has_member_rows else members.forward_shared(*inputs)
-        self.check_training_batch(outputs, targets)
+        self.check_first_batch(outputs, targets, "train")
         return outputs
-
-    def check_training_batch(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check the first batch of a fit, (n, B, ...)."""
-        if "train" not in self._checked_stages and not torch.compiler.is_compiling():
-            self._check_first_batch(outputs, targets, "train")
-
-    @property
-    def uses_member_steps(self) -> bool:
-        """Whether the `training_step` of members that are LightningModules is their loss."""
-        return True
 
     @property
     def uses_member_optimizers(self) -> bool:
@@ -255,12 +240,16 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
             return lightning_members.merge_member_optimizers(self.trained_members())
         return optimizers.make_optimizer(self.trained_members(), self.optimizer, self.trainer)
 
+    def schedule_epochs(self) -> int | None:
+        """Return the length in epochs of a schedule that has none of its own; None for that of the run."""
+        return None
+
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Make the schedule of the optimizer, as `configure_optimizers` returns it, or None."""
         if self.lr_scheduler is None or self.uses_member_optimizers:
             return None
-        has_validation = bool(self.trainer.enable_validation)
-        return optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation)
+        has_validation, epochs = bool(self.trainer.enable_validation), self.schedule_epochs()
+        return optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation, epochs)
 
     # --- steps
 
@@ -357,8 +346,11 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     def _parse_criterion(self, choice: arguments.CriterionChoice) -> Criterion:
         criterion: Criterion = arguments.parse_criterion(choice) or self.default_criterion()
-        if self.predictor_without_variance:
-            arguments.refuse_variance(criterion, self.predictor_without_variance)
+        if self.predictor_without_variance and isinstance(criterion, nn.GaussianNLLLoss):
+            raise ValueError(
+                f"criterion=GaussianNLLLoss() needs a variance, which {self.predictor_without_variance} does not give: "
+                "use VotingRegressor."
+            )
         return criterion
 
     def _build_members(self, estimator: Estimator, estimator_args: Mapping[str, Any] | None) -> list[nn.Module]:

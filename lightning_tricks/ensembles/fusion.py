@@ -12,10 +12,7 @@ from lightning_tricks.ensembles.ensemble import Ensemble
 class FusedMembers(Ensemble):
     """Members whose mean is trained, as one model."""
 
-    @property
-    def uses_member_steps(self) -> bool:
-        """Whether members are trained by their own `training_step`: never, as their mean has one loss."""
-        return False
+    uses_member_steps = False  # their mean has one loss
 
     def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""

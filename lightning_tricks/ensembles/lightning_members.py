@@ -22,9 +22,9 @@ from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.optimizers import merge_optimizers
 
 
-def have_training_steps(members: Sequence[nn.Module]) -> bool:
-    """Whether all members are LightningModules with a `training_step`."""
-    return all(isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members)
+def has_training_step(member: nn.Module) -> bool:
+    """Whether a member is a LightningModule with a `training_step`."""
+    return isinstance(member, LightningModule) and is_overridden("training_step", member)
 
 
 def check_import_style(ensemble: object, members: Sequence[nn.Module]) -> None:

@@ -176,8 +176,7 @@ class CombinedPrediction(LightningModule):
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
         *inputs, target = unpack(batch)
         outputs = self.predict_members(*inputs)
-        if stage not in self._checked_stages and not torch.compiler.is_compiling():
-            self._check_first_batch(outputs, target.unsqueeze(0), stage)
+        self.check_first_batch(outputs, target.unsqueeze(0), stage)
         preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
         loss = self.prediction_loss(outputs, target)
         values = {f"{stage}/{name}": value for name, value in {"loss": loss, **self.metrics(preds, target)}.items()}
@@ -198,9 +197,11 @@ class CombinedPrediction(LightningModule):
         tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
         return {key for trick in tricks for key in trick.logged_keys(stage, loaders)}
 
-    def _check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        self.check_batch(outputs, targets, stage)
-        self._checked_stages.add(stage)
+    def check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        """Check a batch, (n, B, ...), if it is the first one of its stage."""
+        if stage not in self._checked_stages and not torch.compiler.is_compiling():
+            self.check_batch(outputs, targets, stage)
+            self._checked_stages.add(stage)
 
     def _as_input(self, x: Any) -> Tensor:
         tensor = torch.as_tensor(x)

@@ -51,6 +51,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
     """
 
     predictor_without_variance = "a meta-learner"
+    trains_all_members = True
     _methods: tuple[str, ...]
 
     def __init__(
@@ -121,11 +122,6 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         """The members by the names that they were given with, or by their numbers."""
         names = self._names or map(str, range(len(self.estimators_)))
         return dict(zip(names, self.estimators_, strict=True))
-
-    @property
-    def trains_all_members(self) -> bool:
-        """Whether a stage trains all members or none of them: always."""
-        return True
 
     @property
     def n_members(self) -> int:
