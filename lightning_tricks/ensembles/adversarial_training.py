@@ -48,7 +48,7 @@ class AdversarialMembers(IndependentMembers):
         """Return the loss of the samples plus that of adversarial ones, and the outputs for the samples."""
         members = self.trained_members()
         steps = self._step_lengths(inputs)
-        if not self.training_data.has_member_rows:  # each member has adversarial samples of its own
+        if not self.has_member_rows:  # each member has adversarial samples of its own
             inputs = [value.expand(len(members), *value.shape).flatten(0, 1) for value in inputs]
         leaves = [value.detach().requires_grad_() if value.is_floating_point() else value for value in inputs]
         outputs = members(*leaves)

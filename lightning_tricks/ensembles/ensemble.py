@@ -30,7 +30,6 @@ from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.stacked_members import as_members, as_sequential
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
 from lightning_tricks.ensembles.members_at_once import MembersAtOnce
-from lightning_tricks.ensembles.training_data import TrainingData
 
 
 class Ensemble(TorchensembleInterchange, MembersAtOnce):
@@ -118,7 +117,6 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         self.set_members(members)
         self._checked_stages: set[str] = set()
         self._losses = MeanLoss()
-        self.training_data = TrainingData()
         self._installed = ExitStack()  # the context managers that a fit has entered
         frame = currentframe()
         self._unsaved_arguments = arguments.save_plain_hyperparameters(self, estimator, frame)
@@ -199,7 +197,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         The first batch of a fit is checked.
         """
         members = self.trained_members()
-        outputs = members(*inputs) if self.training_data.has_member_rows else members.forward_shared(*inputs)
+        outputs = members(*inputs) if self.has_member_rows else members.forward_shared(*inputs)
         self.check_first_batch(outputs, targets, "train")
         return outputs
 
@@ -209,28 +207,6 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         if self.has_given_optimizer or not self._has_lightning_members:
             return False
         return lightning_members.have_optimizers(self.trained_members())
-
-    # --- the samples
-
-    @property
-    def per_member_batches(self) -> bool:
-        """Whether members see the samples in orders of their own, in batches with rows of each member."""
-        return False
-
-    def member_rows(self, size: int) -> Sequence[Tensor] | None:
-        """Return which of the `size` rows that the loader's sampler yields each member is trained on; None for all.
-
-        Rows are indices below `size`, as many for each member; they may repeat.
-        """
-        return None
-
-    def on_shared_batches(self, reason: str) -> None:
-        """React to members sharing the batches; `reason` is not empty where that was not asked for."""
-        self._log_info(f"members share the batches: {reason}" if reason else "")
-
-    def training_loader(self, loaders: Any) -> Any:
-        """Return the loader to train with, for the loaders that the user gave."""
-        return self.training_data.loader(self, loaders)
 
     # --- the optimization
 
@@ -255,12 +231,12 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Train the members; returns the loss, the members' scores and the targets of their rows."""
-        members, data = self.trained_members(), self.training_data
+        members = self.trained_members()
         if self._has_lightning_members:
-            batches = data.batches_of_members(batch, len(members), self.trainer.train_dataloader, batch_idx)
+            batches = self.batches_of_members(batch, len(members), batch_idx)
             results = lightning_members.run_training_steps(members, batches, batch_idx)
         else:
-            inputs, targets = data.split(batch, len(members))
+            inputs, targets = self.split_batch(batch, len(members))
             try:
                 loss, outputs = self.training_loss(inputs, targets)
             except IndexError as error:  # a class index that does not exist
@@ -301,7 +277,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
     def teardown(self, stage: str) -> None:
         """Close the context managers that `setup` has entered."""
         self._installed.close()
-        self.training_data.has_member_rows = False
+        self.has_member_rows = False
         self._losses = MeanLoss()
 
     def configure_optimizers(self) -> Any:

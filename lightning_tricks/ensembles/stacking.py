@@ -254,10 +254,10 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         # a schedule may ask for the data of a resumed fit when its stage is known and its epoch is not
         run.loader_stage = stage = max(run.next_stage(), self.stage)
         if not self._is_final(stage):
-            return self.training_data.loader(self, run.loader_for_members(stage))
+            return self.training_loader(run.loader_for_members(stage))
         if run.features is None:
             self._keep_predictions(stage)
-        return self.training_data.loader(self, run.loader_for_final())
+        return self.training_loader(run.loader_for_final())
 
     def _loader_is_outdated(self) -> bool:
         run = _RUNS[self]

@@ -9,7 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AdversarialTrainingClassifier, AdversarialTrainingRegressor, VotingClassifier
-from lightning_tricks.ensembles.adversarial_training import call_without_statistics, extended_extremes, fast_gradient_sign
+from lightning_tricks.ensembles.adversarial_training import (
+    call_without_statistics,
+    extended_extremes,
+    fast_gradient_sign,
+)
 from tests.contract.lab import real_fp16
 from tests.ensembles.nets import CNN, MLP, accuracy, diabetes, digits, few, fit, values
 
