@@ -132,7 +132,8 @@ class MetaLearner(Ensemble):
     def features(self, outputs: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return the features (B, F) of the members' outputs (n, B, C) and, with `passthrough`, of their inputs."""
         columns = self.member_features(outputs)
-        return append_inputs(columns, inputs) if self.passthrough else columns
+        given = [x.reshape(len(columns), -1).to(columns.dtype) for x in inputs] if self.passthrough else []
+        return torch.cat([columns, *given], 1)
 
     def member_features(self, outputs: Tensor) -> Tensor:
         """Return the columns of the members' outputs (n, B, C), (B, n x columns)."""
@@ -351,8 +352,3 @@ def member_columns(columns: Tensor) -> Tensor:
         [[1.0, 3.0], [2.0, 4.0]]
     """
     return at_least_single(columns).transpose(0, 1).flatten(1)
-
-
-def append_inputs(features: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return the features (B, F) with each row's inputs, flattened, after them."""
-    return torch.cat([features, *(x.reshape(len(features), -1).to(features.dtype) for x in inputs)], 1)
