@@ -192,7 +192,7 @@ def extended_extremes(known: Sequence[Tensor | None], inputs: Sequence[Tensor]) 
     """Return the lowest and highest value of each feature in all batches, on the device, without host reads.
 
     Args:
-        known: What this function returned for the batch before; empty for the first one.
+        known: The result for the batch before; empty for the first batch.
         inputs: The samples of a batch, (B, ...) each.
 
     Returns:

@@ -136,7 +136,7 @@ def _parse_name_and_options(argument: str, choice: Any, known: Mapping[str, Any]
     return None
 
 
-# --- what is saved
+# --- the saved values
 
 _OBJECTS = ["estimator", "estimators", "final_estimator", "cv", "optimizer", "lr_scheduler", "criterion"]
 
@@ -146,7 +146,7 @@ def save_plain_hyperparameters(ensemble: Any, estimator: Any, frame: FrameType |
 
     Args:
         ensemble: The ensemble, with its arguments already checked.
-        estimator: What its members were built of.
+        estimator: The class, factory or modules of which its members were built.
         frame: The frame of the `__init__` that has the arguments.
 
     Returns:
@@ -177,7 +177,7 @@ def refuse_unsaved_arguments(kept: Any, given: Mapping[str, Any]) -> None:
     """Refuse to build an ensemble whose checkpoint lacks arguments: their defaults would predict something else.
 
     Args:
-        kept: What a checkpoint holds under the key "ensemble".
+        kept: The entry of a checkpoint under the key "ensemble".
         given: The arguments of the caller.
 
     Raises:

@@ -97,7 +97,7 @@ class RegressorEnsemble(Ensemble):
         return cast(Tensor, cast(nn.GaussianNLLLoss, self.criterion)(mixture.mean, target, mixture.total))
 
     def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
+        """Return the value to minimize, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
         if not self._predicts_variance:
             return super().member_loss(outputs, targets)
         criterion = cast(nn.GaussianNLLLoss, self.criterion)

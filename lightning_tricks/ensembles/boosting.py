@@ -147,7 +147,7 @@ class SoftGradientBoostedMembers(BoostedMembers):
         return mean_with_gradient_of_sum(self.fit_to_residuals(outputs, residuals.view_as(outputs)))
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is minimized, and the scores of the ensemble."""
+        """Return the value to minimize, and the scores of the ensemble."""
         loss, outputs = super().training_loss(inputs, targets)
         return loss, self.scores(outputs.detach())
 

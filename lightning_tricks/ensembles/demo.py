@@ -1,4 +1,4 @@
-"""What the demo shows of ensembles."""
+"""The ensemble of the demo."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     A training step:
 
-    - `member_loss(outputs, targets)`: what is minimized, a function of the outputs;
+    - `member_loss(outputs, targets)`: the value to minimize, a function of the outputs;
     - `training_loss(inputs, targets)`: the same for a loss that also needs the inputs, such as one of perturbed inputs
       or of the residuals of earlier members;
     - `uses_member_steps`, `uses_member_optimizers`: whether members that are LightningModules train by their own
@@ -175,11 +175,11 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
     # --- a training step
 
     def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
+        """Return the value to minimize, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
         return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is minimized in a training step, and the outputs that metrics see.
+        """Return the value to minimize in a training step, and the outputs that metrics see.
 
         Args:
             inputs: The inputs of the batch, which `training_outputs(inputs, targets)` runs.

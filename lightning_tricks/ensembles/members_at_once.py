@@ -95,7 +95,7 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
     def run_members_as(self, how: Mapping[str, Any]) -> None:
         """Stack or unstack the parameters as the optimizer's state in a checkpoint needs them.
 
-        What the first batches have shown is not asked of later ones: the run goes on as it began.
+        The result of the comparison on the first batches is kept, so that the run goes on as it began.
 
         Raises:
             MisconfigurationException: If the members cannot be stacked.

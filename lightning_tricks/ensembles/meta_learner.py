@@ -82,8 +82,16 @@ class MetaLearner(Ensemble):
         Raises:
             ImportError: If scikit-learn is missing.
         """
-        if not self.trains_final_by_gradient and self.final_estimator is None:
-            self.final_estimator = default_linear_model(self.is_classifier)
+        if self.trains_final_by_gradient or self.final_estimator is not None:
+            return
+        try:
+            from sklearn.linear_model import LogisticRegression, RidgeCV
+        except ImportError as error:
+            raise ImportError(
+                "final_estimator=None is a linear model of scikit-learn, which is not installed: pip install "
+                "scikit-learn, or give a torch.nn.Module."
+            ) from error
+        self.final_estimator = LogisticRegression() if self.is_classifier else RidgeCV()
 
     def reset_final(self) -> None:
         """Let the members predict again, until the meta-learner is fitted."""
@@ -213,22 +221,6 @@ def check_linear_model(estimator: Any, is_classifier: bool) -> Any:
 _MULTINOMIAL = ("auto", "deprecated", "warn")
 
 
-def default_linear_model(is_classifier: bool) -> Any:
-    """Return scikit-learn's default meta-learner: LogisticRegression or RidgeCV.
-
-    Raises:
-        ImportError: If scikit-learn is missing.
-    """
-    try:
-        from sklearn.linear_model import LogisticRegression, RidgeCV
-    except ImportError as error:
-        raise ImportError(
-            "final_estimator=None is a linear model of scikit-learn, which is not installed: pip install scikit-learn, "
-            "or give a torch.nn.Module."
-        ) from error
-    return LogisticRegression() if is_classifier else RidgeCV()
-
-
 class LinearFinal(nn.Module):
     """A linear function of the features, of the size that it is given when it is fitted or loaded.
 
@@ -273,9 +265,9 @@ def fit_linear_model(
     """Fit a copy of a linear model of scikit-learn, in double precision.
 
     Args:
-        model: What `check_linear_model` returned.
+        model: The result of `check_linear_model`.
         features: (N, F).
-        targets: Class indices (N,), or what is predicted, (N,) or (N, n_outputs).
+        targets: Class indices (N,), or values to predict, (N,) or (N, n_outputs).
         n_outputs: Number of classes, for a classifier.
 
     Returns:

@@ -56,7 +56,7 @@ class ForestMembers(IndependentMembers):
         super().setup(stage)
 
     def predict_members(self, *x: Tensor) -> Tensor:
-        """Return what each tree gives for the same rows, (n, B, n_outputs).
+        """Return the outputs of each tree for the same rows, (n, B, n_outputs).
 
         Raises:
             ValueError: If the size of the trees is not known yet.

@@ -156,7 +156,7 @@ def make_schedule(
 
     Args:
         optimizer: The optimizer.
-        choice: What `parse_schedule` returned.
+        choice: The result of `parse_schedule`.
         trainer: The Trainer of the fit.
         has_validation: Whether there is a validation loss to go by.
         epochs: The length of a schedule that has none of its own; that of the run by default.

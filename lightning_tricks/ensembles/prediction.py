@@ -1,4 +1,4 @@
-"""What an ensemble does with the outputs of its members: the combined prediction, its uncertainty and evaluation."""
+"""The prediction of an ensemble from the outputs of its members: combination, uncertainty and evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CombinedPrediction(LightningModule):
     n_outputs: int | None
     _checked_stages: set[str]
 
-    # --- what a family overrides: the prediction
+    # --- the prediction, which a family overrides
 
     def default_criterion(self) -> Criterion:
         """Return the loss that is used where none is given."""
@@ -72,7 +72,7 @@ class CombinedPrediction(LightningModule):
         return prediction
 
     def predict_members(self, *x: Tensor) -> Tensor:
-        """Return what each member that predicts gives for the same rows, (n, B, ...)."""
+        """Return the outputs of each member that predicts for the same rows, (n, B, ...)."""
         return self.estimators_.forward_shared(*x)
 
     def register_count(self, buffer: str, attribute: str) -> None:

@@ -55,7 +55,11 @@ class SnapshotMembers(CapturedMembers):
         lr_clip: tuple[float, float] | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_lr_clip(lr_clip)
+        if lr_clip is not None:
+            if len(lr_clip) != 2 or not lr_clip[0] < lr_clip[1]:
+                raise ValueError(f"lr_clip must be (lowest, highest) learning rate, got {lr_clip!r}.")
+            for limit in lr_clip:
+                check_not_negative("lr_clip", limit)
         super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -90,15 +94,6 @@ class SnapshotMembers(CapturedMembers):
             rank_zero_warn(f"{problem}; {min(n, steps)} cycles have {cycle} steps each. To train, {remedy}.")
             return cycle
         raise MisconfigurationException(f"{problem}: {remedy}.")
-
-
-def _check_lr_clip(limits: Sequence[float] | None) -> None:
-    if limits is None:
-        return
-    if len(limits) != 2 or not limits[0] < limits[1]:
-        raise ValueError(f"lr_clip must be (lowest, highest) learning rate, got {limits!r}.")
-    for limit in limits:
-        check_not_negative("lr_clip", limit)
 
 
 class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):

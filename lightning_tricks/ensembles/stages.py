@@ -38,7 +38,7 @@ class StagedEnsemble(Ensemble):
     - `predict_members(*x)` and `n_members`: by default the members up to the current stage predict;
     - `member_loss` or `training_loss`, which may call `earlier_outputs(*inputs)`.
 
-    What else belongs to a stage and must survive a resume is registered as a buffer in `set_members`.
+    Further state of a stage, which must survive a resume, is registered as a buffer in `set_members`.
 
     Attributes:
         stage: The current stage, from 0.

@@ -1,4 +1,4 @@
-"""What the members of an ensemble are trained on: shared batches, or batches that hold rows of each member's own."""
+"""The training batches of an ensemble: shared by its members, or with rows of each member's own."""
 
 from __future__ import annotations
 

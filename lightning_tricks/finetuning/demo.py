@@ -1,4 +1,4 @@
-"""What the demo shows of fine-tuning."""
+"""The fine-tuning of the demo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora, merge
+from lightning_tricks.finetuning.core.lora_injection import add_lora, merge
+from lightning_tricks.finetuning.core.lora_layers import LoRASettings
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:

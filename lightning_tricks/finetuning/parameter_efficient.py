@@ -15,7 +15,8 @@ from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.adaptation import AdaptationCallback, CoverageCheckingCallback
 from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterInjection, AdapterSettings
 from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, Injection, InjectionReport
-from lightning_tricks.finetuning.core.lora_injection import LoRAInjection, LoRASettings
+from lightning_tricks.finetuning.core.lora_injection import LoRAInjection
+from lightning_tricks.finetuning.core.lora_layers import LoRASettings
 from lightning_tricks.finetuning.core.peft_injection import adapters_in, ensure_peft, peft_config
 from lightning_tricks.finetuning.core.prefixes import PrefixInjection, PrefixSettings
 
@@ -60,7 +61,7 @@ class LoRA(InjectionCallback):
             convolutions, embeddings, attention, recurrent layers, or any module with a `weight`; or `"linear"` for all
             linear layers and `nn.MultiheadAttention`. A pattern is a glob (`"*.q_proj"`) or, with the prefix `re:`, a
             regular expression.
-        exclude: Patterns of modules that are not changed, nor is what lies in them.
+        exclude: Patterns of modules that are not changed, nor are their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
             called `head`, if there is one.
         dropout: The probability with which an input of the change is set to zero in training; only in layers whose own
@@ -128,7 +129,7 @@ class Adapters(InjectionCallback, CoverageCheckingCallback):
         kind: The kind of adapters.
         nonlinearity: The function `f`; None for that of the kind: GELU for `"houlsby"`, ReLU otherwise.
         scale: The scale of the output; None for that of the kind: 4 for `"parallel"`, 1 otherwise.
-        exclude: Patterns of modules that get no adapter, nor does what lies in them.
+        exclude: Patterns of modules that get no adapter, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
             called `head`, if there is one.
         dropout: The probability with which a value between the two layers is set to zero in training.
@@ -139,7 +140,7 @@ class Adapters(InjectionCallback, CoverageCheckingCallback):
     torch's fused path in evaluation, which would not call adapters.
 
     Attributes:
-        report: What was added to the module of the last run, None before.
+        report: The `InjectionReport` of the last run, None before.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -185,7 +186,7 @@ class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
         length: The number of keys and values of each attention.
         target_modules: `"attention"` for each `nn.MultiheadAttention`, or patterns over their qualified names: globs
             (`"*.self_attn"`) or, with the prefix `re:`, regular expressions.
-        exclude: Patterns of modules that get no prefix, nor does what lies in them.
+        exclude: Patterns of modules that get no prefix, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
             called `head`, if there is one.
 
@@ -196,7 +197,7 @@ class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
     the given keys; with those of the prefix they sum up to 1.
 
     Attributes:
-        report: What was added to the module of the last run, None before.
+        report: The `InjectionReport` of the last run, None before.
 
     Raises:
         TypeError: If an argument is of the wrong type.

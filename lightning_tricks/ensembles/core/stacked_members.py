@@ -145,7 +145,7 @@ class StackedMembers(Members):
         """Run copies at once and one after another, where that was not done in this mode, and set `reason`.
 
         Args:
-            *inputs: What `forward` gets; or, if `shared`, `forward_shared`.
+            *inputs: The arguments of `forward`; or, if `shared`, of `forward_shared`.
             shared: Whether members have the same rows.
         """
         if self.reason or self.is_compared or (shared and self._is_loop_for(inputs)):

@@ -91,7 +91,7 @@ def add_adapters(
         generator: Draws the initial values; None for a new one, seeded as torch was.
 
     Returns:
-        What was added.
+        A report on the added parameters.
 
     Raises:
         ValueError: If a pattern matches nothing, there is no known transformer block, a layer would bypass its

@@ -26,14 +26,9 @@ _ADAPTER = "default"  # peft's name for an adapter
 _MARK = "_peft_adapters"  # the attribute of a model with the configuration of its adapters
 _LISTS = ("target_modules", "exclude_modules", "modules_to_save", "feedforward_modules")
 _NEEDING_MORE = (
-    "megatron_config",
-    "corda_config",
-    "eva_config",
-    "lora_ga_config",
-    "loftq_config",
-    "arrow_config",
+    "megatron_config", "corda_config", "eva_config", "lora_ga_config", "loftq_config", "arrow_config",
     "layer_replication",
-)
+)  # fmt: skip
 _LOW_RANK = ("LORA", "LOHA", "LOKR")  # whose r is a rank
 _SEEDS = 2**32
 
@@ -90,7 +85,7 @@ def ensure_peft(model: nn.Module, config: Any) -> InjectionReport:
         config: As for `peft_config`.
 
     Returns:
-        What the model has.
+        A report on the adapters of the model.
 
     Raises:
         ValueError: If the model is compiled or has other adapters, a pattern matches nothing, or what peft adds would
@@ -176,7 +171,7 @@ def _names(argument: str, value: Any) -> Any:
 
 
 def _check_kind(kind: str) -> None:
-    """Refuse a method by its name: configurations of some cannot be made without what only a run knows."""
+    """Refuse a method by its name: configurations of some need values that only a run knows."""
     if kind == "ADALORA":
         raise ValueError(
             "config: ADALORA takes ranks away by a call after each step of the optimizer, which a model that adapters "

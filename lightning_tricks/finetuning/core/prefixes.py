@@ -63,7 +63,7 @@ def add_prefixes(
         generator: Draws the initial values; None for a new one, seeded as torch was.
 
     Returns:
-        What was added.
+        A report on the added parameters.
 
     Raises:
         ValueError: If a pattern matches nothing, there is no `nn.MultiheadAttention`, or one has a forward pass of its

@@ -120,7 +120,7 @@ def plan_unfreezing(module: nn.Module, schedule: Mapping[int, Sequence[str]]) ->
 
     Args:
         module: The module. Of a tied parameter, any name may match.
-        schedule: What `check_schedule` returned.
+        schedule: The result of `check_schedule`.
 
     Returns:
         The plan.
