@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from lightning_tricks._shared.checks import check_choice, check_number
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.voting import IndependentMembers
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_number
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     Uncertainty,
@@ -20,6 +19,7 @@ from lightning_tricks.ensembles.core.combination import (
 )
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 
 
 def negative_gradient(criterion: Criterion, scores: Tensor, targets: Tensor) -> Tensor:

@@ -21,8 +21,6 @@ from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_mod
 from lightning_tricks.ensembles import arguments, lightning_members, optimizers
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
-    mean_with_gradient_of_sum,
-    member_losses,
     normalized_weights,
 )
 from lightning_tricks.ensembles.core.factory import Estimator, build_members, untrusted_class_names
@@ -173,10 +171,6 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         return len(self.estimators_)
 
     # --- a training step
-
-    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the value to minimize, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
-        return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value to minimize in a training step, and the outputs that metrics see.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import weighted_mean
 from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 
 
 class FusedMembers(Ensemble):

@@ -19,12 +19,12 @@ from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks._shared.checks import check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.boosting import BoostedMembers, negative_gradient
 from lightning_tricks.ensembles.core.combination import at_least_single
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.core.members import own_inputs
 from lightning_tricks.ensembles.core.sampling import MemberLoader
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.stages import StagedEnsemble
 
 _Data = tuple[tuple[Tensor, ...], Tensor | None]  # tensors, and the rows of a subset of them

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import snapshot_factor
 from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 

@@ -20,7 +20,6 @@ from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import Uncertainty, classification_uncertainty
 from lightning_tricks.ensembles.core.factory import Estimator, class_name
 from lightning_tricks.ensembles.core.folds import check_cv
@@ -34,6 +33,7 @@ from lightning_tricks.ensembles.meta_learner import (
     is_of_sklearn,
     member_columns,
 )
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.stacking_run import StackingRun, max_epochs_of, plan_run, stage_of_epoch, subset_loader
 from lightning_tricks.ensembles.stages import StagedEnsemble
 from lightning_tricks.ensembles.training_data import unpack
