@@ -11,13 +11,15 @@ from torch.func import functional_call
 
 from lightning_tricks._shared.checks import check_choice, check_number
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.voting import IndependentMembers
 
 
 class AdversarialMembers(IndependentMembers):
     """Independent members whose loss is that of the samples and of adversarial ones."""
+
+    uses_member_steps = False  # their own `training_step` gives no gradient of the inputs
 
     def __init__(
         self,
@@ -38,23 +40,19 @@ class AdversarialMembers(IndependentMembers):
     ) -> None:
         self.epsilon = check_number("epsilon", epsilon, above=0, at_most=1, note="a share of each feature's range")
         self.feature_range = None if feature_range is None else check_number("feature_range", feature_range, above=0)
-        self._ranges = FeatureRanges()
+        # of the features of each input so far, (2, ...): the negated lowest, and the highest value
+        self._extremes: list[Tensor | None] = []
         super().__init__(**passed_on(super().__init__, locals()))
-
-    @property
-    def uses_member_steps(self) -> bool:
-        """Whether members are trained by their own `training_step`: never, as it has no gradient of the inputs."""
-        return False
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of the samples plus that of adversarial ones, and the outputs for the samples."""
         members = self.trained_members()
         steps = self._step_lengths(inputs)
-        if not self.training_data.has_member_rows:  # each member has adversarial samples of its own
+        if not self.has_member_rows:  # each member has adversarial samples of its own
             inputs = [value.expand(len(members), *value.shape).flatten(0, 1) for value in inputs]
         leaves = [value.detach().requires_grad_() if value.is_floating_point() else value for value in inputs]
         outputs = members(*leaves)
-        self.check_training_batch(outputs, targets)
+        self.check_first_batch(outputs, targets, "train")
         loss = self.member_loss(outputs, targets)
         gradients = iter(self._input_gradients(loss, [leaf for leaf in leaves if leaf.requires_grad]))
         moved = [
@@ -73,13 +71,12 @@ class AdversarialMembers(IndependentMembers):
         if self.feature_range is not None:
             fixed = self.epsilon * self.feature_range
             return [fixed if value.is_floating_point() else None for value in inputs]
-        self._ranges.update(inputs)
+        self._extremes = extended_extremes(self._extremes, inputs)
         if self.trainer.world_size > 1:
-            self._ranges.extremes = [
-                None if both is None else self.trainer.strategy.reduce(both, reduce_op="max")
-                for both in self._ranges.extremes
+            self._extremes = [
+                None if both is None else self.trainer.strategy.reduce(both, reduce_op="max") for both in self._extremes
             ]
-        return [None if width is None else self.epsilon * width for width in self._ranges.ranges()]
+        return [None if both is None else self.epsilon * both.sum(0) for both in self._extremes]
 
     def _input_gradients(self, loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the gradients of the inputs, of which the signs are used: scaled, so that none vanishes in fp16."""
@@ -97,17 +94,17 @@ class AdversarialMembers(IndependentMembers):
         """Forget the ranges of an earlier fit; those of a checkpoint are loaded after this."""
         super().setup(stage)
         if stage == "fit":
-            self._ranges = FeatureRanges()
+            self._extremes = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the ranges of the features so far."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["ensemble"]["feature_extremes"] = self._ranges.extremes
+        checkpoint["ensemble"]["feature_extremes"] = self._extremes
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the ranges of the features, to resume."""
         super().on_load_checkpoint(checkpoint)
-        self._ranges.extremes = list(checkpoint.get("ensemble", {}).get("feature_extremes", []))
+        self._extremes = list(checkpoint.get("ensemble", {}).get("feature_extremes", []))
 
 
 class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
@@ -191,24 +188,21 @@ class AdversarialTrainingRegressor(AdversarialMembers, RegressorEnsemble):
     """
 
 
-class FeatureRanges:
-    """The lowest and highest value of each feature in all batches so far, on the device, without host reads."""
+def extended_extremes(known: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the lowest and highest value of each feature in all batches, on the device, without host reads.
 
-    def __init__(self) -> None:
-        self.extremes: list[Tensor | None] = []  # (2, ...) for each input: the negated lowest, and the highest value
+    Args:
+        known: The result for the batch before; empty for the first batch.
+        inputs: The samples of a batch, (B, ...) each.
 
-    def update(self, inputs: Sequence[Tensor]) -> None:
-        """Take in the samples of a batch, (B, ...) each; inputs of whole numbers have no range.
+    Returns:
+        For each input the negated lowest and the highest values, (2, ...), whose sum is the range; None for inputs of
+        whole numbers, which have no range.
 
-        Raises:
-            ValueError: If the features of a sample are of another shape than before.
-        """
-        known = self.extremes or [None] * len(inputs)
-        self.extremes = [_extended(old, value.detach()) for old, value in zip(known, inputs, strict=True)]
-
-    def ranges(self) -> list[Tensor | None]:
-        """Return the range of each feature, (...), of each input; None for inputs of whole numbers."""
-        return [None if both is None else both.sum(0) for both in self.extremes]
+    Raises:
+        ValueError: If the features of a sample are of another shape than before.
+    """
+    return [_extended(old, value.detach()) for old, value in zip(known or [None] * len(inputs), inputs, strict=True)]
 
 
 def _extended(old: Tensor | None, samples: Tensor) -> Tensor | None:

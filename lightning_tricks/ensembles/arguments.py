@@ -76,18 +76,6 @@ def parse_criterion(choice: Any) -> Any:
     raise TypeError(f"criterion must be a function of outputs and targets, got {choice!r}.")
 
 
-def refuse_variance(criterion: Any, predictor: str) -> None:
-    """Refuse a loss that takes a variance beside scores and targets, for a predictor that gives none.
-
-    Raises:
-        ValueError: If it is such a one.
-    """
-    if isinstance(criterion, nn.GaussianNLLLoss):
-        raise ValueError(
-            f"criterion=GaussianNLLLoss() needs a variance, which {predictor} does not give: use VotingRegressor."
-        )
-
-
 def criterion_to_plain(criterion: Any) -> Any:
     """Return the name of a loss of torch's and its options, for a checkpoint; of another one, its name alone."""
     kind = type(criterion)
@@ -106,11 +94,7 @@ def parse_optimizer(choice: Any) -> Any:
         TypeError: If it has none of these forms.
         ValueError: If the name is unknown.
     """
-    if choice is None:
-        return "Adam", {"lr": 1e-3}
-    if isinstance(choice, Mapping):
-        return OptimizerSpec(**choice)
-    return _parse("optimizer", choice, OPTIMIZERS, OptimizerSpec)
+    return ("Adam", {"lr": 1e-3}) if choice is None else _parse("optimizer", choice, OPTIMIZERS, OptimizerSpec)
 
 
 def parse_schedule(choice: Any) -> Any:
@@ -120,11 +104,7 @@ def parse_schedule(choice: Any) -> Any:
         TypeError: If it has none of these forms.
         ValueError: If the name is unknown.
     """
-    if choice is None:
-        return None
-    if isinstance(choice, Mapping):
-        return ScheduleSpec(**choice)
-    return _parse("lr_scheduler", choice, SCHEDULERS, ScheduleSpec)
+    return None if choice is None else _parse("lr_scheduler", choice, SCHEDULERS, ScheduleSpec)
 
 
 def to_plain(choice: Any) -> Any:
@@ -135,11 +115,11 @@ def to_plain(choice: Any) -> Any:
 
 
 def _parse(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> Any:
-    if isinstance(choice, spec):
-        return choice
+    if isinstance(choice, Mapping):
+        return spec(**choice)
     if named := _parse_name_and_options(argument, choice, known):
         return named
-    if callable(choice):
+    if isinstance(choice, spec) or callable(choice):
         return choice
     raise TypeError(
         f"{argument} must be {spec.__name__}(...), a dict of its arguments, a function, a name, or a name with a dict "
@@ -156,7 +136,7 @@ def _parse_name_and_options(argument: str, choice: Any, known: Mapping[str, Any]
     return None
 
 
-# --- what is saved
+# --- the saved values
 
 _OBJECTS = ["estimator", "estimators", "final_estimator", "cv", "optimizer", "lr_scheduler", "criterion"]
 
@@ -166,7 +146,7 @@ def save_plain_hyperparameters(ensemble: Any, estimator: Any, frame: FrameType |
 
     Args:
         ensemble: The ensemble, with its arguments already checked.
-        estimator: What its members were built of.
+        estimator: The class, factory or modules of which its members were built.
         frame: The frame of the `__init__` that has the arguments.
 
     Returns:
@@ -197,7 +177,7 @@ def refuse_unsaved_arguments(kept: Any, given: Mapping[str, Any]) -> None:
     """Refuse to build an ensemble whose checkpoint lacks arguments: their defaults would predict something else.
 
     Args:
-        kept: What a checkpoint holds under the key "ensemble".
+        kept: The entry of a checkpoint under the key "ensemble".
         given: The arguments of the caller.
 
     Raises:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_number
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     Uncertainty,
@@ -20,6 +19,7 @@ from lightning_tricks.ensembles.core.combination import (
 )
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 
 
 def negative_gradient(criterion: Criterion, scores: Tensor, targets: Tensor) -> Tensor:
@@ -90,6 +90,7 @@ class BoostedMembers(Ensemble):
     """Members whose sum is the prediction: `shrinkage_rate` times the sum of their outputs."""
 
     predictor_without_variance = "a sum of members"
+    uses_member_steps = False  # they are fitted to residuals
 
     def __init__(
         self,
@@ -109,11 +110,6 @@ class BoostedMembers(Ensemble):
         self.shrinkage_rate = check_number("shrinkage_rate", shrinkage_rate, above=0, at_most=1)
         self.use_reduction_sum = bool(use_reduction_sum)
         super().__init__(**passed_on(super().__init__, locals()))
-
-    @property
-    def uses_member_steps(self) -> bool:
-        """Whether members are trained by their own `training_step`: never, as they are fitted to residuals."""
-        return False
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Return the scores of the ensemble as those of one member, (1, B, ...), of outputs (n, B, ...)."""
@@ -151,7 +147,7 @@ class SoftGradientBoostedMembers(BoostedMembers):
         return mean_with_gradient_of_sum(self.fit_to_residuals(outputs, residuals.view_as(outputs)))
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is minimized, and the scores of the ensemble."""
+        """Return the value to minimize, and the scores of the ensemble."""
         loss, outputs = super().training_loss(inputs, targets)
         return loss, self.scores(outputs.detach())
 

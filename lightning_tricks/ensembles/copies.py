@@ -19,17 +19,13 @@ class CapturedMembers(Ensemble):
     Before the first copy the model itself predicts. A family overrides `make_schedule` and `captures_due`.
     """
 
+    trains_one_model = True
     taken: Tensor
     _num_captured: int
 
     def captures_due(self, step: int) -> int:
         """Return how many copies there should be after so many optimizer steps."""
         raise NotImplementedError
-
-    @property
-    def trains_one_model(self) -> bool:
-        """Whether one model is trained, of which the members are copies: always."""
-        return True
 
     @property
     def uses_member_optimizers(self) -> bool:
@@ -63,7 +59,7 @@ class CapturedMembers(Ensemble):
     def on_train_start(self) -> None:
         """Start without copies in a new fit; a resumed fit first captures the copy that was due when it stopped."""
         if self.trainer.global_step == 0:
-            self._set_num_captured(0)
+            self.set_count("taken", "_num_captured", 0)
         self._capture_if_due()
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -77,7 +73,7 @@ class CapturedMembers(Ensemble):
         ensemble = made([members[-1]], len(members), **options)
         for index, member in enumerate(members):
             ensemble.estimators_.copy_member_(index, tensors_of(member))
-        ensemble._set_num_captured(len(members))
+        ensemble.set_count("taken", "_num_captured", len(members))
         return ensemble
 
     def _capture_if_due(self) -> None:
@@ -85,7 +81,4 @@ class CapturedMembers(Ensemble):
         due = self.captures_due(step)
         if self._num_captured < due <= self.n_estimators and self.captures_due(step - 1) < due:
             self.estimators_.copy_member_(due - 1, self.working.member_tensors(0))
-            self._set_num_captured(due)
-
-    def _set_num_captured(self, count: int) -> None:
-        self.set_count("taken", "_num_captured", count)
+            self.set_count("taken", "_num_captured", due)

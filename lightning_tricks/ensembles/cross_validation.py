@@ -23,12 +23,12 @@ from lightning_tricks.ensembles.stacking_run import check_row_loader, read_targe
 
 @dataclass(frozen=True)
 class CrossValidation:
-    """What `cross_validate` returns.
+    """The result of `cross_validate`.
 
     Attributes:
-        predictions: What `predict_step` gives for each row by the module that was not trained on it, (N, ...), on the
-            CPU.
-        scores: For each fold, what its module logged in the validation of its held-out rows, by name.
+        predictions: The output of `predict_step` for each row, by the module that was not trained on it, (N, ...), on
+            the CPU.
+        scores: For each fold, the values that its module logged in the validation of its held-out rows, by name.
         mean: The mean of each score over the folds that have it.
         std: The standard deviation of each score over these folds, that of a population.
         folds: (rows to train on, rows held out) of each fold.

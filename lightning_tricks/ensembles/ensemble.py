@@ -21,8 +21,6 @@ from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_mod
 from lightning_tricks.ensembles import arguments, lightning_members, optimizers
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
-    mean_with_gradient_of_sum,
-    member_losses,
     normalized_weights,
 )
 from lightning_tricks.ensembles.core.factory import Estimator, build_members, untrusted_class_names
@@ -30,7 +28,6 @@ from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.stacked_members import as_members, as_sequential
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
 from lightning_tricks.ensembles.members_at_once import MembersAtOnce
-from lightning_tricks.ensembles.training_data import TrainingData
 
 
 class Ensemble(TorchensembleInterchange, MembersAtOnce):
@@ -59,7 +56,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     A training step:
 
-    - `member_loss(outputs, targets)`: what is minimized, a function of the outputs;
+    - `member_loss(outputs, targets)`: the value to minimize, a function of the outputs;
     - `training_loss(inputs, targets)`: the same for a loss that also needs the inputs, such as one of perturbed inputs
       or of the residuals of earlier members;
     - `uses_member_steps`, `uses_member_optimizers`: whether members that are LightningModules train by their own
@@ -82,6 +79,8 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
     """
 
     predictor_without_variance = ""
+    trains_one_model = False
+    uses_member_steps = True
 
     def __init__(
         self,
@@ -116,7 +115,6 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         self.set_members(members)
         self._checked_stages: set[str] = set()
         self._losses = MeanLoss()
-        self.training_data = TrainingData()
         self._installed = ExitStack()  # the context managers that a fit has entered
         frame = currentframe()
         self._unsaved_arguments = arguments.save_plain_hyperparameters(self, estimator, frame)
@@ -148,26 +146,19 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     # --- the members
 
-    @property
-    def trains_one_model(self) -> bool:
-        """Whether one model is built, of which the members are copies, instead of one for each member."""
-        return False
-
     def set_members(self, members: Sequence[nn.Module]) -> None:
         """Keep the built models as `estimators_`, stacked where that is possible and faster."""
+        have_steps = [False]
         if self.uses_member_steps:
             lightning_members.check_import_style(self, members)
-        self._has_lightning_members = self.uses_member_steps and lightning_members.have_training_steps(members)
+            have_steps = [lightning_members.has_training_step(member) for member in members]
+        self._has_lightning_members = all(have_steps)
         if self._has_lightning_members:
             why_not = f"{type(members[0]).__name__} has a training_step of its own"
         else:
             why_not = optimizers.why_not_step_stacked(self.optimizer, members)
-        if (
-            not self._has_lightning_members
-            and self.uses_member_steps
-            and any(lightning_members.have_training_steps([member]) for member in members)
-        ):
-            self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
+            if any(have_steps):
+                self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
         self.estimators_ = as_members(members, self.vectorize, why_not)
 
     def fit_members(self) -> Members:
@@ -181,12 +172,8 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     # --- a training step
 
-    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
-        return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
-
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is minimized in a training step, and the outputs that metrics see.
+        """Return the value to minimize in a training step, and the outputs that metrics see.
 
         Args:
             inputs: The inputs of the batch, which `training_outputs(inputs, targets)` runs.
@@ -204,19 +191,9 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         The first batch of a fit is checked.
         """
         members = self.trained_members()
-        outputs = members(*inputs) if self.training_data.has_member_rows else members.forward_shared(*inputs)
-        self.check_training_batch(outputs, targets)
+        outputs = members(*inputs) if self.has_member_rows else members.forward_shared(*inputs)
+        self.check_first_batch(outputs, targets, "train")
         return outputs
-
-    def check_training_batch(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check the first batch of a fit, (n, B, ...)."""
-        if "train" not in self._checked_stages and not torch.compiler.is_compiling():
-            self._check_first_batch(outputs, targets, "train")
-
-    @property
-    def uses_member_steps(self) -> bool:
-        """Whether the `training_step` of members that are LightningModules is their loss."""
-        return True
 
     @property
     def uses_member_optimizers(self) -> bool:
@@ -224,28 +201,6 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         if self.has_given_optimizer or not self._has_lightning_members:
             return False
         return lightning_members.have_optimizers(self.trained_members())
-
-    # --- the samples
-
-    @property
-    def per_member_batches(self) -> bool:
-        """Whether members see the samples in orders of their own, in batches with rows of each member."""
-        return False
-
-    def member_rows(self, size: int) -> Sequence[Tensor] | None:
-        """Return which of the `size` rows that the loader's sampler yields each member is trained on; None for all.
-
-        Rows are indices below `size`, as many for each member; they may repeat.
-        """
-        return None
-
-    def on_shared_batches(self, reason: str) -> None:
-        """React to members sharing the batches; `reason` is not empty where that was not asked for."""
-        self._log_info(f"members share the batches: {reason}" if reason else "")
-
-    def training_loader(self, loaders: Any) -> Any:
-        """Return the loader to train with, for the loaders that the user gave."""
-        return self.training_data.loader(self, loaders)
 
     # --- the optimization
 
@@ -255,23 +210,27 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
             return lightning_members.merge_member_optimizers(self.trained_members())
         return optimizers.make_optimizer(self.trained_members(), self.optimizer, self.trainer)
 
+    def schedule_epochs(self) -> int | None:
+        """Return the length in epochs of a schedule that has none of its own; None for that of the run."""
+        return None
+
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Make the schedule of the optimizer, as `configure_optimizers` returns it, or None."""
         if self.lr_scheduler is None or self.uses_member_optimizers:
             return None
-        has_validation = bool(self.trainer.enable_validation)
-        return optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation)
+        has_validation, epochs = bool(self.trainer.enable_validation), self.schedule_epochs()
+        return optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation, epochs)
 
     # --- steps
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Train the members; returns the loss, the members' scores and the targets of their rows."""
-        members, data = self.trained_members(), self.training_data
+        members = self.trained_members()
         if self._has_lightning_members:
-            batches = data.batches_of_members(batch, len(members), self.trainer.train_dataloader, batch_idx)
+            batches = self.batches_of_members(batch, len(members), batch_idx)
             results = lightning_members.run_training_steps(members, batches, batch_idx)
         else:
-            inputs, targets = data.split(batch, len(members))
+            inputs, targets = self.split_batch(batch, len(members))
             try:
                 loss, outputs = self.training_loss(inputs, targets)
             except IndexError as error:  # a class index that does not exist
@@ -312,7 +271,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
     def teardown(self, stage: str) -> None:
         """Close the context managers that `setup` has entered."""
         self._installed.close()
-        self.training_data.has_member_rows = False
+        self.has_member_rows = False
         self._losses = MeanLoss()
 
     def configure_optimizers(self) -> Any:
@@ -357,8 +316,11 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
 
     def _parse_criterion(self, choice: arguments.CriterionChoice) -> Criterion:
         criterion: Criterion = arguments.parse_criterion(choice) or self.default_criterion()
-        if self.predictor_without_variance:
-            arguments.refuse_variance(criterion, self.predictor_without_variance)
+        if self.predictor_without_variance and isinstance(criterion, nn.GaussianNLLLoss):
+            raise ValueError(
+                f"criterion=GaussianNLLLoss() needs a variance, which {self.predictor_without_variance} does not give: "
+                "use VotingRegressor."
+            )
         return criterion
 
     def _build_members(self, estimator: Estimator, estimator_args: Mapping[str, Any] | None) -> list[nn.Module]:

@@ -16,10 +16,10 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_number, check_optional_count
 from lightning_tricks.ensembles import optimizers
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import triangle_factor
 from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import weighted_mean
 from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 
 
 class FusedMembers(Ensemble):
     """Members whose mean is trained, as one model."""
 
-    @property
-    def uses_member_steps(self) -> bool:
-        """Whether members are trained by their own `training_step`: never, as their mean has one loss."""
-        return False
+    uses_member_steps = False  # their mean has one loss
 
     def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""

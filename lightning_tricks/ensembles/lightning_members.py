@@ -22,9 +22,9 @@ from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.optimizers import merge_optimizers
 
 
-def have_training_steps(members: Sequence[nn.Module]) -> bool:
-    """Whether all members are LightningModules with a `training_step`."""
-    return all(isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members)
+def has_training_step(member: nn.Module) -> bool:
+    """Whether a member is a LightningModule with a `training_step`."""
+    return isinstance(member, LightningModule) and is_overridden("training_step", member)
 
 
 def check_import_style(ensemble: object, members: Sequence[nn.Module]) -> None:
@@ -44,7 +44,7 @@ def refuse_manual_optimization(ensemble: object, members: Members) -> None:
     Raises:
         MisconfigurationException: If there is one, with the remedy.
     """
-    for member in cast(Sequence[LightningModule], list(members.children())):
+    for member in _modules(members):
         if not member.automatic_optimization:
             raise MisconfigurationException(
                 f"{type(ensemble).__name__} steps the optimizer of its members, and {type(member).__name__} has "
@@ -79,7 +79,7 @@ def run_training_steps(members: Members, batches: Sequence[Any], batch_idx: int)
     Raises:
         ValueError: If a member returns None.
     """
-    modules = cast(Sequence[LightningModule], list(members.children()))
+    modules = _modules(members)
     one_of_each = {type(module): module for module in modules}
     rest = {kind: step_arguments(m.training_step, batches[0], batch_idx)[1:] for kind, m in one_of_each.items()}
     results = [module.training_step(batch, *rest[type(module)]) for module, batch in zip(modules, batches, strict=True)]
@@ -91,9 +91,13 @@ def run_training_steps(members: Members, batches: Sequence[Any], batch_idx: int)
     return {"loss": loss, **{name: torch.cat([part[name].detach() for part in parts]) for name in returned}}
 
 
+def _modules(members: Members) -> list[LightningModule]:
+    return cast(list[LightningModule], list(members.children()))
+
+
 def have_optimizers(members: Members) -> bool:
     """Whether the members have a `configure_optimizers`."""
-    return is_overridden("configure_optimizers", cast(LightningModule, next(members.children())))
+    return is_overridden("configure_optimizers", _modules(members)[0])
 
 
 def merge_member_optimizers(members: Members) -> Optimizer:
@@ -102,7 +106,7 @@ def merge_member_optimizers(members: Members) -> Optimizer:
     Raises:
         MisconfigurationException: If they have none, more than one each, of different types, or schedulers, or LBFGS.
     """
-    modules = cast(Sequence[LightningModule], list(members.children()))
+    modules = _modules(members)
     made = [
         module.configure_optimizers() if is_overridden("configure_optimizers", module) else None for module in modules
     ]

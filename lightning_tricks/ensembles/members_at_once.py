@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_tricks._lightning_compat.ddp import syncs_batchnorm
@@ -16,14 +15,13 @@ from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.core.stacked_layers import StackedBatchNorm
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members, as_sequential
 from lightning_tricks.ensembles.prediction import CombinedPrediction
-from lightning_tricks.ensembles.training_data import TrainingData, inputs_to_predict
+from lightning_tricks.ensembles.training_data import TrainingBatches, inputs_to_predict
 from lightning_tricks.gradient_clipping.core.methods import AGC, METHODS, ClipMethod
 
 
-class MembersAtOnce(CombinedPrediction):
+class MembersAtOnce(TrainingBatches, CombinedPrediction):
     """The part of an `Ensemble` that decides whether its members run at once."""
 
-    training_data: TrainingData
     _ranks_agree = False  # on the result of the first comparison
 
     def trained_members(self) -> Members:
@@ -56,8 +54,8 @@ class MembersAtOnce(CombinedPrediction):
         members = self.trained_members()
         if self._ranks_agree or not isinstance(members, StackedMembers):
             return
-        inputs, _ = self.training_data.split(batch, len(members))
-        self._compare_with_loop(members, inputs, shared=not self.training_data.has_member_rows)
+        inputs, _ = self.split_batch(batch, len(members))
+        self._compare_with_loop(members, inputs, shared=not self.has_member_rows)
         decide: Any = self.trainer.strategy.reduce_boolean_decision
         self._ranks_agree = decide(members.is_compared, all=True)
         if decide(bool(members.reason), all=False):
@@ -97,7 +95,7 @@ class MembersAtOnce(CombinedPrediction):
     def run_members_as(self, how: Mapping[str, Any]) -> None:
         """Stack or unstack the parameters as the optimizer's state in a checkpoint needs them.
 
-        What the first batches have shown is not asked of later ones: the run goes on as it began.
+        The result of the comparison on the first batches is kept, so that the run goes on as it began.
 
         Raises:
             MisconfigurationException: If the members cannot be stacked.
@@ -132,10 +130,6 @@ class MembersAtOnce(CombinedPrediction):
     def _log_why_sequential(self, members: Members) -> None:
         if reason := members.reason:
             self._log_info(f"members run one after another: {reason}")
-
-    def _log_info(self, *messages: str) -> None:
-        for message in filter(None, messages):
-            rank_zero_info(f"{type(self).__name__}: {message}.")
 
 
 def _why_not_stack_beside(callbacks: Sequence[Any]) -> str:

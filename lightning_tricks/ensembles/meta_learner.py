@@ -82,8 +82,16 @@ class MetaLearner(Ensemble):
         Raises:
             ImportError: If scikit-learn is missing.
         """
-        if not self.trains_final_by_gradient and self.final_estimator is None:
-            self.final_estimator = default_linear_model(self.is_classifier)
+        if self.trains_final_by_gradient or self.final_estimator is not None:
+            return
+        try:
+            from sklearn.linear_model import LogisticRegression, RidgeCV
+        except ImportError as error:
+            raise ImportError(
+                "final_estimator=None is a linear model of scikit-learn, which is not installed: pip install "
+                "scikit-learn, or give a torch.nn.Module."
+            ) from error
+        self.final_estimator = LogisticRegression() if self.is_classifier else RidgeCV()
 
     def reset_final(self) -> None:
         """Let the members predict again, until the meta-learner is fitted."""
@@ -132,7 +140,8 @@ class MetaLearner(Ensemble):
     def features(self, outputs: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return the features (B, F) of the members' outputs (n, B, C) and, with `passthrough`, of their inputs."""
         columns = self.member_features(outputs)
-        return append_inputs(columns, inputs) if self.passthrough else columns
+        given = [x.reshape(len(columns), -1).to(columns.dtype) for x in inputs] if self.passthrough else []
+        return torch.cat([columns, *given], 1)
 
     def member_features(self, outputs: Tensor) -> Tensor:
         """Return the columns of the members' outputs (n, B, C), (B, n x columns)."""
@@ -212,22 +221,6 @@ def check_linear_model(estimator: Any, is_classifier: bool) -> Any:
 _MULTINOMIAL = ("auto", "deprecated", "warn")
 
 
-def default_linear_model(is_classifier: bool) -> Any:
-    """Return scikit-learn's default meta-learner: LogisticRegression or RidgeCV.
-
-    Raises:
-        ImportError: If scikit-learn is missing.
-    """
-    try:
-        from sklearn.linear_model import LogisticRegression, RidgeCV
-    except ImportError as error:
-        raise ImportError(
-            "final_estimator=None is a linear model of scikit-learn, which is not installed: pip install scikit-learn, "
-            "or give a torch.nn.Module."
-        ) from error
-    return LogisticRegression() if is_classifier else RidgeCV()
-
-
 class LinearFinal(nn.Module):
     """A linear function of the features, of the size that it is given when it is fitted or loaded.
 
@@ -272,9 +265,9 @@ def fit_linear_model(
     """Fit a copy of a linear model of scikit-learn, in double precision.
 
     Args:
-        model: What `check_linear_model` returned.
+        model: The result of `check_linear_model`.
         features: (N, F).
-        targets: Class indices (N,), or what is predicted, (N,) or (N, n_outputs).
+        targets: Class indices (N,), or values to predict, (N,) or (N, n_outputs).
         n_outputs: Number of classes, for a classifier.
 
     Returns:
@@ -351,8 +344,3 @@ def member_columns(columns: Tensor) -> Tensor:
         [[1.0, 3.0], [2.0, 4.0]]
     """
     return at_least_single(columns).transpose(0, 1).flatten(1)
-
-
-def append_inputs(features: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return the features (B, F) with each row's inputs, flattened, after them."""
-    return torch.cat([features, *(x.reshape(len(features), -1).to(features.dtype) for x in inputs)], 1)

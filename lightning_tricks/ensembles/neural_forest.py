@@ -13,12 +13,12 @@ from lightning_tricks._lightning_compat.loaders import request_train_loaders
 from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_optional_count
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
 from lightning_tricks.ensembles.core.factory import build_members
 from lightning_tricks.ensembles.core.members import tensors_of
 from lightning_tricks.ensembles.core.sampling import batch_of_first_sample
 from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty, tree_sizes
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.training_data import unpack
 from lightning_tricks.ensembles.voting import IndependentMembers
 
@@ -56,7 +56,7 @@ class ForestMembers(IndependentMembers):
         super().setup(stage)
 
     def predict_members(self, *x: Tensor) -> Tensor:
-        """Return what each tree gives for the same rows, (n, B, n_outputs).
+        """Return the outputs of each tree for the same rows, (n, B, n_outputs).
 
         Raises:
             ValueError: If the size of the trees is not known yet.

@@ -106,17 +106,18 @@ def _are_equal(group: dict[str, Any], other: dict[str, Any], names: Set[str] | N
 
 def _of_stacked(members: StackedMembers, choice: Any) -> Optimizer:
     """Make the optimizer that a function makes of one member, and put the stacked parameters in the places of its."""
-    member, stacks = members.member(0), members.stacked_parameters()
-    names = {parameter: name for name, parameter in member.named_parameters() if stacks[name][1].requires_grad}
+    stacks = {key: (tensor, layer, name) for key, layer, name, tensor in members.stacked_tensors()}
+    own = members.member(0).named_parameters()
+    names = {parameter: name for name, parameter in own if stacks[name][0].requires_grad}
     made = _optimizer_of(choice, list(names))
     for group in made.param_groups:
-        group["params"][:] = [stacks[names[parameter]][1] for parameter in group["params"]]
+        group["params"][:] = [stacks[names[parameter]][0] for parameter in group["params"]]
     for parameter, name in names.items():
-        layer, stack = stacks[name]
+        stack, layer, own_name = stacks[name]
         # Adagrad has a state from the beginning
         for key, value in made.state.pop(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                value = torch.stack([layer.to_stored(name.rpartition(".")[2], value)] * len(members))
+                value = torch.stack([layer.to_stored(own_name, value)] * len(members))
             made.state[stack][key] = value
     return made
 
@@ -155,7 +156,7 @@ def make_schedule(
 
     Args:
         optimizer: The optimizer.
-        choice: What `parse_schedule` returned.
+        choice: The result of `parse_schedule`.
         trainer: The Trainer of the fit.
         has_validation: Whether there is a validation loss to go by.
         epochs: The length of a schedule that has none of its own; that of the run by default.

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import snapshot_factor
 from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
@@ -55,7 +55,11 @@ class SnapshotMembers(CapturedMembers):
         lr_clip: tuple[float, float] | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_lr_clip(lr_clip)
+        if lr_clip is not None:
+            if len(lr_clip) != 2 or not lr_clip[0] < lr_clip[1]:
+                raise ValueError(f"lr_clip must be (lowest, highest) learning rate, got {lr_clip!r}.")
+            for limit in lr_clip:
+                check_not_negative("lr_clip", limit)
         super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -90,15 +94,6 @@ class SnapshotMembers(CapturedMembers):
             rank_zero_warn(f"{problem}; {min(n, steps)} cycles have {cycle} steps each. To train, {remedy}.")
             return cycle
         raise MisconfigurationException(f"{problem}: {remedy}.")
-
-
-def _check_lr_clip(limits: Sequence[float] | None) -> None:
-    if limits is None:
-        return
-    if len(limits) != 2 or not limits[0] < limits[1]:
-        raise ValueError(f"lr_clip must be (lowest, highest) learning rate, got {limits!r}.")
-    for limit in limits:
-        check_not_negative("lr_clip", limit)
 
 
 class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):

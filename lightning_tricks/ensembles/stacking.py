@@ -20,7 +20,6 @@ from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import Uncertainty, classification_uncertainty
 from lightning_tricks.ensembles.core.factory import Estimator, class_name
 from lightning_tricks.ensembles.core.folds import check_cv
@@ -34,6 +33,7 @@ from lightning_tricks.ensembles.meta_learner import (
     is_of_sklearn,
     member_columns,
 )
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.stacking_run import StackingRun, max_epochs_of, plan_run, stage_of_epoch, subset_loader
 from lightning_tricks.ensembles.stages import StagedEnsemble
 from lightning_tricks.ensembles.training_data import unpack
@@ -51,6 +51,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
     """
 
     predictor_without_variance = "a meta-learner"
+    trains_all_members = True
     _methods: tuple[str, ...]
 
     def __init__(
@@ -121,11 +122,6 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         """The members by the names that they were given with, or by their numbers."""
         names = self._names or map(str, range(len(self.estimators_)))
         return dict(zip(names, self.estimators_, strict=True))
-
-    @property
-    def trains_all_members(self) -> bool:
-        """Whether a stage trains all members or none of them: always."""
-        return True
 
     @property
     def n_members(self) -> int:
@@ -258,10 +254,10 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         # a schedule may ask for the data of a resumed fit when its stage is known and its epoch is not
         run.loader_stage = stage = max(run.next_stage(), self.stage)
         if not self._is_final(stage):
-            return self.training_data.loader(self, run.loader_for_members(stage))
+            return self.training_loader(run.loader_for_members(stage))
         if run.features is None:
             self._keep_predictions(stage)
-        return self.training_data.loader(self, run.loader_for_final())
+        return self.training_loader(run.loader_for_final())
 
     def _loader_is_outdated(self) -> bool:
         run = _RUNS[self]

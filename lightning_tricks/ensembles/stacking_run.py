@@ -21,7 +21,7 @@ from lightning_tricks.ensembles.training_data import unpack
 
 
 class StackingRun:
-    """What a fit knows beside the module.
+    """The data, the folds and the progress of one fit.
 
     Args:
         trainer: The Trainer of the fit.

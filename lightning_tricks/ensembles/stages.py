@@ -10,11 +10,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks.ensembles import optimizers
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
 from lightning_tricks.ensembles.core.stacked_members import as_sequential
 from lightning_tricks.ensembles.ensemble import Ensemble
@@ -35,17 +33,18 @@ class StagedEnsemble(Ensemble):
     - `total_epochs()` and `stage_at(epoch)`: the length of all stages, and the stage of an epoch, where the stages
       differ in length;
     - `trained_members()`: the members that the current stage trains, one by default;
-    - `trains_all_members`: whether a stage trains all members, which then may be stacked;
+    - `trains_all_members`: whether a stage trains all members or none of them, which then may be stacked;
     - `on_stage_start()`: called when a stage has begun, with its optimizer made;
     - `predict_members(*x)` and `n_members`: by default the members up to the current stage predict;
     - `member_loss` or `training_loss`, which may call `earlier_outputs(*inputs)`.
 
-    What else belongs to a stage and must survive a resume is registered as a buffer in `set_members`.
+    Further state of a stage, which must survive a resume, is registered as a buffer in `set_members`.
 
     Attributes:
         stage: The current stage, from 0.
     """
 
+    trains_all_members = False
     stage: int
     stage_number: Tensor
     _trainable: list[bool] | None = None  # which parameters a fit trains, in their order; None outside of a fit
@@ -82,11 +81,6 @@ class StagedEnsemble(Ensemble):
     def on_stage_start(self) -> None:
         """React to the beginning of a stage; `self.stage` is the new one."""
 
-    @property
-    def trains_all_members(self) -> bool:
-        """Whether a stage trains all members or none of them."""
-        return False
-
     def set_members(self, members: Any) -> None:
         """Keep the members one after another where stages train some of them: a stack would train all."""
         refuse_lazy(members)
@@ -119,13 +113,9 @@ class StagedEnsemble(Ensemble):
         """Return the outputs of the members of earlier stages, without gradients; None in the first stage."""
         return self._members(range(self.stage)).forward_shared(*x) if self.stage else None
 
-    def make_schedule(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Make the schedule of one stage: a length that is not given is that of the stage."""
-        choice = self.lr_scheduler
-        if choice is None or self.uses_member_optimizers:
-            return None
-        has_validation = bool(self.trainer.enable_validation)
-        return optimizers.make_schedule(optimizer, choice, self.trainer, has_validation, self.epochs_per_stage())
+    def schedule_epochs(self) -> int:
+        """Return the length of a stage, which has a schedule of its own."""
+        return self.epochs_per_stage()
 
     @classmethod
     def from_members(cls, members: list[nn.Module], **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the members of an ensemble are trained on: shared batches, or batches that hold rows of each member's own."""
+"""The training batches of an ensemble: shared by its members, or with rows of each member's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -23,40 +25,56 @@ from lightning_tricks.ensembles.core.sampling import (
 )
 
 
-class TrainingData:
-    """The training batches of an ensemble.
+class TrainingBatches(LightningModule):
+    """The part of an `Ensemble` that makes the training batches of its members.
 
     Attributes:
         has_member_rows: Whether a batch holds rows of each member's own, one member after another.
     """
 
-    def __init__(self) -> None:
-        self.has_member_rows = False
+    n_estimators: int
+    seed: int
+    has_member_rows = False
 
-    def loader(self, ensemble: Any, loaders: Any) -> Any:
+    @property
+    def per_member_batches(self) -> bool:
+        """Whether members see the samples in orders of their own, in batches with rows of each member."""
+        return False
+
+    def member_rows(self, size: int) -> Sequence[Tensor] | None:
+        """Return which of the `size` rows that the loader's sampler yields each member is trained on; None for all.
+
+        Rows are indices below `size`, as many for each member; they may repeat.
+        """
+        return None
+
+    def on_shared_batches(self, reason: str) -> None:
+        """React to members sharing the batches; `reason` is not empty where that was not asked for."""
+        self._log_info(f"members share the batches: {reason}" if reason else "")
+
+    def training_loader(self, loaders: Any) -> Any:
         """Return the loader to train with, for the loaders that the user gave.
 
         Raises:
             ValueError: If the DataLoader has no batches.
         """
-        _check_not_empty(ensemble, loaders)
+        self._check_not_empty(loaders)
         self.has_member_rows = False
-        if overfit_batches_of(ensemble.trainer):
+        if overfit_batches_of(self.trainer):
             return loaders  # the same batches in each epoch
-        wants_own = ensemble.per_member_batches and ensemble.n_estimators > 1
+        wants_own = self.per_member_batches and self.n_estimators > 1
         if reason := why_not_reorder(loaders):
-            ensemble.on_shared_batches(reason if wants_own else "")
+            self.on_shared_batches(reason if wants_own else "")
             return loaders
-        rows = ensemble.member_rows(len(sampler_of(loaders)))
+        rows = self.member_rows(len(sampler_of(loaders)))
         # a loader that does not shuffle has the order that the user wants
         self.has_member_rows = wants_own and (is_shuffled(loaders) or rows is not None)
-        n = ensemble.n_estimators if self.has_member_rows else 1
-        trainer = ensemble.trainer
-        kwargs = (trainer.distributed_sampler_kwargs or {}) if uses_distributed_sampler(trainer) else {}
-        shard = kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
-        return MemberLoader(loaders, member_orders(loaders, n, ensemble.seed, rows and rows[:n], shard))
+        n = self.n_estimators if self.has_member_rows else 1
+        given: Any = self.trainer.distributed_sampler_kwargs if uses_distributed_sampler(self.trainer) else None
+        shard = (given["rank"], given["num_replicas"]) if given else (0, 1)
+        return MemberLoader(loaders, member_orders(loaders, n, self.seed, rows and rows[:n], shard))
 
-    def split(self, batch: Any, n_members: int) -> tuple[Sequence[Tensor], Tensor]:
+    def split_batch(self, batch: Any, n_members: int) -> tuple[Sequence[Tensor], Tensor]:
         """Return the inputs of a batch and its targets for each member, (n_members, B, ...).
 
         Raises:
@@ -74,12 +92,25 @@ class TrainingData:
             )
         return inputs, target.reshape(n_members, -1, *target.shape[1:])
 
-    def batches_of_members(self, batch: Any, n_members: int, loader: Any, batch_idx: int) -> list[Any]:
+    def batches_of_members(self, batch: Any, n_members: int, batch_idx: int) -> list[Any]:
         """Return the batch of each member, in the form that the loader gives."""
         if not self.has_member_rows:
             return [batch] * n_members
+        loader: Any = self.trainer.train_dataloader
         rows = loader.indices_of(batch_idx).numel()
         return [batch_of_member(batch, index, n_members, rows) for index in range(n_members)]
+
+    def _check_not_empty(self, loaders: Any) -> None:
+        if isinstance(loaders, DataLoader) and not why_not_reorder(loaders) and not len(loaders):
+            batches: Any = loaders.batch_sampler
+            raise ValueError(
+                f"{type(self).__name__} has nothing to train with: the DataLoader has no batches "
+                f"({len(batches.sampler)} samples, batch_size={batches.batch_size}, drop_last={batches.drop_last})."
+            )
+
+    def _log_info(self, *messages: str) -> None:
+        for message in filter(None, messages):
+            rank_zero_info(f"{type(self).__name__}: {message}.")
 
 
 def unpack(batch: Any) -> Sequence[Tensor]:
@@ -107,15 +138,6 @@ def inputs_to_predict(batch: Any) -> Sequence[Any]:
     if not isinstance(batch, list | tuple):
         raise TypeError(f"a batch to predict must be x, (x, y) or (x1, x2, ..., y), got {type(batch).__name__}.")
     return batch[:-1] if len(batch) > 1 else batch
-
-
-def _check_not_empty(ensemble: Any, loaders: Any) -> None:
-    if isinstance(loaders, DataLoader) and not why_not_reorder(loaders) and not len(loaders):
-        batches: Any = loaders.batch_sampler
-        raise ValueError(
-            f"{type(ensemble).__name__} has nothing to train with: the DataLoader has no batches "
-            f"({len(batches.sampler)} samples, batch_size={batches.batch_size}, drop_last={batches.drop_last})."
-        )
 
 
 def batch_of_member(batch: Any, index: int, n_members: int, rows: int) -> Any:

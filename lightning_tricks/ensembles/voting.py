@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._torch_compat.optimizers import takes_scale
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.sampling import bootstrap_rows
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 
 
 class IndependentMembers(Ensemble):

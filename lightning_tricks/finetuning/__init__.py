@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lightning_tricks.finetuning.core.freezing import trainable_summary as trainable_summary
     from lightning_tricks.finetuning.core.freezing import unfreeze_ as unfreeze_
     from lightning_tricks.finetuning.core.injection import InjectionReport as InjectionReport
-    from lightning_tricks.finetuning.core.lora_injection import LoRASettings as LoRASettings
     from lightning_tricks.finetuning.core.lora_injection import add_lora as add_lora
     from lightning_tricks.finetuning.core.lora_injection import merge as merge
+    from lightning_tricks.finetuning.core.lora_layers import LoRASettings as LoRASettings
     from lightning_tricks.finetuning.core.prefixes import PrefixSettings as PrefixSettings
     from lightning_tricks.finetuning.core.prefixes import add_prefixes as add_prefixes
     from lightning_tricks.finetuning.core.trainable_weights import load_trainable as load_trainable
@@ -79,7 +79,8 @@ else:  # or a type checker would take any name for one of the package
             "core.bottleneck_adapters": ("AdapterSettings", "add_adapters"),
             "core.freezing": ("freeze_", "trainable_summary", "unfreeze_"),
             "core.injection": ("InjectionReport",),
-            "core.lora_injection": ("LoRASettings", "add_lora", "merge"),
+            "core.lora_injection": ("add_lora", "merge"),
+            "core.lora_layers": ("LoRASettings",),
             "core.prefixes": ("PrefixSettings", "add_prefixes"),
             "core.trainable_weights": ("load_trainable",),
             "gradual_unfreezing": ("GradualUnfreezing",),

@@ -67,9 +67,7 @@ class GradientCheckingCallback(TrickCallback):
                 'Trainer(strategy="ddp_find_unused_parameters_true").'
             )
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Warn about parameters without a gradient."""
         if not self._had_backward:
             return
@@ -99,11 +97,11 @@ class GradientCheckingCallback(TrickCallback):
 class AdaptationCallback(GradientCheckingCallback):
     """The base of callbacks that add parameters to a module: after its layers are there, before its optimizer is.
 
-    The module keeps what was added when the fit is over. A module that has it already, from an earlier fit or from
-    pickle, is left as it is.
+    The module keeps the added parameters when the fit is over. A module that has them already, from an earlier fit or
+    from pickle, is left as it is.
 
     Attributes:
-        report: What was added to the module of the last run; None before the first.
+        report: The report on the module of the last run; None before the first.
     """
 
     report: Any = None
@@ -229,36 +227,20 @@ class CoverageCheckingCallback(AdaptationCallback):
                 f"the modules that contain them: {list_names(coverage.idle)}."
             )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Watch which modules are called."""
         self._start(pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Report modules that were not called, and parameters without a gradient."""
         self._end("training", _TRAINING)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, *args)
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Watch which modules are called."""
-        self._start(pl_module)
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Report modules that were not called."""
         self._end("evaluation", _EVALUATION)
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 

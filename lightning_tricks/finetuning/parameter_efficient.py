@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,13 +14,38 @@ from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.adaptation import AdaptationCallback, CoverageCheckingCallback
 from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterInjection, AdapterSettings
-from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, InjectionReport
-from lightning_tricks.finetuning.core.lora_injection import LoRAInjection, LoRASettings
+from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, Injection, InjectionReport
+from lightning_tricks.finetuning.core.lora_injection import LoRAInjection
+from lightning_tricks.finetuning.core.lora_layers import LoRASettings
 from lightning_tricks.finetuning.core.peft_injection import adapters_in, ensure_peft, peft_config
 from lightning_tricks.finetuning.core.prefixes import PrefixInjection, PrefixSettings
 
 
-class LoRA(AdaptationCallback):
+class InjectionCallback(AdaptationCallback):
+    """The base of the callbacks whose arguments are the settings of an `Injection`, which are their attributes, too.
+
+    Args:
+        arguments: The arguments of the callback, by name; others are not used.
+    """
+
+    injection: ClassVar[type[Injection]]
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        given = {field.name: arguments[field.name] for field in fields(self.injection.settings_type)}
+        self._settings = self.injection.settings_type(**given)
+        vars(self).update(given)
+
+    def adapt(self, module: LightningModule) -> InjectionReport:
+        """Add the parameters, unless the module has them."""
+        return self.injection.ensure(module, self._settings)
+
+    def adapted(self, module: LightningModule) -> Collection[str]:
+        """Return the names of the modules that have such parameters."""
+        return self.injection.names_in(module)
+
+
+class LoRA(InjectionCallback):
     """Freeze the module, and train a low-rank change of the weights of its linear layers (LoRA).
 
     A weight that is read is the changed one, whoever reads it: also the fused layers of `nn.TransformerEncoderLayer` in
@@ -36,7 +61,7 @@ class LoRA(AdaptationCallback):
             convolutions, embeddings, attention, recurrent layers, or any module with a `weight`; or `"linear"` for all
             linear layers and `nn.MultiheadAttention`. A pattern is a glob (`"*.q_proj"`) or, with the prefix `re:`, a
             regular expression.
-        exclude: Patterns of modules that are not changed, nor is what lies in them.
+        exclude: Patterns of modules that are not changed, nor are their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
             called `head`, if there is one.
         dropout: The probability with which an input of the change is set to zero in training; only in layers whose own
@@ -66,6 +91,7 @@ class LoRA(AdaptationCallback):
         >>> trainer = Trainer(callbacks=[LoRA(rank=8, exclude="stem")], accelerator="cpu", logger=False)
     """
 
+    injection = LoRAInjection
     training_arguments = tuple(field.name for field in fields(LoRASettings))
 
     def __init__(
@@ -80,25 +106,10 @@ class LoRA(AdaptationCallback):
         rank_pattern: dict[str, int] | None = None,
         use_rslora: bool = False,
     ) -> None:
-        super().__init__()
-        self.rank = rank
-        self.alpha = alpha
-        self.target_modules = target_modules
-        self.exclude = exclude
-        self.modules_to_save = modules_to_save
-        self.dropout = dropout
-        self.rank_pattern = rank_pattern
-        self.use_rslora = use_rslora
-        self._settings = LoRASettings(
-            rank, alpha, target_modules, exclude, modules_to_save, dropout, rank_pattern, use_rslora
-        )
-
-    def adapt(self, module: LightningModule) -> InjectionReport:
-        """Add the changes, unless the module has them."""
-        return LoRAInjection.ensure(module, self._settings)
+        super().__init__(locals())
 
 
-class Adapters(CoverageCheckingCallback):
+class Adapters(InjectionCallback, CoverageCheckingCallback):
     """Freeze the module, and train small bottleneck networks behind, or beside, its layers.
 
     Each adapter is two linear layers with a nonlinearity between them, which add `scale * W_up f(W_down x)`. At first
@@ -118,7 +129,7 @@ class Adapters(CoverageCheckingCallback):
         kind: The kind of adapters.
         nonlinearity: The function `f`; None for that of the kind: GELU for `"houlsby"`, ReLU otherwise.
         scale: The scale of the output; None for that of the kind: 4 for `"parallel"`, 1 otherwise.
-        exclude: Patterns of modules that get no adapter, nor does what lies in them.
+        exclude: Patterns of modules that get no adapter, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
             called `head`, if there is one.
         dropout: The probability with which a value between the two layers is set to zero in training.
@@ -129,7 +140,7 @@ class Adapters(CoverageCheckingCallback):
     torch's fused path in evaluation, which would not call adapters.
 
     Attributes:
-        report: What was added to the module of the last run, None before.
+        report: The `InjectionReport` of the last run, None before.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -145,6 +156,7 @@ class Adapters(CoverageCheckingCallback):
         >>> trainer = Trainer(callbacks=[Adapters(bottleneck=32, kind="houlsby")], accelerator="cpu", logger=False)
     """
 
+    injection = AdapterInjection
     training_arguments = tuple(field.name for field in fields(AdapterSettings))
 
     def __init__(
@@ -159,29 +171,10 @@ class Adapters(CoverageCheckingCallback):
         modules_to_save: str | list[str] = DEFAULT_MODULES_TO_SAVE,  # type: ignore[assignment]
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.bottleneck = bottleneck
-        self.target_modules = target_modules
-        self.kind = kind
-        self.nonlinearity = nonlinearity
-        self.scale = scale
-        self.exclude = exclude
-        self.modules_to_save = modules_to_save
-        self.dropout = dropout
-        self._settings = AdapterSettings(
-            bottleneck, target_modules, kind, nonlinearity, scale, exclude, modules_to_save, dropout
-        )
-
-    def adapt(self, module: LightningModule) -> InjectionReport:
-        """Add the adapters, unless the module has them."""
-        return AdapterInjection.ensure(module, self._settings)
-
-    def adapted(self, module: LightningModule) -> Collection[str]:
-        """Return the names of the modules that have an adapter."""
-        return AdapterInjection.names_in(module)
+        super().__init__(locals())
 
 
-class PrefixTuning(CoverageCheckingCallback):
+class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
     """Freeze the module, and train keys and values that its attentions have before those of their input.
 
     Each `nn.MultiheadAttention`, alone or in `nn.TransformerEncoder`, `nn.TransformerDecoder` or torchvision's ViT, has
@@ -193,7 +186,7 @@ class PrefixTuning(CoverageCheckingCallback):
         length: The number of keys and values of each attention.
         target_modules: `"attention"` for each `nn.MultiheadAttention`, or patterns over their qualified names: globs
             (`"*.self_attn"`) or, with the prefix `re:`, regular expressions.
-        exclude: Patterns of modules that get no prefix, nor does what lies in them.
+        exclude: Patterns of modules that get no prefix, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
             called `head`, if there is one.
 
@@ -204,7 +197,7 @@ class PrefixTuning(CoverageCheckingCallback):
     the given keys; with those of the prefix they sum up to 1.
 
     Attributes:
-        report: What was added to the module of the last run, None before.
+        report: The `InjectionReport` of the last run, None before.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -219,6 +212,7 @@ class PrefixTuning(CoverageCheckingCallback):
         >>> trainer = Trainer(callbacks=[PrefixTuning(length=8)], accelerator="cpu", logger=False)
     """
 
+    injection = PrefixInjection
     training_arguments = tuple(field.name for field in fields(PrefixSettings))
 
     def __init__(
@@ -229,20 +223,7 @@ class PrefixTuning(CoverageCheckingCallback):
         exclude: str | list[str] = (),  # type: ignore[assignment]
         modules_to_save: str | list[str] = DEFAULT_MODULES_TO_SAVE,  # type: ignore[assignment]
     ) -> None:
-        super().__init__()
-        self.length = length
-        self.target_modules = target_modules
-        self.exclude = exclude
-        self.modules_to_save = modules_to_save
-        self._settings = PrefixSettings(length, target_modules, exclude, modules_to_save)
-
-    def adapt(self, module: LightningModule) -> InjectionReport:
-        """Add the prefixes, unless the module has them."""
-        return PrefixInjection.ensure(module, self._settings)
-
-    def adapted(self, module: LightningModule) -> Collection[str]:
-        """Return the names of the attentions that have a prefix."""
-        return PrefixInjection.names_in(module)
+        super().__init__(locals())
 
 
 class PeftAdapters(CoverageCheckingCallback):

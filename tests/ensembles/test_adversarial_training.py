@@ -9,7 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AdversarialTrainingClassifier, AdversarialTrainingRegressor, VotingClassifier
-from lightning_tricks.ensembles.adversarial_training import FeatureRanges, call_without_statistics, fast_gradient_sign
+from lightning_tricks.ensembles.adversarial_training import (
+    call_without_statistics,
+    extended_extremes,
+    fast_gradient_sign,
+)
 from tests.contract.lab import real_fp16
 from tests.ensembles.nets import CNN, MLP, accuracy, diabetes, digits, few, fit, values
 
@@ -97,17 +101,24 @@ def test_batches_stay_as_they_are():
     fit(AdversarialTrainingClassifier(MLP, 2, seed=0), some(), callbacks=[Watch()])
 
 
+def _ranges(ensemble):
+    """The ranges of the features of each input, as a checkpoint tells them."""
+    checkpoint = {}
+    ensemble.on_save_checkpoint(checkpoint)
+    return [None if both is None else both.sum(0) for both in checkpoint["ensemble"]["feature_extremes"]]
+
+
 def test_ranges_widen_batch_by_batch_and_survive_a_checkpoint(tmp_path):
     ensemble = AdversarialTrainingClassifier(MLP, 2, seed=0)
     trainer = fit(ensemble, some())
     x = some().dataset.tensors[0]
-    (width,) = ensemble._ranges.ranges()
+    (width,) = _ranges(ensemble)
     torch.testing.assert_close(width, x.amax(0) - x.amin(0))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     loaded = AdversarialTrainingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert torch.equal(loaded._ranges.ranges()[0], width)
+    assert torch.equal(_ranges(loaded)[0], width)
     fit(ensemble, few(TensorDataset(x / 2, some().dataset.tensors[1]), 64))
-    torch.testing.assert_close(ensemble._ranges.ranges()[0], width / 2)
+    torch.testing.assert_close(_ranges(ensemble)[0], width / 2)
 
 
 def test_one_range_for_all_features():
@@ -123,10 +134,9 @@ def test_one_range_for_all_features():
 
 
 def test_ranges_of_samples_of_several_shapes_need_a_number():
-    ranges = FeatureRanges()
-    ranges.update([torch.rand(4, 3, 8)])
+    extremes = extended_extremes([], [torch.rand(4, 3, 8)])
     with pytest.raises(ValueError, match=r"\(3, 9\) and \(3, 8\), so that a feature has no range: give feature_range"):
-        ranges.update([torch.rand(4, 3, 9)])
+        extended_extremes(extremes, [torch.rand(4, 3, 9)])
 
 
 class _TwoInputs(nn.Module):
@@ -145,7 +155,7 @@ def test_inputs_of_whole_numbers_stay():
         ensemble = AdversarialTrainingClassifier(_TwoInputs, 2, vectorize=vectorize, seed=0)
         trainer = fit(ensemble, DataLoader(data, 8, shuffle=True), max_epochs=2)
         assert trainer.callback_metrics["train/loss"].isfinite()
-        assert ensemble._ranges.ranges()[0] is None
+        assert _ranges(ensemble)[0] is None
     with pytest.raises(TypeError, match=r"whole numbers have none, got torch.int64: give floating-point inputs"):
         fit(
             AdversarialTrainingClassifier(nn.Embedding, 2, {"num_embeddings": 5, "embedding_dim": 4}, seed=0),

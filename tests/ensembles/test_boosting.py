@@ -21,7 +21,7 @@ from lightning_tricks import (
     SoftGradientBoostingRegressor,
 )
 from lightning_tricks.ensembles.boosting import exclusive_sums, negative_gradient
-from lightning_tricks.ensembles.cached_predictions import CachedPredictions
+from lightning_tricks.ensembles.gradient_boosting import CachedPredictions
 from tests.contract.lab import QUIET
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, digits, few, fit, values
 

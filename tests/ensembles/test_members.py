@@ -100,10 +100,10 @@ def test_a_stack_is_a_loop(make, training):
         (container(_rows(seed=1)) * weights).sum().backward()
     for index in range(4):
         own = dict(loop.member(index).named_parameters())
-        for path, layer in stack.stacked_layers():
-            for name, parameter in layer.named_parameters(recurse=False):
-                gradient = layer.to_stored(name, parameter.grad[index])
-                torch.testing.assert_close(gradient, own[f"{path}.{name}".lstrip(".")].grad, atol=1e-4, rtol=1e-3)
+        for key, layer, name, tensor in stack.stacked_tensors():
+            if isinstance(tensor, nn.Parameter):
+                gradient = layer.to_stored(name, tensor.grad[index])
+                torch.testing.assert_close(gradient, own[key].grad, atol=1e-4, rtol=1e-3)
     for (name, ours), theirs in zip(stack.state_dict().items(), loop.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)  # buffers
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_tricks import ScheduleSpec
-from lightning_tricks.ensembles.bases import ClassifierEnsemble
+from lightning_tricks.ensembles.prediction import ClassifierEnsemble
 from lightning_tricks.ensembles.stages import StagedEnsemble
 from tests.contract.lab import QUIET
 from tests.ensembles.nets import CNN, MLP, LitMLP, digits, few, fit, values

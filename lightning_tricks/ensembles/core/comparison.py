@@ -1,4 +1,4 @@
-"""Whether members that run at once compute what they compute one after another, in a step of both on copies."""
+"""Whether members give the same at once as one after another, in a step of both on copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks._torch_compat.operators import TorchDispatchMode, argument_names
 from lightning_tricks.ensembles.core.members import stack_outputs
-from lightning_tricks.ensembles.core.same_values import different_attributes, same_or_rows_of
+from lightning_tricks.ensembles.core.same_values import different_attributes, relative_difference, same_or_rows_of
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer
 
 _EXACT, _HALF = 1e-3, 1e-2  # relative to the largest value: layers are run alike, so that next to nothing is off
@@ -27,7 +27,7 @@ _EXACT, _HALF = 1e-3, 1e-2  # relative to the largest value: layers are run alik
 
 @dataclass
 class Step:
-    """What a forward and a backward pass of all members gave.
+    """The results of a forward and a backward pass of all members.
 
     Attributes:
         outputs: The outputs, (n, B, ...).
@@ -196,7 +196,7 @@ def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bo
         ("gradients", at_once.gradients, alone.gradients),
         ("buffers", at_once.state, alone.state),
     ):
-        off = _relative_difference(ours, theirs)
+        off = relative_difference(ours, theirs)
         if off > tolerance:
             return f"the model mixes rows of a batch outside its layers ({kind} are {off:.2g} of the largest off)"
     for name in dict.fromkeys(name for changed in (*at_once.changed, *alone.changed) for name in changed):
@@ -204,21 +204,6 @@ def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bo
         if not same_or_rows_of(at_once.changed[0].get(name), values, tolerance):
             return f"the model keeps {name}, which would be that of all members"
     return ""
-
-
-def _relative_difference(given: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest difference, as a share of the largest value."""
-    off = largest = 0.0
-    for ours, theirs in zip(given, expected, strict=True):
-        if not ours.numel():
-            continue
-        if not ours.is_floating_point():
-            if not torch.equal(ours, theirs):
-                return math.inf
-            continue
-        ours, theirs = (value.nan_to_num(0.0, 0.0, 0.0).float() for value in (ours, theirs))
-        off, largest = max(off, float((ours - theirs).abs().max())), max(largest, float(theirs.abs().max()))
-    return off / max(largest, 1e-6)
 
 
 def _copied_values(net: nn.Module) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified:
     """Make the folds of a data set; each row is held out once.
 
     Args:
-        cv: What `check_cv` returned, other than "prefit".
+        cv: The result of `check_cv`, other than "prefit".
         size: Number of rows.
         targets: Targets of the rows, which stratified folds and objects with `split` need.
         stratified: Whether a number of folds means stratified ones, for targets that are classes (size,).

@@ -1,4 +1,4 @@
-"""The members of an ensemble as one module: what all containers of members offer, and members that run in turn.
+"""The members of an ensemble as one module: the interface of all containers of members, and members that run in turn.
 
 All containers have the same state dict, that of a `ModuleList` of the members, so that each can load the files of the
 others.

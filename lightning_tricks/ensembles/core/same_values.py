@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import FunctionType, MethodType
@@ -53,8 +54,8 @@ def same_or_rows_of(value: Any, parts: Sequence[Any], tolerance: float) -> bool:
     """Whether a value is that of each of several, or tensors that hold their rows one after another.
 
     Args:
-        value: What one module has for all members.
-        parts: What the module of each member has.
+        value: The value of a module for all members.
+        parts: The value of the module of each member.
         tolerance: How much tensors may differ, relative to the largest value.
     """
     if any(type(part) is not type(value) for part in parts):
@@ -75,13 +76,23 @@ def same_or_rows_of(value: Any, parts: Sequence[Any], tolerance: float) -> bool:
     return all(_is_same(value, part, set()) for part in parts)
 
 
+def relative_difference(given: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference of tensors of the same shapes, as a share of the largest value."""
+    off = largest = 0.0
+    for ours, theirs in zip(given, expected, strict=True):
+        if not ours.numel():
+            continue
+        if not ours.is_floating_point():
+            if not torch.equal(ours, theirs):
+                return math.inf
+            continue
+        ours, theirs = (value.detach().nan_to_num(0.0, 0.0, 0.0).float() for value in (ours, theirs))
+        off, largest = max(off, float((ours - theirs).abs().max())), max(largest, float(theirs.abs().max()))
+    return off / max(largest, 1e-6)
+
+
 def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not (a.numel() and a.is_floating_point()):
-        return torch.equal(a, b)
-    a, b = (tensor.detach().nan_to_num(0.0, 0.0, 0.0).float() for tensor in (a, b))
-    return bool((a - b).abs().max() <= tolerance * b.abs().max())
+    return a.shape == b.shape and a.dtype == b.dtype and relative_difference([a], [b]) <= tolerance
 
 
 def _is_same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:

@@ -35,7 +35,7 @@ class MemberOrders:
         n_members: Number of orders.
         seed: The seed, which decides about all orders together with the epoch.
         member_rows: Rows of the data set that each member is trained on, (size,) each; None for all rows.
-        sampler: What is asked for the rows of each member, or for their places in `member_rows`; None shuffles them.
+        sampler: Yields the rows of each member, or their places in `member_rows`; None shuffles them.
         shard: This rank and the number of ranks, for a loader that Lightning would distribute.
     """
 

@@ -61,7 +61,7 @@ def tree_sizes(weights: Mapping[str, Any], prefix: str = "") -> dict[str, int] |
 
     Args:
         weights: Tensors by name.
-        prefix: What stands in front of the names of the tree.
+        prefix: The prefix of the names of the tree.
 
     Examples:
         >>> tree_sizes(SoftDecisionTree(4, 3, depth=2).state_dict())

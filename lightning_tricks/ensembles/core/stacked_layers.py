@@ -203,16 +203,7 @@ class StackedEmbedding(StackedLayer):
 
 
 _STACKED: Mapping[type[nn.Module], type[StackedLayer]] = {
-    layer_type: stacked
-    for stacked in (
-        StackedLinear,
-        StackedConv,
-        StackedBatchNorm,
-        StackedLayerNorm,
-        StackedGroupNorm,
-        StackedEmbedding,
-    )
-    for layer_type in stacked.layer_types
+    layer_type: stacked for stacked in StackedLayer.__subclasses__() for layer_type in stacked.layer_types
 }
 
 

@@ -76,39 +76,31 @@ class StackedMembers(Members):
             Why members cannot be trained at once, if they train different parameters, or nothing.
         """
         self._update_views()
-        flags = {name: {parameter.requires_grad} for name, (_, parameter) in self.stacked_parameters().items()}
+        flags = {name: {parameter.requires_grad} for name, parameter in self.net.named_parameters()}
         if self._views:
             members = [self._views.get(index, self.net) for index in range(len(self))]
             flags = {name: {member.get_parameter(name).requires_grad for member in members} for name in flags}
         for name, found in flags.items():
             if len(found) > 1:
                 return f"{name} is frozen in some members and trained in others"
-        for name, (_, parameter) in self.stacked_parameters().items():
+        for name, parameter in self.net.named_parameters():
             parameter.requires_grad_(flags[name].pop())
             self._shown[name] = parameter.requires_grad
         return ""
 
     def _update_views(self) -> None:
         """Freeze in the members that were handed out the parameters that were frozen in the stack since."""
-        flags = {name: parameter.requires_grad for name, (_, parameter) in self.stacked_parameters().items()}
+        flags = {name: parameter.requires_grad for name, parameter in self.net.named_parameters()}
         for name in (name for name, flag in flags.items() if self._shown.get(name, flag) != flag):
             for view in self._views.values():
                 view.get_parameter(name).requires_grad_(flags[name])
         self._shown = flags
 
-    def stacked_layers(self) -> Iterator[tuple[str, StackedLayer]]:
-        """Yield the layers with parameters, by their names in a member."""
-        for name, layer in self.net.named_modules():
+    def stacked_tensors(self) -> Iterator[tuple[str, StackedLayer, str, Tensor]]:
+        """Yield the stacked parameters and buffers: the name in a member, the layer, the name there, and the tensor."""
+        for path, layer in self.net.named_modules():
             if isinstance(layer, StackedLayer):
-                yield name, layer
-
-    def stacked_parameters(self) -> dict[str, tuple[StackedLayer, nn.Parameter]]:
-        """Return the layer and the stacked parameter for each parameter's name in a member."""
-        return {
-            _key(path, name): (layer, parameter)
-            for path, layer in self.stacked_layers()
-            for name, parameter in layer.named_parameters(recurse=False)
-        }
+                yield from ((f"{path}.{name}".lstrip("."), layer, name, tensor) for name, tensor in own_tensors(layer))
 
     def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers, as views of the stacked ones, by their names in it."""
@@ -153,7 +145,7 @@ class StackedMembers(Members):
         """Run copies at once and one after another, where that was not done in this mode, and set `reason`.
 
         Args:
-            *inputs: What `forward` gets; or, if `shared`, `forward_shared`.
+            *inputs: The arguments of `forward`; or, if `shared`, of `forward_shared`.
             shared: Whether members have the same rows.
         """
         if self.reason or self.is_compared or (shared and self._is_loop_for(inputs)):
@@ -169,12 +161,10 @@ class StackedMembers(Members):
         Args:
             values: Tensors to be cut instead of those of `net`, by their names in it.
         """
-        cut = {}
-        for path, layer in self.stacked_layers():
-            for name, tensor in own_tensors(layer):
-                key = _key(path, name)
-                cut[key] = layer.to_stored(name, tensor if values is None else values[key]).unbind()
-        return cut
+        return {
+            key: layer.to_stored(name, tensor if values is None else values[key]).unbind()
+            for key, layer, name, tensor in self.stacked_tensors()
+        }
 
     def split_rows(self, rows: Tensor) -> Tensor:
         """Return rows (n x B, ...) as (n, B, ...)."""
@@ -221,15 +211,14 @@ class StackedMembers(Members):
         if self._is_released:
             return
         self._is_released = True
-        for part in (part for skeleton in self.skeletons for part in skeleton.modules()):
-            vars(part).pop("log", None)
-            tensors: Any
-            for tensors in (part._parameters, part._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None and not tensor.is_meta:
-                        empty = torch.empty_like(tensor, device="meta")
-                        is_parameter = tensors is part._parameters
-                        tensors[name] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        for skeleton in self.skeletons:
+            vars(skeleton).pop("log", None)
+            empty: dict[str, Tensor] = {
+                name: nn.Parameter(torch.empty_like(value, device="meta"), value.requires_grad)
+                for name, value in skeleton.named_parameters()
+            }
+            empty |= {name: torch.empty_like(value, device="meta") for name, value in skeleton.named_buffers()}
+            place_tensors(skeleton, empty)
 
     def _copied_skeleton(self, index: int) -> nn.Module:
         self.release()
@@ -260,11 +249,10 @@ def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Give a stack's state dict the keys and shapes of the members'."""
     cut: dict[str, Tensor] = {}
-    for path, layer in stack.stacked_layers():
-        for name, _ in own_tensors(layer):
-            stored = state.pop(_key(f"{prefix}net", path, name), None)
-            if stored is not None:
-                cut[_key(path, name)] = layer.to_stored(name, stored)
+    for key, layer, name, _ in stack.stacked_tensors():
+        stored = state.pop(f"{prefix}net.{key}", None)
+        if stored is not None:
+            cut[key] = layer.to_stored(name, stored)
     order = stack.skeletons[0].state_dict()
     for index in range(stack.n_members):
         # contiguous, which safetensors asks for
@@ -273,18 +261,11 @@ def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: 
 
 def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Turn the members' tensors back into the stacked ones."""
-    for path, layer in stack.stacked_layers():
-        for name, _ in own_tensors(layer):
-            keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
-            tensors = [state.pop(key) for key in keys if key in state]
-            if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
-                stored = torch.stack([layer.to_stored(name, tensor) for tensor in tensors])
-                state[_key(f"{prefix}net", path, name)] = stored
-
-
-def _key(*parts: str) -> str:
-    """Return a qualified name; the path of a module itself is empty."""
-    return ".".join(filter(None, parts))
+    for key, layer, name, _ in stack.stacked_tensors():
+        keys = [f"{prefix}{index}.{key}" for index in range(stack.n_members)]
+        tensors = [state.pop(own) for own in keys if own in state]
+        if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
+            state[f"{prefix}net.{key}"] = torch.stack([layer.to_stored(name, tensor) for tensor in tensors])
 
 
 def as_members(members: Sequence[nn.Module], vectorize: bool | str = "auto", why_not: str = "") -> Members:

@@ -33,8 +33,8 @@ class TorchensembleInterchange:
     def to_torchensemble(self) -> Any:
         """Return a fitted object of torchensemble's class of the same name, whose `predict` equals this one's.
 
-        What torchensemble's `io.save` writes of it, its `io.load` reads again, also with torch 2.6 and later: the class
-        of the criterion, if it is one of torch.nn, is added to `torch.serialization`'s safe globals of this process.
+        torchensemble's `io.load` reads the file that its `io.save` writes, also with torch 2.6 and later: the class of
+        the criterion, if it is one of torch.nn, is added to `torch.serialization`'s safe globals of this process.
 
         Raises:
             ValueError: If torchensemble cannot combine members in this way, with the reason.

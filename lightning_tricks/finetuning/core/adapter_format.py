@@ -41,32 +41,12 @@ PLAIN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _INITIAL_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the weights of the base
 # What says where a file comes from, which layers it is for, which the names of its tensors say as well, or how it was
 # initialized, or is read only beside a setting that is refused
-_WITHOUT_EFFECT = frozenset(
-    [
-        "peft_type",
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "runtime_config",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "fan_in_fan_out",
-        "init_lora_weights",
-        "eva_config",
-        "megatron_core",
-        "qalora_group_size",
-        "loftq_config",
-        "ensure_weight_tying",
-    ]
-)
-_USED = frozenset(
-    ["r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "modules_to_save", "bias"]
-)
+_WITHOUT_EFFECT = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "init_lora_weights", "eva_config", "megatron_core", "qalora_group_size", "loftq_config", "ensure_weight_tying",
+}  # fmt: skip
+_USED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "modules_to_save", "bias"}
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,12 @@ from lightning_tricks.finetuning.core.injection import (
     seeded_generator,
 )
 from lightning_tricks.finetuning.core.lora_injection import (
-    LoRASettings,
     changes_at,
     describe_lora,
     owners_of_parameters,
     put_changes,
 )
-from lightning_tricks.finetuning.core.lora_layers import has_transposed_weight, weights_of
+from lightning_tricks.finetuning.core.lora_layers import LoRASettings, has_transposed_weight, weights_of
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ class BaseMismatchError(ValueError):
 
 
 class TensorRecord(NamedTuple):
-    """What identifies a tensor that is not saved.
+    """The identity of a tensor that is not saved.
 
     Attributes:
         shape: Its shape.
@@ -67,7 +67,7 @@ def forget(base: dict[str, TensorRecord], model: nn.Module, names: Collection[st
     """Remove tensors, and those that share memory with a removed one, from a record: they are saved from now on.
 
     Args:
-        base: What `base_fingerprints` returned.
+        base: The result of `base_fingerprints`.
         model: The model.
         names: Names without the prefixes of `torch.compile`.
     """

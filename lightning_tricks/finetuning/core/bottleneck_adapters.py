@@ -91,7 +91,7 @@ def add_adapters(
         generator: Draws the initial values; None for a new one, seeded as torch was.
 
     Returns:
-        What was added.
+        A report on the added parameters.
 
     Raises:
         ValueError: If a pattern matches nothing, there is no known transformer block, a layer would bypass its
@@ -104,7 +104,7 @@ def add_adapters(
         Adapters (pfeiffer, bottleneck 8) in 2 Linear add 2,192 values; 2,842 of 69,786 values (4.07%) are trained, with
         all of 1.
     """
-    return AdapterInjection.add(model, settings or AdapterSettings(), generator)
+    return AdapterInjection.add(model, settings, generator)
 
 
 class BottleneckAdapter(AddedParameters):
@@ -112,12 +112,8 @@ class BottleneckAdapter(AddedParameters):
 
     Args:
         like: A tensor with the dtype and device of the parameters.
-        inputs: The width of the input.
-        outputs: The width of the output.
-        bottleneck: The width between the layers.
-        nonlinearity: The name of `f`.
-        scale: The scale of the output.
-        dropout: The probability with which a value between the layers is set to zero in training.
+        widths: The widths of the input and of the output.
+        settings: The width between the layers, the name of `f`, the scale and the dropout between the layers.
         generator: Draws the initial values.
 
     Attributes:
@@ -130,23 +126,20 @@ class BottleneckAdapter(AddedParameters):
     def __init__(
         self,
         like: Tensor,
-        inputs: int,
-        outputs: int,
-        bottleneck: int,
-        nonlinearity: str = "relu",
-        scale: float = 1.0,
-        dropout: float = 0.0,
+        widths: tuple[int, int],
+        settings: AdapterSettings,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        self.shape = settings.shape
+        (inputs, outputs), (bottleneck, self.nonlinearity, self.scale, _) = widths, self.shape
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()  # a quantized weight is not
         make = partial(torch.empty, dtype=dtype, device=like.device)
-        self.bottleneck, self.nonlinearity, self.scale = bottleneck, nonlinearity, scale
         self.down_weight = nn.Parameter(make(bottleneck, inputs))
         self.down_bias = nn.Parameter(make(bottleneck))
         self.up_weight = nn.Parameter(make(outputs, bottleneck))
         self.up_bias = nn.Parameter(make(outputs))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(settings.dropout)
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -163,7 +156,7 @@ class BottleneckAdapter(AddedParameters):
 
     def extra_repr(self) -> str:
         """Return the settings, for the print of a model."""
-        return f"bottleneck={self.bottleneck}, nonlinearity={self.nonlinearity!r}, scale={self.scale:g}"
+        return f"bottleneck={len(self.down_weight)}, nonlinearity={self.nonlinearity!r}, scale={self.scale:g}"
 
 
 class Adapted:
@@ -231,6 +224,7 @@ class AdapterInjection(Injection):
         widths: Name of a target -> the widths of the inputs and outputs of its adapter.
     """
 
+    settings_type = AdapterSettings
     part = BottleneckAdapter
     noun = "adapters"
     otherwise = "in other layers or of another kind"
@@ -289,11 +283,10 @@ class AdapterInjection(Injection):
 
     def put(self, generator: torch.Generator) -> None:
         """Add the adapters."""
-        bottleneck, nonlinearity, scale, is_parallel = self.settings.shape
-        dropout = self.settings.dropout
+        is_parallel = self.settings.kind == "parallel"
         for name, module in self.targets.items():
             like = next(module.parameters())
-            adapter = BottleneckAdapter(like, *self.widths[name], bottleneck, nonlinearity, scale, dropout, generator)
+            adapter = BottleneckAdapter(like, self.widths[name], self.settings, generator)
             module.add_module("adapter", adapter.train(module.training))
             extend(module, ParallelAdapted if is_parallel else Adapted)
             if (first := self.first.get(name)) is not None:
@@ -307,8 +300,7 @@ class AdapterInjection(Injection):
 
     def settings_of(self, part: BottleneckAdapter) -> Any:
         """Return the settings that an adapter shares with the others."""
-        is_parallel = any(isinstance(module, ParallelAdapted) for module in self.model.modules())
-        return part.bottleneck, part.nonlinearity, part.scale, is_parallel
+        return part.shape
 
     def report(self) -> InjectionReport:
         """Return which adapters the model has."""

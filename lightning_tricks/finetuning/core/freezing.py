@@ -186,7 +186,7 @@ def match_pattern(text: str, names: dict[nn.Parameter, list[str]], argument: str
 
     Args:
         text: The pattern.
-        names: What `names_of_parameters` returned.
+        names: The result of `names_of_parameters`.
         argument: What the pattern belongs to, for the error message.
 
     Raises:

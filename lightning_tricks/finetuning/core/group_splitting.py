@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks._torch_compat.optimizers import inner_schedulers, set_last_lr
 
-MULTIPLIER_KEY = "lr_multiplier"  # in a parameter group: by what its learning rates have been multiplied
+MULTIPLIER_KEY = "lr_multiplier"  # in a parameter group: the factor by which its learning rates have been multiplied
 _RATES_OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _RATES_OF_SCHEDULER = ("base_lrs", "max_lrs", "min_lrs", "swa_lrs", "base_values")  # one for each group; timm: the last
 _OTHERS_OF_SCHEDULER = ("lr_lambdas", "base_momentums", "max_momentums")
@@ -26,7 +26,7 @@ class _Part:
     source: int
     places: list[int]
     multiplier: float
-    factor: float  # what is left to multiply by
+    factor: float  # by which the learning rates are still to be multiplied
 
 
 def split_groups_(optimizer: Optimizer, multipliers: Mapping[Tensor, float], schedulers: Iterable[object] = ()) -> int:

@@ -1,4 +1,4 @@
-"""What adding parameters to a model has in common: which layers get them, what is frozen, and the report."""
+"""The common part of adding parameters to a model: which layers get them, which are frozen, and the report."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ DEFAULT_MODULES_TO_SAVE = ("head",)
 
 @dataclass(frozen=True)
 class InjectionReport:
-    """What was added to a model.
+    """A report on the parameters that were added to a model.
 
     Attributes:
-        what: What it is, in words.
+        what: The kind of parameters, in words.
         layers: Qualified name of each module, or weight, that was given parameters -> the class of the layer.
         saved: The names of the modules that are trained whole.
         added: The number of values that were added.
         trainable: The number of values that are trained, with those of `saved`.
         total: The number of values of the model.
-        remark: A sentence on what is unusual.
+        remark: A sentence on anything unusual.
     """
 
     what: str
@@ -55,7 +55,7 @@ class InjectionReport:
         saved: Iterable[str],
         remark: str = "",
     ) -> InjectionReport:
-        """Count what was added to a model: the parameters `added`, in layers that are given by name."""
+        """Count the parameters `added` to a model, in layers that are given by name."""
         parameters = list(model.parameters())
         return cls(
             what,
@@ -81,7 +81,7 @@ class Injection(ABC):
 
     Args:
         model: The model.
-        settings: A dataclass with the fields `target_modules`, `exclude` and `modules_to_save`, and others.
+        settings: The settings, of `settings_type`.
 
     Attributes:
         modules: The modules of the model by qualified name.
@@ -90,6 +90,7 @@ class Injection(ABC):
         targets: Those that get them.
     """
 
+    settings_type: ClassVar[type[Any]]  # a dataclass with target_modules, exclude, modules_to_save and others
     part: ClassVar[type[AddedParameters]]  # the module that holds the parameters of a target
     noun: ClassVar[str]
     otherwise: ClassVar[str]  # how those that a model has already may differ
@@ -132,11 +133,11 @@ class Injection(ABC):
 
     @abstractmethod
     def report(self) -> InjectionReport:
-        """Return what the model has."""
+        """Return a report on the parameters that the model has."""
 
     @classmethod
     def add(cls, model: nn.Module, settings: Any, generator: torch.Generator | None = None) -> InjectionReport:
-        """Freeze a model, add the parameters and return what was added.
+        """Freeze a model, add the parameters, by default with the default settings, and return a report on them.
 
         Raises:
             ValueError: If that is impossible, or the model has such parameters already; nothing is changed then.
@@ -145,14 +146,14 @@ class Injection(ABC):
             raise ValueError(
                 f"{type(model).__name__} has {cls.noun} already, which a second call would reset: {cls.remedy}."
             )
-        injection = cls(model, settings)
+        injection = cls(model, settings or cls.settings_type())
         freeze_base(model, injection.saved.values())
         injection.put(generator or seeded_generator())
         return injection.report()
 
     @classmethod
     def ensure(cls, model: nn.Module, settings: Any) -> InjectionReport:
-        """Add the parameters to a model, unless it has them, and return what it has.
+        """Add the parameters to a model, unless it has them, and return a report on them.
 
         Raises:
             ValueError: As `add`, or if they were added with other settings.
@@ -242,12 +243,16 @@ def as_patterns(argument: str, given: str | Sequence[str]) -> list[Pattern]:
 
     Raises:
         TypeError: If the argument is neither a string nor a list of strings.
+        ValueError: If a pattern is empty or not a regular expression.
     """
     if isinstance(given, str):
         given = [given]
     if not isinstance(given, list | tuple):
         raise TypeError(f"{argument} must be a pattern or a list of patterns, got {given!r} ({type(given).__name__}).")
-    return [Pattern(text) for text in given]
+    try:
+        return [Pattern(text) for text in given]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from error
 
 
 def plain_names(model: nn.Module) -> dict[str, nn.Module]:

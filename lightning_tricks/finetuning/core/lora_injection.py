@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import added_modules
-from lightning_tricks._shared.checks import check_count, check_dropout, check_number
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.class_extension import check_restorable, extend, restore
 from lightning_tricks.finetuning.core.injection import (
-    DEFAULT_MODULES_TO_SAVE,
     Injection,
     InjectionReport,
-    check_selection,
     matching,
     parameters_of,
     select_modules,
@@ -27,43 +24,15 @@ from lightning_tricks.finetuning.core.injection import (
 from lightning_tricks.finetuning.core.lora_layers import (
     CHANGE,
     LoRA,
+    LoRASettings,
     LowRank,
     changes_of,
-    has_transposed_weight,
     is_linear,
     is_transposed_linear,
     kind_for,
     refuse_other_weights,
     weights_of,
 )
-
-
-@dataclass(frozen=True)
-class LoRASettings:
-    """The arguments of `add_lora`, checked.
-
-    Raises:
-        TypeError: If one is of the wrong type.
-        ValueError: If one is out of range, or a pattern is empty or not a regular expression.
-    """
-
-    rank: int = 8
-    alpha: float = 16.0
-    target_modules: str | Sequence[str] = "linear"
-    exclude: str | Sequence[str] = ()
-    modules_to_save: str | Sequence[str] = DEFAULT_MODULES_TO_SAVE
-    dropout: float = 0.0
-    rank_pattern: Mapping[str, int] | None = None
-    use_rslora: bool = False
-
-    def __post_init__(self) -> None:
-        check_count("rank", self.rank)
-        check_number("alpha", self.alpha, above=0, at_most=1e9)
-        check_dropout("dropout", self.dropout)
-        check_selection(self)
-        for pattern, rank in (self.rank_pattern or {}).items():
-            Pattern(pattern)
-            check_count(f"rank_pattern[{pattern!r}]", rank)
 
 
 def add_lora(
@@ -82,7 +51,7 @@ def add_lora(
         generator: Draws the initial values; None for a new one, seeded as torch was.
 
     Returns:
-        What was added.
+        A report on the added parameters.
 
     Raises:
         ValueError: If a pattern matches nothing, a rank exceeds a layer, the model has LoRA already or is compiled.
@@ -92,7 +61,7 @@ def add_lora(
         >>> print(add_lora(model, LoRASettings(rank=4, target_modules="0", modules_to_save="2")))
         Low-rank changes (rank 4) in 1 Linear add 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.
     """
-    return LoRAInjection.add(model, settings or LoRASettings(), generator)
+    return LoRAInjection.add(model, settings, generator)
 
 
 @dataclass(frozen=True)
@@ -125,6 +94,7 @@ class LoRAInjection(Injection):
         changes: The changes, each once.
     """
 
+    settings_type = LoRASettings
     part = LowRank
     noun = "LoRA"
     otherwise = "with other layers, ranks, scales or dropout"
@@ -225,16 +195,7 @@ def put_changes(changes: Iterable[Change], settings: LoRASettings, generator: to
     changed: dict[nn.Module, list[str]] = {}
     for change in changes:
         module = change.places[0][1]
-        low_rank = LowRank(
-            change.weight,
-            change.rank,
-            settings.alpha,
-            settings.dropout,
-            use_rslora=settings.use_rslora,
-            is_transposed=has_transposed_weight(module),
-            is_lookup=isinstance(module, nn.Embedding | nn.EmbeddingBag),
-            generator=generator,
-        ).train(module.training)
+        low_rank = LowRank(change.weight, change.rank, module, settings, generator).train(module.training)
         for place, (_, owner, weight) in enumerate(change.places):
             if place == 0:
                 owner.add_module(CHANGE + weight, low_rank)

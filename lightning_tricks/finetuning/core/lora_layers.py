@@ -1,4 +1,4 @@
-"""What a layer does when a low-rank change is added to its weight.
+"""The computation of a layer when a low-rank change is added to its weight.
 
 A weight that is read is always the changed one, whoever reads it: the layer's own forward pass, a fused layer such as
 that of `nn.TransformerEncoderLayer`, or a function that is given the weights of its submodules. Where the layer's own
@@ -12,7 +12,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_tricks._shared.added_parameters import AddedParameters
+from lightning_tricks._shared.checks import check_count, check_dropout, check_number
+from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.layers import (
     base_state,
@@ -33,11 +36,39 @@ from lightning_tricks._torch_compat.layers import (
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks._torch_compat.operators import reshaped_as_new
 from lightning_tricks.finetuning.core.class_extension import class_below
-from lightning_tricks.finetuning.core.injection import draw_
+from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, check_selection, draw_
 
 CHANGE = "lora_"  # the name of the module with the change of `weight` is `lora_weight`
 _WEIGHT = re.compile(r"(^|_)weight(_|$)")
 _QUANTIZED = re.compile(r"weight|^W_q$")  # also GPTQ's `qweight` and HQQ's `W_q`
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """The arguments of `add_lora`, checked.
+
+    Raises:
+        TypeError: If one is of the wrong type.
+        ValueError: If one is out of range, or a pattern is empty or not a regular expression.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: str | Sequence[str] = "linear"
+    exclude: str | Sequence[str] = ()
+    modules_to_save: str | Sequence[str] = DEFAULT_MODULES_TO_SAVE
+    dropout: float = 0.0
+    rank_pattern: Mapping[str, int] | None = None
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        check_number("alpha", self.alpha, above=0, at_most=1e9)
+        check_dropout("dropout", self.dropout)
+        check_selection(self)
+        for pattern, rank in (self.rank_pattern or {}).items():
+            Pattern(pattern)
+            check_count(f"rank_pattern[{pattern!r}]", rank)
 
 
 class LowRank(AddedParameters):
@@ -46,11 +77,9 @@ class LowRank(AddedParameters):
     Args:
         weight: The weight that is changed, of at least two dimensions; only its shape, dtype and device count.
         rank: The rank of the change.
-        alpha: The scale, which is divided by the rank, or by its square root.
-        dropout: The probability with which an input of a side branch is set to zero in training.
-        use_rslora: Whether to divide by the square root of the rank (Kalajdzievski, 2023).
-        is_transposed: Whether the weight's first dimension is that of the inputs, as in `nn.Embedding`.
-        is_lookup: Whether the inputs are indices: then A is zero at the start, and B is not.
+        layer: The layer of the weight, whose type says what the dimensions of the weight are.
+        settings: The scale, which is divided by the rank or by its square root (Kalajdzievski, 2023), and the dropout
+            of the inputs of a side branch.
         generator: Draws the initial values.
 
     Attributes:
@@ -67,24 +96,21 @@ class LowRank(AddedParameters):
         self,
         weight: Tensor,
         rank: int,
-        alpha: float,
-        dropout: float = 0.0,
-        *,
-        use_rslora: bool = False,
-        is_transposed: bool = False,
-        is_lookup: bool = False,
+        layer: nn.Module,
+        settings: LoRASettings,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.rank = rank
-        self.is_transposed, self.is_lookup = is_transposed, is_lookup
+        self.is_transposed = has_transposed_weight(layer)  # its first dimension is that of the inputs
+        self.is_lookup = isinstance(layer, nn.Embedding | nn.EmbeddingBag)  # then A is zero at the start, and B is not
         first, rest = weight.shape[0], weight.shape[1:].numel()
-        outputs, inputs = (rest, first) if is_transposed else (first, rest)
+        outputs, inputs = (rest, first) if self.is_transposed else (first, rest)
         self.A = nn.Parameter(weight.new_empty(rank, inputs))
         self.B = nn.Parameter(weight.new_empty(outputs, rank))
         self.register_buffer("scale", torch.zeros((), device=weight.device))
-        self.set_alpha(alpha, use_rslora)
-        self.dropout = nn.Dropout(dropout)
+        self.set_alpha(settings.alpha, settings.use_rslora)
+        self.dropout = nn.Dropout(settings.dropout)
         self.reset_parameters(generator)
         untyped: Any = self
         untyped.register_load_state_dict_pre_hook(_refuse_other_scale)

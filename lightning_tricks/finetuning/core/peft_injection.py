@@ -19,20 +19,16 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import own_modules, own_parameters
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
+from lightning_tricks.finetuning.core.freezing import names_of_parameters
 from lightning_tricks.finetuning.core.injection import InjectionReport, parameters_of
 
 _ADAPTER = "default"  # peft's name for an adapter
 _MARK = "_peft_adapters"  # the attribute of a model with the configuration of its adapters
 _LISTS = ("target_modules", "exclude_modules", "modules_to_save", "feedforward_modules")
 _NEEDING_MORE = (
-    "megatron_config",
-    "corda_config",
-    "eva_config",
-    "lora_ga_config",
-    "loftq_config",
-    "arrow_config",
+    "megatron_config", "corda_config", "eva_config", "lora_ga_config", "loftq_config", "arrow_config",
     "layer_replication",
-)
+)  # fmt: skip
 _LOW_RANK = ("LORA", "LOHA", "LOKR")  # whose r is a rank
 _SEEDS = 2**32
 
@@ -89,7 +85,7 @@ def ensure_peft(model: nn.Module, config: Any) -> InjectionReport:
         config: As for `peft_config`.
 
     Returns:
-        What the model has.
+        A report on the adapters of the model.
 
     Raises:
         ValueError: If the model is compiled or has other adapters, a pattern matches nothing, or what peft adds would
@@ -175,7 +171,7 @@ def _names(argument: str, value: Any) -> Any:
 
 
 def _check_kind(kind: str) -> None:
-    """Refuse a method by its name: configurations of some cannot be made without what only a run knows."""
+    """Refuse a method by its name: configurations of some need values that only a run knows."""
     if kind == "ADALORA":
         raise ValueError(
             "config: ADALORA takes ranks away by a call after each step of the optimizer, which a model that adapters "
@@ -261,14 +257,10 @@ def _follow_modes(model: nn.Module, before: Mapping[nn.Module, object]) -> None:
 
 
 def _shared_weights(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[str]:
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(f"{name}.{own}".replace(".base_layer.", "."))
-    adapted = {id(parameter) for layer in layers.values() for parameter in _base_of(layer).parameters(recurse=False)}
-    for parameter, names in owners.items():
+    adapted = {parameter for layer in layers.values() for parameter in _base_of(layer).parameters(recurse=False)}
+    for parameter, names in names_of_parameters(model).items():
         if parameter in adapted and len(names) > 1:
-            yield from names
+            yield from (name.replace(".base_layer.", ".") for name in names)
 
 
 def _report(model: nn.Module, config: Any) -> InjectionReport:

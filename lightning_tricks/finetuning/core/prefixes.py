@@ -63,7 +63,7 @@ def add_prefixes(
         generator: Draws the initial values; None for a new one, seeded as torch was.
 
     Returns:
-        What was added.
+        A report on the added parameters.
 
     Raises:
         ValueError: If a pattern matches nothing, there is no `nn.MultiheadAttention`, or one has a forward pass of its
@@ -76,7 +76,7 @@ def add_prefixes(
         Prefixes (length 8) in 2 MultiheadAttention add 2,048 values; 2,698 of 69,642 values (3.87%) are trained, with
         all of 1.
     """
-    return PrefixInjection.add(model, settings or PrefixSettings(), generator)
+    return PrefixInjection.add(model, settings, generator)
 
 
 class Prefix(AddedParameters):
@@ -216,6 +216,7 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class PrefixInjection(Injection):
     """Prefixes of attentions."""
 
+    settings_type = PrefixSettings
     part = Prefix
     noun = "prefixes"
     otherwise = "in other attentions or of another length"

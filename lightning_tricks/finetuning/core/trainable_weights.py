@@ -38,7 +38,7 @@ def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[s
     Args:
         checkpoint: A checkpoint with a `state_dict`, which is replaced by a smaller one.
         model: The model that it was made from.
-        base: What `base_fingerprints` returned, without the tensors that are to be saved in any case.
+        base: The result of `base_fingerprints`, without the tensors that are to be saved in any case.
 
     Returns:
         The names that were removed, without the prefixes of `torch.compile`.
@@ -149,7 +149,7 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
             file left out are compared in any case.
 
     Returns:
-        What `load_state_dict` returned: the names that are missing and those that are left over.
+        The result of `load_state_dict`: the names that are missing and those that are left over.
 
     Raises:
         MissingCheckpointError: If there is no such file.

@@ -9,9 +9,10 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.freezing import ParameterCount, can_train, match_pattern, names_of_parameters
+from lightning_tricks.finetuning.core.injection import as_patterns
 
 
 def check_schedule(schedule: object) -> dict[int, tuple[str, ...]]:
@@ -33,13 +34,12 @@ def check_schedule(schedule: object) -> dict[int, tuple[str, ...]]:
     checked: dict[int, tuple[str, ...]] = {}
     for key, patterns in schedule.items():
         number = int(key) if isinstance(key, str) and key.isdecimal() else key
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"a key of schedule must be a whole number >= 0, got {key!r} ({type(key).__name__}).")
-        if number < 0:
-            raise ValueError(f"a key of schedule must be a whole number >= 0, got {key!r}.")
+        check_count("a key of schedule", number, minimum=0)
         if number in checked:
             raise ValueError(f"schedule has the key {number} twice: as a number and as a string.")
-        checked[number] = _check_patterns(f"schedule[{key!r}]", patterns)
+        checked[number] = tuple(pattern.text for pattern in as_patterns(f"schedule[{key!r}]", patterns))
+        if not checked[number]:
+            raise ValueError(f"schedule[{key!r}] must have at least one pattern, got {patterns!r}.")
     if 0 not in checked:
         raise ValueError(
             f"schedule must have the key 0, got {sorted(checked)}: something has to train from the start, because a "
@@ -48,28 +48,14 @@ def check_schedule(schedule: object) -> dict[int, tuple[str, ...]]:
     return dict(sorted(checked.items()))
 
 
-def _check_patterns(argument: str, patterns: object) -> tuple[str, ...]:
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(listed, Sequence):
-        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {patterns!r}.")
-    if not listed:
-        raise ValueError(f"{argument} must have at least one pattern, got {patterns!r}.")
-    for pattern in listed:
-        try:
-            Pattern(pattern)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{argument}: {error}") from error
-    return tuple(listed)
-
-
 def check_multipliers(lr_multipliers: object) -> dict[str, float]:
     """Return the multipliers, or raise an error if they are not patterns with finite numbers > 0."""
     if lr_multipliers is None:
         return {}
     if not isinstance(lr_multipliers, Mapping):
         raise TypeError(f"lr_multipliers must be a dict of pattern -> number, got {lr_multipliers!r}.")
+    as_patterns("a pattern of lr_multipliers", list(lr_multipliers))
     for pattern, value in lr_multipliers.items():
-        _check_patterns("a pattern of lr_multipliers", [pattern])
         argument = f"lr_multipliers[{pattern!r}]"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{argument} must be a finite number > 0, got {value!r} ({type(value).__name__}).")
@@ -134,7 +120,7 @@ def plan_unfreezing(module: nn.Module, schedule: Mapping[int, Sequence[str]]) ->
 
     Args:
         module: The module. Of a tied parameter, any name may match.
-        schedule: What `check_schedule` returned.
+        schedule: The result of `check_schedule`.
 
     Returns:
         The plan.
