@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 
 import lightning_tricks
 from tests.contract.cases import CASES
-from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised, trainer_as_it_was
+from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised, trainer_as_it_was, works
 from tests.contract.lab import SETTINGS
 
 _PROMISES = [
@@ -46,6 +46,7 @@ _PROMISES_IN_SETTINGS = [
         id=f"{name}-{check.__name__}-{setting.name}",
         marks=[
             *_marks(with_oldest=_is_odd(name, setting.name)),
+            *([pytest.mark.thorough] if check is not works and (_NUMBERS[name] + _NUMBERS[setting.name]) % 3 else []),
             *([pytest.mark.gpu] if setting.accelerator == "cuda" else []),
         ],
     )
@@ -75,6 +76,7 @@ def test_promise_in_setting(case, check, setting, lab):
 
 
 @pytest.mark.parametrize(("case", "other"), _PAIRS)
+@pytest.mark.sampled(5)
 def test_trainer_is_as_it_was(case, other, lab):
     lab.net = {**case.net, **other.net}
     trainer_as_it_was(case, lab, other)  # asserts

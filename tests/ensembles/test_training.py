@@ -169,6 +169,7 @@ SETTINGS = {
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
 @pytest.mark.filterwarnings("ignore:`lr_scheduler.step")
+@pytest.mark.sampled(3)
 def test_settings_of_the_trainer(kind, setting):
     train = _few_digits(96)
     ensemble = kind(MLP, 2, seed=0)
@@ -257,6 +258,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_pat
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
 @pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
+@pytest.mark.sampled(3)
 def test_a_run_is_resumed_in_the_middle_of_an_epoch(kind, step, limit, in_memory, tmp_path):
     dataset = _few_digits().dataset
     train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
@@ -614,6 +616,7 @@ def test_steps_read_no_more_from_the_device_than_those_of_one_model(kind, make):
 
 
 @pytest.mark.parametrize("kind", [VotingClassifier, SnapshotEnsembleClassifier])
+@pytest.mark.sampled(2)
 def test_compiled(kind):
     ensemble = kind(MLP, 2, optimizer=ADAM, seed=0)
     compiled = torch.compile(ensemble, backend="aot_eager")
