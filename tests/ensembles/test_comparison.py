@@ -281,7 +281,6 @@ HEALTHY = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "one row"])
-@pytest.mark.sampled(3)
 def test_nets_that_treat_each_row_for_itself_run_at_once(name, kind):
     if kind == "one row" and "BatchNorm" in name:
         pytest.skip("torch's BatchNorm refuses one row in training")

@@ -101,7 +101,6 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
-@pytest.mark.sampled(3)
 def test_settings_of_the_trainer(family, setting):
     ensemble = made(family, make=CNN)
     before = values(ensemble)

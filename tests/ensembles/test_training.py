@@ -169,7 +169,6 @@ SETTINGS = {
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
 @pytest.mark.filterwarnings("ignore:`lr_scheduler.step")
-@pytest.mark.sampled(3)
 def test_settings_of_the_trainer(kind, setting):
     train = _few_digits(96)
     ensemble = kind(MLP, 2, seed=0)
@@ -258,7 +257,6 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_pat
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
 @pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
-@pytest.mark.sampled(3)
 def test_a_run_is_resumed_in_the_middle_of_an_epoch(kind, step, limit, in_memory, tmp_path):
     dataset = _few_digits().dataset
     train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
