@@ -14,21 +14,16 @@ MEETS_OLDEST := _lightning_compat|_torch_compat|mark\.oldest
 # torch and Lightning anew, which takes 8 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-# Parts of the tests, those that take longest first. A part takes one core.
-PARTS := auto-resume contract-and-weights d-to-l notebooks m-to-z a
-contract-and-weights := tests/[bc]*
+# Parts of the tests, those that take longest first. A part takes one core, and ten seconds until all is imported.
+PARTS := d-to-l auto-resume m-to-z a-to-c
+a-to-c := tests/a[!u]* tests/[bc]*
 auto-resume := tests/au*
 d-to-l := tests/[d-l]*
-notebooks := tests/n*
-a := tests/a[!u]*
-m-to-z := tests/m* tests/[o-z]* lightning_tricks
-OLDEST_PARTS := a-to-d e-to-z
-a-to-d := tests/[a-d]*
-e-to-z := tests/[e-z]*
+m-to-z := tests/[m-z]* lightning_tricks
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
+.PHONY: help demo test test-oldest thorough ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,21 +38,18 @@ $(PARTS:%=test-%): test-%: $(VENV)/installed-test
 	$(PYTEST) $($*)
 
 test-oldest: $(OLDEST)/installed $(VENV)/installed-test ## Run the tests that meet the oldest Lightning and torch supported
-	$(call with_oldest,$(or $(TESTS),tests))
+	PYTHONPATH=$(OLDEST) $(PYTEST) --oldest $$( \
+	{ grep -rlE '$(MEETS_OLDEST)' $(or $(TESTS),tests) --include='test_*.py'; \
+	find $(or $(TESTS),tests) -name test_callback.py -o -name test_contract.py; } | sort -u)
 
-$(OLDEST_PARTS:%=test-oldest-%): test-oldest-%: $(OLDEST)/installed $(VENV)/installed-test
-	$(call with_oldest,$($*))
-
-define with_oldest
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --oldest $$( \
-	{ grep -rlE '$(MEETS_OLDEST)' $(1) --include='test_*.py'; \
-	find $(1) -name test_callback.py -o -name test_contract.py; } | sort -u)
-endef
+thorough: $(VENV)/installed-test ## Run the tests with all cases, of which `make test` and CI run a sample, and whole notebooks
+	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(PYTEST) --thorough"
+	$(MAKE) test-oldest PYTEST="$(PYTEST) --thorough"
 
 # The newest versions are installed beside the oldest, and these beside the first tests; what takes longest comes first
 ci: $(VENV)/bin/python
-	$(TWO_AT_A_TIME) $(VENV)/installed-test $(OLDEST)/installed $(wordlist 1,3,$(PARTS:%=test-%)) \
-	$(OLDEST_PARTS:%=test-oldest-%) $(wordlist 4,6,$(PARTS:%=test-%)) check docs
+	$(TWO_AT_A_TIME) $(VENV)/installed-test $(OLDEST)/installed $(wordlist 1,2,$(PARTS:%=test-%)) \
+	test-oldest $(wordlist 3,4,$(PARTS:%=test-%)) check docs
 
 soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and compare each with the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md
@@ -79,7 +71,7 @@ mutants: $(VENV)/installed-mutants ## Put 600 faults into the cores, and list th
 
 coverage: $(VENV)/installed-coverage ## Run the tests, and list which share of the lines and branches they reach
 	$(BIN)/python -m coverage erase
-	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(BIN)/python -m coverage run -m pytest"
+	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(BIN)/python -m coverage run -m pytest --thorough"
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m tests.coverage.table tests/coverage/result.md
 foreign: $(VENV)/installed-test ## Install modules that others publish, and train them with and without the callbacks

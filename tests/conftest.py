@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import shutil
+from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -30,8 +31,8 @@ torch.set_num_threads(1)
 torch.zeros((), requires_grad=True).backward()
 
 # How fast examples are made depends on what else the machine does
-settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tests")
+settings.register_profile("thorough", suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("tests", settings.get_profile("thorough"), max_examples=40)
 
 if Version(torch.__version__) < Version("2.8"):
     # Its cache of compiled code asks backends that are gone whether they equal new ones, and crashes at times
@@ -80,25 +81,46 @@ def pytest_sessionfinish():
 
 
 def pytest_addoption(parser):
-    """Add what `make test-oldest` gives."""
+    """Add what `make test-oldest` and `make thorough` give."""
     parser.addoption("--oldest", action="store_true", help="of files with tests that are marked `oldest`, run these")
+    parser.addoption("--thorough", action="store_true", help="run what is marked `thorough` too, and notebooks in full")
+
+
+def pytest_configure(config):
+    """Before tests are imported, choose how many examples of each property they make."""
+    settings.load_profile("thorough" if config.getoption("thorough") else "tests")
 
 
 def pytest_collection_modifyitems(config, items):
-    """With the oldest versions, leave out what does not meet them; skip what needs a GPU where there is none."""
+    """Leave out what is for `make thorough` or not for the oldest versions; skip what needs a GPU if there is none."""
+    left_out = set() if config.getoption("thorough") else _for_thorough_runs(items)
     if config.getoption("oldest"):
-        marked = [item for item in items if item.get_closest_marker("oldest")]
-        files = {item.path for item in marked}
-        left_out = [
-            item for item in items if item.get_closest_marker("newest") or (item.path in files and item not in marked)
-        ]
-        config.hook.pytest_deselected(items=left_out)
+        files = {item.path for item in items if item.get_closest_marker("oldest")}
+        left_out |= {item for item in items if item.get_closest_marker("newest")}
+        left_out |= {item for item in items if item.path in files and not item.get_closest_marker("oldest")}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+
+
+def _for_thorough_runs(items):
+    """What is marked `thorough`, and of what is marked `sampled(n, first)` all but each n-th case from the first."""
+    found, seen = set(), Counter()
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            found.add(item)
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            step, *first = sampled.args
+            test = item.path, item.originalname
+            if (seen[test] - sum(first)) % step:
+                found.add(item)
+            seen[test] += 1
+    return found
 
 
 @pytest.fixture

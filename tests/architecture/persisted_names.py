@@ -235,8 +235,8 @@ class _Changing(LightningModule):
         self.arrays = [np.ones(1), np.float32(1), torch.ones(1)]
         self.same = self.arrays
         self.opened = [print, object()]
-        for one in self.randoms:
-            torch.rand(1, generator=one) if isinstance(one, torch.Generator) else one.random()
+        for source in self.randoms:
+            torch.rand(1, generator=source) if isinstance(source, torch.Generator) else source.random()
 
     def validation_step(self, batch, batch_idx):
         self.log("val", batch.mean())
@@ -419,23 +419,32 @@ def command_actions() -> Iterator[tuple[argparse.ArgumentParser, argparse.Action
     with patch.object(argparse.ArgumentParser, "parse_args", keep), suppress(SystemExit):
         main([])
     for parser in parsers:  # which grow
-        for action in parser._actions:
+        for action in actions_of(parser):
             yield parser, action
-            if isinstance(action, argparse._SubParsersAction):
-                parsers.extend(action.choices.values())
+            parsers.extend(subcommands(action))
+
+
+def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return what a parser takes."""
+    return parser._actions
+
+
+def subcommands(action: argparse.Action) -> list[argparse.ArgumentParser]:
+    """Return the parsers of the commands among which an action chooses."""
+    return list(action.choices.values()) if isinstance(action.choices, dict) else []
 
 
 def _commands(folder: Path) -> Iterator[str]:
     for parser, action in command_actions():
-        if isinstance(action, argparse._SubParsersAction):
-            yield from (command.prog.replace("  ", " ") for command in action.choices.values())
-        elif not isinstance(action, argparse._HelpAction):
+        if commands := subcommands(action):
+            yield from (command.prog.replace("  ", " ") for command in commands)
+        elif "--help" not in action.option_strings:
             names = "|".join(action.option_strings) or f"<{action.dest}>"
             choices = "" if action.choices is None else " {" + ",".join(map(str, action.choices)) + "}"
             yield f"{parser.prog} {names}{choices}"
     own = TricksParser()
     TricksCLI.add_arguments_to_parser(None, own)
-    options = {option for action in own._actions for option in action.option_strings}
+    options = {option for action in actions_of(own) for option in action.option_strings}
     yield from (f"lightning-tricks fit {option}" for option in sorted(options - {"-h", "--help", "--print_config"}))
 
 

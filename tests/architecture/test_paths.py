@@ -1,6 +1,5 @@
 """Every argument that is a path, of all that is public: an address is opened as one, or refused before it does harm."""
 
-import argparse
 import importlib
 import inspect
 import os
@@ -38,7 +37,7 @@ from lightning_tricks.finetuning.core.base_model_fingerprint import base_fingerp
 from lightning_tricks.finetuning.core.trainable_weights import leave_out_base
 from lightning_tricks.run_fingerprint import read_ranks
 from lightning_tricks.run_report import read_record
-from tests.architecture.persisted_names import command_actions
+from tests.architecture.persisted_names import command_actions, subcommands
 
 _NAMED = re.compile("path|dir|file|folder")
 _TYPED = re.compile(r"\b(Path|PathLike|Source|RulesArgument)\b")
@@ -113,7 +112,7 @@ TEXTS = {
 _COMMANDS = [
     (parser.prog.partition(" ")[2].replace("  ", " "), action)
     for parser, action in command_actions()
-    if action.nargs != 0 and not isinstance(action, argparse._SubParsersAction)
+    if action.nargs != 0 and not subcommands(action)
 ]
 _PATHS = [(command, action) for command, action in _COMMANDS if action.type is path_argument]
 
@@ -192,10 +191,10 @@ def test_each_value_of_a_command_is_a_path_or_listed_as_none():
 
 @pytest.mark.parametrize(("command", "action"), _PATHS, ids=lambda part: getattr(part, "dest", part))
 def test_a_command_refuses_an_address(command, action, capsys):
-    argv, needed = command.split(), lambda one: one is action or one.required or not one.option_strings
-    given = [one for name, one in _COMMANDS if name == command and needed(one)]
-    for one in sorted(given, key=lambda one: bool(one.option_strings)):
-        argv += [*one.option_strings[-1:], "s3://bucket/run" if one is action else "1"]
+    argv, needed = command.split(), lambda other: other is action or other.required or not other.option_strings
+    given = [argument for name, argument in _COMMANDS if name == command and needed(argument)]
+    for argument in sorted(given, key=lambda argument: bool(argument.option_strings)):
+        argv += [*argument.option_strings[-1:], "s3://bucket/run" if argument is action else "1"]
     with pytest.raises(SystemExit, match=r"^2$"):
         main(argv)
     name = "/".join(action.option_strings) or action.metavar or action.dest

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,6 +98,8 @@ def _be_a_script(
     def work() -> None:
         torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
         worker.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds, not 5, until workers see that their rank was killed
+        if "SIGKILL" in (options.get("kill") or ()):
+            _wait_less_for_ranks()
         if not on_terminal:
             os.setpgid(0, 0)  # a signal to its process group is not for us
             append_output_to(folder / "output.txt")
@@ -112,6 +115,12 @@ def _be_a_script(
         script(folder, options)
 
     run_and_exit(work)
+
+
+def _wait_less_for_ranks() -> None:
+    """Let torch wait 3 seconds, not 30, until it kills the ranks that wait for one that was killed."""
+    join = BaseProcess.join
+    BaseProcess.join = lambda process, timeout=None: join(process, timeout and min(timeout, 3))  # type: ignore[method-assign]
 
 
 def logged(folder: Path) -> dict[tuple[int, str], str]:

@@ -566,6 +566,7 @@ def started(name: str, folder: Any, on_change: str) -> tuple[Trainer, Any, str]:
 
 
 @pytest.mark.parametrize("name", EDITS)
+@pytest.mark.sampled(3)
 def test_what_changed_is_listed(name, stopped, tmp_path):
     edit, folder = EDITS[name], stopped(name, tmp_path / "run")
     before = sorted(path.name for path in folder.iterdir())
@@ -589,6 +590,7 @@ def test_what_changed_is_listed(name, stopped, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if edit.line])
+@pytest.mark.sampled(3, 1)
 def test_new_values_take_effect_from_the_resume_on(name, stopped, tmp_path, caplog):
     edit, folder = EDITS[name], stopped(name, tmp_path / "run")
     trainer, module, warned = started(name, folder, "new")
@@ -615,6 +617,7 @@ def test_new_values_take_effect_from_the_resume_on(name, stopped, tmp_path, capl
 
 
 @pytest.mark.parametrize("name", EDITS)
+@pytest.mark.sampled(3, 2)
 def test_old_values_are_kept_or_it_is_said_which_cannot_be(name, stopped, tmp_path, caplog):
     edit, folder = EDITS[name], stopped(name, tmp_path / "run")
     if edit.old == "refused":

@@ -198,6 +198,7 @@ SAVES = {  # when, and the batch in which the run dies
     [*((module, None) for module in (*MODULES, Sparse)), (Dropped, Pushes), (Dropped, PushesLater)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.sampled(2)
 def test_gradients_that_are_read_before_they_are_cleared(tmp_path, module, make, at):
     often, batch = SAVES[at]
     if module is not Accumulates and "every_n_epochs" in often:

@@ -119,6 +119,7 @@ def test_stopped_at_each_phase(folders, phase):
     ),
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
+@pytest.mark.sampled(2)
 def test_every_way_to_train(folders, options):
     """Killed in the middle of an epoch, resumed, and killed at its end."""
     options = {**SMALL, **(FEW_FORKS if options.get("workers") else {}), **options}

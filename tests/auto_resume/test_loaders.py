@@ -351,6 +351,7 @@ def test_objects_that_keep_generators_and_counters(kind, at):
     "at", [pytest.param(0, marks=pytest.mark.newest), 6, pytest.param(9, marks=pytest.mark.newest)]
 )
 @pytest.mark.parametrize("kind", ["data", "stream", "ahead", "collate"])
+@pytest.mark.sampled(5)
 def test_copies_of_the_data_in_workers(kind, at, persistent):
     def made():
         workers = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}

@@ -55,6 +55,7 @@ def unset(architecture, origin):
 @pytest.mark.trap("checkpoints: shape agreement proves nothing, same-shape conv3 and shortcut get swapped")
 @pytest.mark.trap("checkpoints: HF BertEncoder <-> nn.TransformerEncoder fails with templates")
 @pytest.mark.parametrize(("architecture", "origin", "other"), DIRECTED)
+@pytest.mark.sampled(2)
 def test_outputs_agree(architecture, origin, other):
     source, target = model(architecture, origin), unset(architecture, other)
     allowed = {"allow_unexpected": "*.total_ops"}
@@ -67,6 +68,7 @@ def test_outputs_agree(architecture, origin, other):
 
 
 @pytest.mark.parametrize(("architecture", "origin", "other"), DIRECTED)
+@pytest.mark.sampled(2, 1)
 def test_the_order_of_a_file_does_not_matter(architecture, origin, other):
     """A .safetensors comes sorted by name: the mapping is the same one."""
     source, target = model(architecture, origin).state_dict(), model(architecture, other)

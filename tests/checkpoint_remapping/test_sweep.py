@@ -22,16 +22,17 @@ SAMPLE = """
     """.split()  # noqa: SIM905  # a list of words
 
 FOLLOWED = ["timm/test_efficientnet", "torchvision/swin_t", "transformers/bert", "transformers/t5"]
-RIGHT_FILES = 163  # of 276, when this was written
+RIGHT_FILES = {1: 163, 3: 55}  # of 276, and of each third model, when this was written
 
 
-def test_each_tensor_is_in_its_place_or_refused():
-    records = [examine(name, follow_every=None) for name in SAMPLE]
+@pytest.mark.parametrize("each", [3, pytest.param(1, marks=pytest.mark.thorough)])
+def test_each_tensor_is_in_its_place_or_refused(each):
+    records = [examine(name, follow_every=None) for name in SAMPLE[::each]]
     ends = [case[0] for record in records for case in record["cases"].values()]
     tables = as_tables(records, most_wrong=20)
     assert [record["name"] for record in records if "not_built" in record] == []
     assert WRONG not in ends, tables
-    assert ends.count(RIGHT) >= RIGHT_FILES, tables
+    assert ends.count(RIGHT) >= RIGHT_FILES[each], tables
 
 
 def test_what_a_refusal_proposes_leads_to_the_right_end(monkeypatch):

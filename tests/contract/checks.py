@@ -349,7 +349,9 @@ def stages_in_turn(case: Case, lab: Lab) -> None:
 def _within(bare: Any, result: Any) -> bool:
     """Whether a stage's result is the bare Trainer's, but for values that a callback logs as well."""
     if isinstance(bare, list) and bare and isinstance(bare[0], dict):
-        result = [{name: more[name] for name in one if name in more} for one, more in zip(bare, result, strict=True)]
+        result = [
+            {name: more[name] for name in values if name in more} for values, more in zip(bare, result, strict=True)
+        ]
     return same(bare, result)
 
 

@@ -266,11 +266,14 @@ def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
     squares = [full(p.grad).double().square().sum() for p in parameters if p.grad is not None]
     if not squares:
         return 0.0
-    norm = torch.stack(squares).sum().sqrt().item()
+    return unscaled(torch.stack(squares).sum().sqrt().item(), trainer, optimizer)
+
+
+def unscaled(norm: float, trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
+    """A norm of gradients, without the factor that a GradScaler has not yet taken out of them."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-        norm /= scaler.get_scale()
-    return norm
+    still_scaled = scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    return norm / scaler.get_scale() if still_scaled else norm
 
 
 def identical_copies(net: type[Net], **arguments: Any) -> tuple[Net, Net]:

@@ -8,15 +8,9 @@ from lightning.pytorch import Callback
 
 import lightning_tricks
 from tests.contract.cases import CASES
-from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised, trainer_as_it_was
+from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised, trainer_as_it_was, works
 from tests.contract.lab import SETTINGS
 
-_PROMISES = [
-    pytest.param(case, check, id=f"{name}-{check.__name__}")
-    for name, case in CASES.items()
-    for check in CHECKS
-    if is_promised(check, case)
-]
 _NUMBERS = {name: number for number, name in enumerate([*CASES, *SETTINGS])}
 
 
@@ -29,6 +23,17 @@ def _is_odd(one, other):
     return (_NUMBERS[one] + _NUMBERS[other]) % 2 == 1
 
 
+_PROMISES = [
+    pytest.param(
+        case,
+        check,
+        id=f"{name}-{check.__name__}",
+        marks=_marks(with_oldest=(_NUMBERS[name] + CHECKS.index(check)) % 2 == 1),
+    )
+    for name, case in CASES.items()
+    for check in CHECKS
+    if is_promised(check, case)
+]
 _PAIRS = [
     pytest.param(
         CASES[one],
@@ -46,6 +51,7 @@ _PROMISES_IN_SETTINGS = [
         id=f"{name}-{check.__name__}-{setting.name}",
         marks=[
             *_marks(with_oldest=_is_odd(name, setting.name)),
+            *([pytest.mark.thorough] if check is not works and (_NUMBERS[name] + _NUMBERS[setting.name]) % 3 else []),
             *([pytest.mark.gpu] if setting.accelerator == "cuda" else []),
         ],
     )
@@ -75,6 +81,7 @@ def test_promise_in_setting(case, check, setting, lab):
 
 
 @pytest.mark.parametrize(("case", "other"), _PAIRS)
+@pytest.mark.sampled(5)
 def test_trainer_is_as_it_was(case, other, lab):
     lab.net = {**case.net, **other.net}
     trainer_as_it_was(case, lab, other)  # asserts

@@ -86,7 +86,7 @@ def test_yaml_block_builds(block, monkeypatch, tmp_path):
     if "tricks" in model:
         assert built.model.tricks.as_dict() == Tricks(**model["tricks"]).as_dict()
     given = config.get("trainer", {}).get("callbacks", [])
-    paths = [one if isinstance(one, str) else one["class_path"] for one in given]
+    paths = [callback if isinstance(callback, str) else callback["class_path"] for callback in given]
     names = {type(callback).__name__ for callback in built.trainer.callbacks}
     assert {path.rpartition(".")[2] for path in paths} <= names
 

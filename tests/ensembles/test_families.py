@@ -167,6 +167,7 @@ class _Stops(Callback):
 @pytest.mark.parametrize("step", [2, 4, 7, 8, 11, 14])  # of 16, four an epoch
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("error:AutoResume")
+@pytest.mark.sampled(5)
 def test_a_run_that_was_stopped_anywhere_ends_as_one_that_was_not(family, step, tmp_path):
     train, val = some(), some(shuffle=False)
     options = {"early_stopping_rounds": 1} if family == "GradientBoosting" else {}
@@ -258,6 +259,7 @@ def test_at_once_or_one_after_another_is_the_same(family):
 @pytest.mark.newest
 # torch's compiler asks outputs for their gradients where it resumes after the gradients of the inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.thorough
 def test_compiled(family):
     ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
     fit(torch.compile(ensemble, backend="aot_eager"), some(count=640, batch_size=32), max_epochs=6)

@@ -614,6 +614,7 @@ def test_steps_read_no_more_from_the_device_than_those_of_one_model(kind, make):
 
 
 @pytest.mark.parametrize("kind", [VotingClassifier, SnapshotEnsembleClassifier])
+@pytest.mark.sampled(2)
 def test_compiled(kind):
     ensemble = kind(MLP, 2, optimizer=ADAM, seed=0)
     compiled = torch.compile(ensemble, backend="aot_eager")

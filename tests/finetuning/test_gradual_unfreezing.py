@@ -260,6 +260,7 @@ def test_resume_at_an_epochs_end(scheduler, unit, tmp_path):
 @pytest.mark.parametrize(
     ("unit", "stop"), [("epoch", 9), ("epoch", 10), ("epoch", 14), ("step", 2), ("step", 3), ("step", 14)]
 )
+@pytest.mark.sampled(5)
 def test_resume_anywhere(scheduler, unit, stop, tmp_path):
     long = fit(FineNet(scheduler), _unfreezing(unit))
     with pytest.raises(SystemExit):

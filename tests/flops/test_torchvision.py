@@ -29,6 +29,7 @@ def without_initial_values(monkeypatch):
 @pytest.mark.trap("flops: thop counts vit_b_16 36 % too low and mobilenet_v2 9 % too high")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("without_initial_values")
+@pytest.mark.sampled(3)
 def test_macs(name):
     weights = next(iter(torchvision.models.get_model_weights(name)))
     size = weights.transforms.keywords["crop_size"]

@@ -81,8 +81,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     head = "project", "version", "module", "steps", "same with the callbacks", "stopped twice, resumed at: same"
     lines = [" | ".join((*head, "host reads of an epoch: bare, with"))]
     lines.append(" | ".join("---" for _ in lines[0].split(" | ")))
-    lines += [" | ".join(_row(one)) for one in results]
-    notes = [f"\n**{one['name']}**\n{_notes(one)}" for one in results if _notes(one)]
+    lines += [" | ".join(_row(result)) for result in results]
+    notes = [f"\n**{result['name']}**\n{_notes(result)}" for result in results if _notes(result)]
     return "\n".join([f"| {line} |" for line in lines] + notes) + "\n"
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     for name in arguments.only:
         found = examine(name, arguments.folder)
         (arguments.folder / f"{name}.json").write_text(json.dumps(found, indent=1))
-    files = [arguments.folder / f"{one}.json" for one in SCRIPTS]
+    files = [arguments.folder / f"{script}.json" for script in SCRIPTS]
     results = [json.loads(file.read_text()) for file in files if file.exists()]
     about = "Written by `make foreign`: modules of others, with `callbacks=[...]` as the only change.\n\n"
     arguments.result.write_text(f"# Other people's modules\n\n{about}{table(results)}")

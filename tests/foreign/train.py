@@ -35,7 +35,7 @@ class Observed(Job):
     module = ""
 
     def fit(self, module: Any, *data: Any, **arguments: Any) -> None:
-        kind = next(one for one in type(module).__mro__ if not one.__module__.startswith("tests."))
+        kind = next(base for base in type(module).__mro__ if not base.__module__.startswith("tests."))
         type(self).module = f"{kind.__module__.partition('.')[0]} {kind.__name__}"
         super().fit(module, *data, **arguments)
 

@@ -65,6 +65,7 @@ def _expected(method, weights, gradients, thresholds):
 
 @pytest.mark.parametrize("setting", _RAN_ON_CPU)
 @pytest.mark.parametrize("kind", _METHODS)
+@pytest.mark.sampled(3)
 def test_in_every_setting(lab, kind, setting):
     chosen, method = SETTINGS[setting], _METHODS[kind]
     callback = GradientClipping(groups=_GROUPS) if method is None else GradientClipping(method=method)

@@ -40,7 +40,9 @@ def test_several_images_are_a_batch(count, height, width, channels):
     batch = np.stack([pixels(height, width, channels, seed) for seed in range(count)])
     tensor = to_tensor(batch)
     assert tensor.shape == (count, channels, height, width)
-    assert torch.equal(tensor, to_tensor([Image.fromarray(one.squeeze(-1) if channels == 1 else one) for one in batch]))
+    assert torch.equal(
+        tensor, to_tensor([Image.fromarray(array.squeeze(-1) if channels == 1 else array) for array in batch])
+    )
     assert (to_numpy(to_tensor(list(batch), torch.uint8)) == batch).all()
 
 

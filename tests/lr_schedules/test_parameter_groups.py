@@ -93,7 +93,7 @@ def test_what_only_begins_like_a_norm_decays():
     net["ln_1"], net["cosine"] = T5LayerNorm(), NormalizedLinear(4, 4, bias=False)
     decayed, spared = parameter_groups(net, OptimizerSpec())
     owners = {id(parameter): name.partition(".")[0] for name, parameter in net.named_parameters()}
-    assert [owners[id(one)] for one in decayed["params"]] == ["normalizing_flow", "normal_head", "cosine"]
+    assert [owners[id(parameter)] for parameter in decayed["params"]] == ["normalizing_flow", "normal_head", "cosine"]
     assert len(spared["params"]) == 5
 
 

@@ -73,6 +73,7 @@ def test_torchs_own_do_not_take_them(make):
 
 @pytest.mark.parametrize("spec", _SPECS, ids=lambda spec: spec.kind)
 @pytest.mark.parametrize("stop", [0, 1, 6, 22])
+@pytest.mark.sampled(3)
 def test_resume_is_exact(spec, stop, tmp_path):
     def make():
         optimizer = torch.optim.AdamW([_parameter()], lr=0.1)
@@ -97,7 +98,7 @@ def test_learning_rates_that_are_tensors():
     scheduler = FactorLR(optimizer, lambda step: 1 / (1 + step))
     optimizer.add_param_group({"params": [_parameter()], "lr": torch.tensor(1.0)})
     rates = [_step(optimizer, scheduler) for _ in range(3)]
-    assert [one for one, _ in rates] == pytest.approx([0.1, 0.05, 0.1 / 3])
+    assert [rate for rate, _ in rates] == pytest.approx([0.1, 0.05, 0.1 / 3])
     assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
 
 

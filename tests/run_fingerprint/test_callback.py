@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin
-from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin, isolated_rng
 from lightning_tricks.run_fingerprint import compare, read_ranks
 from tests.contract.lab import QUIET, HostReads, Net, digits
 
@@ -295,7 +294,7 @@ def test_what_a_resume_could_not_restore_is_recorded(tmp_path):
     assert comparison.divergence.step == 13
     assert comparison.divergence.kind == "forward"
     assert "\nB was resumed at step 13, where this was not restored: module.weights (generator).\n" in str(comparison)
-    assert [one.step for one in read_ranks(tmp_path / "killed.jsonl")[0].incomplete_resumes] == [13, 16]
+    assert [resume.step for resume in read_ranks(tmp_path / "killed.jsonl")[0].incomplete_resumes] == [13, 16]
 
 
 def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):

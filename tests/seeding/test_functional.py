@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks import capture_rng_state, isolated_rng, restore_rng_state, seed_everything
-from lightning_tricks._shared.rng import derive_seed, determinism_settings, isolated_seeding
+from lightning_tricks.seeding import derive_seed, isolated_seeding
 
 
 def _draw():
@@ -210,14 +210,20 @@ def test_derived_seeds_are_distinct_and_in_range():
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
+def _switches():
+    cudnn = torch.backends.cudnn
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return cudnn.enabled, cudnn.deterministic, cudnn.benchmark, *algorithms, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
 def test_isolated_seeding_restores_random_state_switches_and_environment(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "8")
-    before, switches = capture_rng_state(), determinism_settings()
+    before, switches = capture_rng_state(), _switches()
     with isolated_seeding():
         seed_everything(1, verbose=False, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
     assert _equal(capture_rng_state(), before)
-    assert determinism_settings() == switches
+    assert _switches() == switches
     assert os.environ["PL_GLOBAL_SEED"] == "8"
     assert not {"PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG"} & os.environ.keys()
 
@@ -228,14 +234,14 @@ def test_isolated_seeding_restores_what_was_switched_the_other_way(monkeypatch, 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     seed_everything(1, verbose=False, deterministic=deterministic)
     torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark = False, True
-    switches = determinism_settings()
+    switches = _switches()
     with suppress(KeyError), isolated_seeding():
         seed_everything(2, verbose=False, deterministic=not deterministic, benchmark=False)
         torch.backends.cudnn.enabled = True
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
         if fails:
             raise KeyError
-    assert determinism_settings() == switches
+    assert _switches() == switches
     assert os.environ["PL_GLOBAL_SEED"] == "1"
 
 

@@ -1,6 +1,5 @@
 """What every command does with arguments that are wrong, with work that fails, and where nobody reads its output."""
 
-import argparse
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import torch
 
 from lightning_tricks.cli import _STAGES, main
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
-from tests.architecture.persisted_names import command_actions
+from tests.architecture.persisted_names import actions_of, command_actions, subcommands
 from tests.shared.test_console import unread
 
 _ALIGNED = 'w.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1}'
@@ -51,7 +50,7 @@ def test_the_table_has_every_command():
     leaves = {
         parser.prog.removeprefix("lightning-tricks ")
         for parser, _ in command_actions()
-        if not any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
+        if not any(map(subcommands, actions_of(parser)))
     }
     assert leaves - set(_STAGES) == set(_COMMANDS)
 

@@ -14,7 +14,7 @@ def test_the_command_names_packages_of_an_index(extra):
     command = extras.install_command(extra)
     named = [Requirement(word) for word in re.findall('"(.*?)"', command)]
     assert named, command
-    assert all(one.marker is None and one.specifier for one in named)
+    assert all(requirement.marker is None and requirement.specifier for requirement in named)
     assert "lightning-tricks" not in command
 
 

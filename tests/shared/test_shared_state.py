@@ -72,8 +72,8 @@ def _make(step):
             lists += [self.slots.items, self.locked.items, self.losses, type(self).losses, Keeps.losses, outside, _SEEN]
             if self._trainer is not None:
                 lists += [self.trainer.lightning_module.a_list, self.trainer.datamodule.seen]
-            for one in lists:
-                one.append(loss)
+            for losses in lists:
+                losses.append(loss)
             for keep in (self.a_set.add, self.queue.put, self.closes_over, self.keep, self.part, self.space.keep):
                 keep(loss)
             for names in (self.ordered, self.locked.by_name, self.by_name, self.counter):
@@ -92,7 +92,7 @@ def _make(step):
 
     def left():
         own = {name: value for name, value in vars(module).items() if name not in _LIGHTNINGS}
-        spaces = [vars(one) for one in (module.record, module.locked, module.space)]
+        spaces = [vars(space) for space in (module.record, module.locked, module.space)]
         places = [module.slots.items, list(module.queue.queue), module.kept(), Keeps.training_step.__defaults__]
         of_class = {name: value for name, value in vars(Keeps).items() if name[0] != "_"}
         hooks = [len(module.layer._forward_hooks), len(module.layer.weight._backward_hooks or ())]
@@ -135,7 +135,7 @@ def test_a_fit_keeps_what_its_own_steps_left_and_nothing_more():
     _SEEN.clear()
     trainer.fit(module, data)
     lists = (data.seen, module.record.items, module.locked.items, type(module).by_name, module.ordered, _SEEN)
-    assert [len(one) for one in lists] == [3, 3, 3, 1, 1, 3]
+    assert [len(values) for values in lists] == [3, 3, 3, 1, 1, 3]
     assert len(type(module).losses) == 9
     assert len(module.a_list) == 9
     assert (module.calls, module.locked.count, type(module).count) == (3, 3, 3)

@@ -75,7 +75,7 @@ def unpack(batch: Any) -> tuple[Tensor, Tensor]:
     if is_dataclass(batch) or isinstance(batch, Movable | Plain):
         return batch.x, batch.y
     if isinstance(batch, list) and isinstance(batch[0], dict):
-        return torch.stack([one["x"] for one in batch]), torch.stack([one["y"] for one in batch])
+        return torch.stack([sample["x"] for sample in batch]), torch.stack([sample["y"] for sample in batch])
     x, y = batch
     if isinstance(x, nn.utils.rnn.PackedSequence):
         return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0][..., 0], y

@@ -51,7 +51,7 @@ def hydra_targets(job: Job) -> None:
             "trainer": {"_target_": "lightning.Trainer", **job.settings()},
         }
     )
-    callbacks = [hydra.utils.instantiate(one) for one in config.callbacks.values()]
+    callbacks = [hydra.utils.instantiate(callback) for callback in config.callbacks.values()]
     trainer = hydra.utils.instantiate(
         config.trainer,
         callbacks=[*callbacks, *job.probes()],

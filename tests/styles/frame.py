@@ -220,7 +220,7 @@ def train(
             warnings.simplefilter("always")
             ended = _end_of(script, Job(folder, added, stop))
         assert ended == {"an error": StoppedError, "SIGTERM": 75, None: None}[stop and stop[0]], f"{stop}: {ended}"
-        lines += [str(one.message) for one in caught]
+        lines += [str(warning.message) for warning in caught]
     end = json.loads((folder / "end.0.json").read_text())
     return Run(end, logged(folder), lines, [int(line) for line in (folder / "starts").read_text().split()])
 

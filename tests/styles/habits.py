@@ -43,7 +43,7 @@ class FromNamespace(Classifier):
         return outputs
 
     def on_train_epoch_end(self):
-        self.log("avg_loss", torch.stack([one["loss"] for one in self.outputs]).mean())
+        self.log("avg_loss", torch.stack([output["loss"] for output in self.outputs]).mean())
         self.outputs.clear()
 
     def on_validation_epoch_end(self):

@@ -38,7 +38,7 @@ def largest_sets(cases: Mapping[str, Case] = CASES) -> list[tuple[str, ...]]:
                 chosen.add(name)
         if chosen not in found:
             found.append(chosen)
-    return [tuple(name for name in cases if name in one) for one in found]
+    return [tuple(name for name in cases if name in chosen) for chosen in found]
 
 
 def changers(names: Sequence[str]) -> list[str]:

@@ -21,11 +21,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.utils.data import DataLoader, Subset
 
 from tests.contract.cases import CASES
-from tests.contract.lab import QUIET, attributes, digits, fork, full, real_fp16, traces
+from tests.contract.lab import QUIET, attributes, digits, fork, full, real_fp16, traces, unscaled
 from tests.together.everything import NORM_TYPE
 
 VALIDATED = 38  # on two ranks, one sample is repeated
@@ -73,10 +72,7 @@ class First(Callback):
 def _norm(trainer: Trainer, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> float:
     """The reference implementation, in float64: unscaled, whoever is to unscale it."""
     norm = sum(gradient.double().abs().pow(NORM_TYPE).sum().item() for gradient in gradients) ** (1 / NORM_TYPE)
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-        norm /= scaler.get_scale()
-    return norm
+    return unscaled(norm, trainer, optimizer)
 
 
 class Last(Callback):

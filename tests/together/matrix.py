@@ -113,7 +113,7 @@ def _assert_resumed(resumed: Sequence[Left], whole: Sequence[Left], *, by_auto_r
         for what in ("weights", "optimizers", "metrics", *(["rng"] if by_auto_resume else [])):
             left, right = getattr(again, what), getattr(long, what)
             if what == "metrics" and not by_auto_resume:  # FlopsReport counts what trains where a fit begins
-                left, right = ({k: v for k, v in one.items() if k[:6] not in _COUNTED} for one in (left, right))
+                left, right = ({k: v for k, v in values.items() if k[:6] not in _COUNTED} for values in (left, right))
             assert same(left, right), f"{what} differ after a resume: {differences(left, right)}"
         left, right = again.attributes, long.attributes
         assert same(left, right), f"attributes differ after a resume: {differences(left, right)}"

@@ -40,7 +40,7 @@ def lightnings_own(folder: Path, *, averaging: bool) -> dict[str, Callback]:
     ]
     if averaging:
         own.append(StochasticWeightAveraging(0.01, swa_epoch_start=1))
-    return {f"{number} {type(one).__name__}": one for number, one in enumerate(own)}
+    return {f"{number} {type(callback).__name__}": callback for number, callback in enumerate(own)}
 
 
 def _in_order(callbacks: dict[str, Callback], seed: int | None) -> list[Callback]:

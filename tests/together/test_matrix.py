@@ -40,6 +40,7 @@ def test_any_two_callbacks_that_are_not_kept_apart_stand_in_one_set():
 
 @pytest.mark.newest
 @pytest.mark.parametrize("row", _COVER, ids=_name)
+@pytest.mark.sampled(3)
 def test_all_together(row, tmp_path):
     check_together(row, tmp_path)  # asserts
 

@@ -66,5 +66,5 @@ def test_after_one_node_is_lost_both_resume_to_the_same_bits(undisturbed, tmp_pa
         for what in ("weights", "optimizers", "metrics", "rng", "attributes"):
             left, right = getattr(resumed, what), getattr(rank, what)
             assert same(left, right), f"{what} differ: {differences(left, right)}"
-    rows = [(one / "nodes" / "node 0").rglob("metrics.csv") for one in (tmp_path, undisturbed[0])]
+    rows = [(folder / "nodes" / "node 0").rglob("metrics.csv") for folder in (tmp_path, undisturbed[0])]
     assert next(rows[0]).read_text() == next(rows[1]).read_text()

@@ -22,6 +22,7 @@ from lightning_tricks.cli import main
 from lightning_tricks.demo import Digits, DigitsClassifier
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from lightning_tricks.gradient_clipping.core.methods import METHODS
+from tests.architecture.persisted_names import actions_of
 from tests.contract.cases import CASES
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
@@ -127,7 +128,7 @@ def test_every_argument_has_a_help_text(name):
     kind = _PUBLIC.get(name) or METHODS[name]
     parser = ArgumentParser()
     parser.add_class_arguments(kind, "given", fail_untyped=False)
-    texts = {action.dest: action.help for action in parser._actions if action.dest.startswith("given.")}
+    texts = {action.dest: action.help for action in actions_of(parser) if action.dest.startswith("given.")}
     assert {f"given.{parameter}" for parameter in inspect.signature(kind).parameters} <= texts.keys()
     without = [argument for argument, text in texts.items() if not (text or "").strip()]
     assert not without, f"{name} documents no {', '.join(without)}"
