@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint as read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights as save_weights
     from lightning_tricks.checkpoint_remapping.core.head_replacement import replace_head as replace_head
-    from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport as LoadReport
+    from lightning_tricks.checkpoint_remapping.core.loading import LoadReport as LoadReport
     from lightning_tricks.checkpoint_remapping.core.loading import load_weights as load_weights
     from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment as Alignment
     from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import align as align
@@ -81,8 +81,7 @@ else:  # or a type checker would take any name for one of the package
                 "NothingLoadedError",
                 "UnsafeCheckpointError",
             ),
-            "core.load_plan": ("LoadReport",),
-            "core.loading": ("load_weights",),
+            "core.loading": ("LoadReport", "load_weights"),
             "core.output_comparison": ("max_output_difference",),
             "core.head_replacement": ("replace_head",),
             "core.files.reading": ("Checkpoint", "read_checkpoint"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.matching.alignment import Mismatch
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Mismatch
 
 
 def resize_positions(mismatch: Mismatch, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:

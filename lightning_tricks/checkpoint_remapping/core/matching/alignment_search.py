@@ -15,18 +15,16 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
-from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import Proposals, describe_ambiguity, diagnose
+from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching, Mismatch, Prefixes, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
-    Prefixes,
     match_by_name,
     refuse_against_rules,
     replace_prefix,
 )
+from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import find_resized, match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.remapping import (

@@ -11,8 +11,7 @@ from pkgutil import iter_modules
 from typing import NamedTuple
 
 from lightning_tricks.checkpoint_remapping.core import conversions
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 _LEAVES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "scale": "weight"}

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, Shape
+from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.remapping import FUSION
 
+Shape = tuple[int, ...]
+Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
 SAME_NAME = "the same name"
 CONVERSION = "the conversion of"  # how the reason of a match begins that a table of names made
 FUSED = "taken to be query, key and value, one after another"
-
-GATED = "taken to be the gate and the input of each expert, one after another"
-
-
-def joined_shape(parts: Sequence[Shape]) -> Shape:
-    """Return the shape of tensors one after another."""
-    return (sum(shape[0] for shape in parts), *parts[0][1:])
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,23 @@ class Match:
         return replace(self, sources=names, reason=reason, _ruled=self.sources)
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    """A tensor of the file whose name fits one of the model and whose shape, or kind of numbers, does not."""
+
+    source: str
+    source_shape: Shape
+    target: str
+    target_shape: Shape
+    kinds: tuple[str, str] | None = None  # of the file and the model, where these differ
+
+    def __str__(self) -> str:
+        if self.kinds is not None:
+            return f"{self.target} ({self.kinds[1]} in the model, {self.kinds[0]} in the file)"
+        shapes = f"{format_shape(self.target_shape)} in the model, {format_shape(self.source_shape)} in the file"
+        return f"{self.target} ({shapes})"
+
+
 @dataclass
 class Matching:
     """All matches of a file and a model.
@@ -79,41 +91,3 @@ class Matching:
     def targets(self) -> set[str]:
         """Return the names in the model that have a match."""
         return {name for match in self.matches for name in match.targets}
-
-
-def matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "") -> list[Match]:
-    """Return the matches of the tensors of two layers, with the transposition and the shape that each needs.
-
-    Args:
-        source: The layer of the file.
-        target: The layer of the model.
-        reason: Why they belong together.
-        doubt: What makes the match a weak one.
-    """
-    matches = []
-    for tensor, (sources, shape) in source.tensors.items():
-        if tensor not in target.tensors:
-            continue
-        targets, wanted = target.tensors[tensor]
-        transpose = tensor == "weight" and source.transposed != target.transposed
-        if transpose and max(len(sources), len(targets)) > 1:
-            continue  # a rule cannot transpose what it fuses or splits
-        got = shape[:-2] + shape[:-3:-1] if transpose else shape
-        got = joined_shape(source.parts[tensor]) if len(sources) > 1 else got
-        parts = target.parts.get(tensor, [])
-        wanted = joined_shape(parts) if len(targets) > 1 else wanted
-        new = None if got == wanted else wanted
-        sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
-        why = doubt or source.taken_for or target.taken_for
-        matches.append(
-            Match(
-                sources,
-                targets,
-                transpose,
-                new,
-                f"{reason}; {why}" if why else reason,
-                "weak" if why else "strong",
-                sizes,
-            )
-        )
-    return matches
