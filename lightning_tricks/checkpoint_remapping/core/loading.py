@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_tricks._shared.added_parameters import added_names, names_added_by_peft
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
+from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.atomic_loading import load_tensors
 from lightning_tricks.checkpoint_remapping.core.errors import (
@@ -22,7 +22,8 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     NothingLoadedError,
 )
-from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, checkpoint_of_values, read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint, checkpoint_of_values
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
@@ -31,8 +32,12 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
     describe_ambiguity,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import find_tensors, tensors_of
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import in_words
+from lightning_tricks.checkpoint_remapping.core.matching.matches import (
+    Match,
+    Mismatch,
+    in_words,
+    suggested_patterns,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
 from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, strip_wrappers
@@ -416,38 +421,6 @@ def _problem(
     allowed = f"{remedy}={suggested_patterns(names, known)} allows that{more}"
     tensors = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
     return [f"{tensors} {what}: {list_names(shown or names)} ({allowed})"]
-
-
-def suggested_patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return patterns that match these names and, among those known, no others: globs where they are shorter.
-
-    Examples:
-        >>> suggested_patterns(["fc.weight", "fc.bias", "a.0.bias", "a.1.bias"], ["a.0.weight", "a.1.weight"])
-        ['fc.*', 'a.*.bias']
-    """
-    wanted = set(names)
-    others = [name for name in known if name not in wanted]
-    patterns: list[str] = []
-    left = list(names)
-    while left:
-        globs = (glob for glob in _globs(left[0], left) if not any(map(Pattern(glob).matches, others)))
-        patterns.append(next(globs, _escaped(left[0])))
-        pattern = Pattern(patterns[-1])
-        left = [name for name in left if not pattern.matches(name)]
-    return patterns
-
-
-def _globs(name: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield globs for a name, from the widest: all below a parent, then names that differ in numbers alone."""
-    ends = [found.start() for found in re.finditer(r"\.", name)]
-    yield from (f"{_escaped(name[:end])}.*" for end in ends)
-    numbered = LIST_NUMBER.sub("*", _escaped(name))
-    if sum(map(Pattern(numbered).matches, names)) > 1:
-        yield numbered
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"[*?[]", lambda found: f"[{found[0]}]", name)
 
 
 def _is_position(name: str) -> bool:

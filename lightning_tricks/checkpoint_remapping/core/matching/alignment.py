@@ -19,9 +19,11 @@ from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     Matching,
     Mismatch,
     Prefixes,
+    Proposals,
     Shape,
+    in_words,
+    is_at,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals, in_words, is_at
 from lightning_tricks.checkpoint_remapping.core.remapping import (
     WRAPPERS,
     Remapped,

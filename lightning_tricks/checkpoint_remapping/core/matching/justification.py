@@ -7,9 +7,8 @@ or, for norms, the convolution that they belong to.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from itertools import pairwise
@@ -25,13 +24,12 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     last_name,
     last_word,
     number_below,
+    numbers_go_together,
     parts_of,
     words_in,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES
 
-_Pair = tuple[Layer, Layer]
-_Slot = tuple[str, bool]  # the word before a number, and whether the number is written at its end
 _MOST_NEIGHBORS = 200  # that a layer is compared with: a mixture of experts has thousands of one size
 
 
@@ -66,7 +64,7 @@ class Justification:
         self._convolutions = [{norm: conv for conv, norm in side.norms.items()} for side in (source, target)]
         self._sources = {target: source for source, target in matched.items()}
         self._weakest: dict[Layer, Evidence] = {}
-        self._series: dict[tuple[str, str], list[_Pair]] = defaultdict(list)
+        self._series: dict[tuple[str, str], list[tuple[Layer, Layer]]] = defaultdict(list)
         for pair in matched.items():
             self._series[without_numbers(pair[0]), without_numbers(pair[1])].append(pair)
         # Asked for many pairs of layers
@@ -74,7 +72,7 @@ class Justification:
         self._numbers_of_block = cache(self._find_numbers_of_block)
         self._are_matched_apart = cache(self._find_whether_matched_apart)
         self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
-        self._numbers_go_together = cache(lambda source, target: _go_together(self._series[source, target]))
+        self._numbers_go_together = cache(lambda source, target: numbers_go_together(self._series[source, target]))
 
     def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
         """Return the groups of (layers of the file, layers of the model) that nothing tells apart.
@@ -367,51 +365,10 @@ def _are_counted_alike(source: Fork, target: Fork) -> bool:
     return in_lists or of_blocks or last_word(source.container) == last_word(target.container)
 
 
-def _go_together(pairs: list[_Pair]) -> bool:
-    """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
-
-    So do those inside each of them: three blocks of two layers and two lists of three layers are not blocks of one
-    order, wherever they are.
-    """
-    columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
-    slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
-    varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
-    if min(map(len, varying)) < 2:
-        return True
-    related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
-    outer, other = varying[0][0], varying[1][0]
-    if outer not in {i for i, _ in related} or other not in {j for _, j in related}:
-        return False
-    named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
-    if not all(pair in related or _column_repeats(slots, pair) for pair in named):
-        return False
-    inside: dict[tuple[int, int], list[_Pair]] = defaultdict(list)
-    for pair in pairs if (outer, other) in related else ():
-        inside[pair[0].numbers[outer], pair[1].numbers[other]].append(pair)
-    return all(map(_go_together, inside.values()))
-
-
 def _words_without_number(fork: Fork) -> tuple[str, ...] | None:
     """Return the words of the one of two parts that has no number; None if both have one."""
     rests = zip(fork.numbers or (), (fork.first, fork.second), strict=False)
     return next((words_in(rest) for number, rest in rests if number == NO_NUMBER), None)
-
-
-def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:
-    """Whether the word before a number is before another one too."""
-    return any(side.count(side[position]) > 1 for side, position in zip(slots, pair, strict=True))
-
-
-def _slots(path: str) -> list[_Slot]:
-    """Return the word before each number of a path, and whether the number is written at its end."""
-    found = re.finditer(r"([^\W\d_]*)([._]?)\d+", path)
-    return [(match[1], bool(match[1]) and not match[2]) for match in found]
-
-
-def _depends_on_either(first: Sequence[Hashable], second: Sequence[Hashable]) -> bool:
-    """Whether the values of one column say those of the other."""
-    both = len(set(zip(first, second, strict=True)))
-    return both in (len(set(first)), len(set(second)))
 
 
 def _never_falls(numbers: set[tuple[int, int]]) -> bool:
