@@ -28,7 +28,7 @@ def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None
     Raises:
         CheckpointError: If `load_state_dict` of the module raises, or does not take a name of its `state_dict`.
     """
-    tied = _tied_in(module)
+    tied = tied_names(_all_tensors(module))
     with unchanged_on_error(module) as before:
         _load(module, tensors, assign, before)
         _tie_again(module, tied, tensors)
@@ -82,7 +82,7 @@ def _load_state_dict(module: nn.Module, assign: bool) -> Callable[[Any], Any]:
 
 
 def _tie_again(module: nn.Module, groups: list[list[str]], loaded: Collection[str]) -> None:
-    """Give the names of a group one tensor again, after those that were loaded have replaced some of them."""
+    """Give the names of each group one tensor again, after those that were loaded have replaced some of them."""
     own = _all_tensors(module) if groups else {}
     for names in groups:
         first = next((own[name] for name in names if name in loaded), None)
@@ -90,11 +90,6 @@ def _tie_again(module: nn.Module, groups: list[list[str]], loaded: Collection[st
             if first is not None and own[name] is not first:
                 owner, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, first)
-
-
-def _tied_in(module: nn.Module) -> list[list[str]]:
-    """Return the groups of names under which modules hold one parameter or one buffer."""
-    return tied_names(_all_tensors(module))
 
 
 def _all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,7 +111,8 @@ def unchanged_on_error(module: nn.Module) -> Iterator[Snapshot | None]:
     Yields:
         The module as it was; None where loading is torch's alone and cannot fail, so that no copy is needed.
     """
-    before = None if loads_as_torch_does(module) and all(map(_can_be_written, _tensors(module))) else Snapshot(module)
+    can_be_written = all(map(_can_be_written, chain(module.parameters(), module.buffers())))
+    before = None if loads_as_torch_does(module) and can_be_written else Snapshot(module)
     try:
         yield before
     except BaseException:
@@ -168,11 +164,6 @@ class Snapshot:
                         tensor.data = data
         for part, state in self._extra:
             part.set_extra_state(state)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _can_be_written(tensor: Tensor) -> bool:

@@ -167,8 +167,6 @@ def plan_loading(
     else:
         checkpoint = read_checkpoint(path, map_location="cpu" if map_location is None else map_location, key=key)
     plan = LoadPlan(module, checkpoint, rules, parsed)
-    plan.keep_other_kinds()
-    plan.resize()
     plan.check()
     return plan
 
@@ -215,6 +213,8 @@ class LoadPlan:
         found = find_tensors(self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()))
         self.alignment, self.loaded, self.rules, self._aliases, notes = found
         self._notes = [*adapters, *notes]
+        self._leave_out_other_kinds()
+        self._resize()
 
     def _leave_out_added(self, tensors: Collection[str]) -> list[str]:
         """Leave out the parameters of LoRA and adapters, if the file has none; return what should be said."""
@@ -225,9 +225,17 @@ class LoadPlan:
         self.model_tensors = {n: tensor for n, tensor in self.model_tensors.items() if n not in added}
         return [f"{len(added)} tensors of adapters keep their values"]
 
-    def keep_other_kinds(self) -> None:
+    def _leave_out_other_kinds(self) -> None:
         """Leave out the tensors of integers that would become numbers of another kind, such as quantized weights."""
-        others = {mismatch.target: mismatch for mismatch in self._other_kinds()}
+        others: dict[str, Mismatch] = {}
+        for match in self.alignment.matches:
+            for name in match.targets:
+                tensors = self.loaded[name], self.model_tensors[name]
+                shape, own_shape = (tuple(tensor.shape) for tensor in tensors)
+                kinds = [_number_kind(tensor) for tensor in tensors]
+                if kinds[0] != kinds[1] and not is_computed(name, own_shape):
+                    file_kind, own_kind = map(_describe_kind, tensors)
+                    others[name] = Mismatch(match.ruled[0], shape, name, own_shape, (file_kind, own_kind))
         self.loaded = {name: tensor for name, tensor in self.loaded.items() if name not in others}
         self.alignment = replace(
             self.alignment,
@@ -235,33 +243,19 @@ class LoadPlan:
             mismatched=(*others.values(), *self.alignment.mismatched),
         )
 
-    def _other_kinds(self) -> Iterator[Mismatch]:
-        for match in self.alignment.matches:
-            for name in match.targets:
-                tensors = self.loaded[name], self.model_tensors[name]
-                shapes = [tuple(tensor.shape) for tensor in tensors]
-                kinds = [_number_kind(tensor) for tensor in tensors]
-                if kinds[0] != kinds[1] and not is_computed(name, shapes[1]):
-                    file_kind, own_kind = map(_describe_kind, tensors)
-                    yield Mismatch(match.ruled[0], shapes[0], name, shapes[1], (file_kind, own_kind))
-
-    def resize(self) -> None:
+    def _resize(self) -> None:
         """Resize position embeddings; other tensors whose shapes differ keep their values."""
-        resized = [
-            mismatch
-            for mismatch in self.alignment.mismatched
-            if mismatch.kinds is None and self._is_matched("interpolate", mismatch.target)
-        ]
-        for mismatch in resized:
+        matches, kept = list(self.alignment.matches), []
+        for mismatch in self.alignment.mismatched:
+            if mismatch.kinds is not None or not self._is_matched("interpolate", mismatch.target):
+                kept.append(mismatch)
+                continue
             tensor = self.rules.tensors[self.alignment.name_in_file(mismatch.source)]
             self.loaded[mismatch.target] = resize_positions(mismatch, tensor, self.module)
             self._notes.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
-        made = (Match((m.source,), (m.target,), reason="positions, resized to their new number") for m in resized)
-        self.alignment = replace(
-            self.alignment,
-            matches=(*self.alignment.matches, *(match.with_names_in_file(self.rules.ruled) for match in made)),
-            mismatched=tuple(mismatch for mismatch in self.alignment.mismatched if mismatch not in resized),
-        )
+            match = Match((mismatch.source,), (mismatch.target,), reason="positions, resized to their new number")
+            matches.append(match.with_names_in_file(self.rules.ruled))
+        self.alignment = replace(self.alignment, matches=tuple(matches), mismatched=tuple(kept))
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -315,11 +309,14 @@ class LoadPlan:
         # What a model computes for itself may match a pattern
         in_model = [name for name in found.names_in_model if name not in found.computed]
         matched = [name for match in found.matches for name in match.ruled]
+        positions = [m.target for m in wrong if m.kinds is None and re.search(r"pos|wpe(\.|$)", m.target)]
         in_file = [*matched, *(mismatch.source for mismatch in found.mismatched), *found.unexpected]
         problems = [
-            *_mismatch_problem(wrong, in_model),
-            *_problem("missing in the file", missing, "allow_missing", in_model),
-            *_problem("left over in the file", unexpected, "allow_unexpected", in_file),
+            *_problem(
+                "of other shapes or kinds", {m.target: m for m in wrong}, "allow_mismatched", in_model, positions
+            ),
+            *_problem("missing in the file", {name: name for name in missing}, "allow_missing", in_model),
+            *_problem("left over in the file", {name: name for name in unexpected}, "allow_unexpected", in_file),
         ]
         rule = found.proposals.for_the_rest() if missing or wrong else None
         problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
@@ -401,28 +398,14 @@ def _explaining_shards(source: str) -> Iterator[None]:
         ) from error
 
 
-def _mismatch_problem(wrong: Sequence[Mismatch], known: Sequence[str]) -> list[str]:
-    positions = [mismatch.target for mismatch in wrong if mismatch.kinds is None and _is_position(mismatch.target)]
-    resize = f", interpolate={suggested_patterns(positions, known)} resizes positions" if positions else ""
-    names = [mismatch.target for mismatch in wrong]
-    return _problem("of other shapes or kinds", names, "allow_mismatched", known, list(map(str, wrong)), resize)
-
-
 def _problem(
-    what: str,
-    names: Sequence[str],
-    remedy: str,
-    known: Sequence[str],
-    shown: Sequence[str] | None = None,
-    more: str = "",
+    what: str, tensors: Mapping[str, object], argument: str, known: Sequence[str], resizable: Sequence[str] = ()
 ) -> list[str]:
-    if not names:
+    """Return the sentence about tensors, by name with what is shown of them, and the patterns that allow them."""
+    if not tensors:
         return []
-    allowed = f"{remedy}={suggested_patterns(names, known)} allows that{more}"
-    tensors = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
-    return [f"{tensors} {what}: {list_names(shown or names)} ({allowed})"]
-
-
-def _is_position(name: str) -> bool:
-    """Whether a name is that of position embeddings."""
-    return re.search(r"pos|wpe(\.|$)", name) is not None
+    allowed = f"{argument}={suggested_patterns([*tensors], known)} allows that"
+    if resizable:
+        allowed += f", interpolate={suggested_patterns(resizable, known)} resizes positions"
+    count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+    return [f"{count} {what}: {list_names(map(str, tensors.values()))} ({allowed})"]

@@ -1,4 +1,4 @@
-"""What files and folders are from which no weights are read, recognized by content or name, with a remedy for each."""
+"""Files and folders whose weights are not read: what they are, by their content or name, with a remedy for each."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def refuse_other_formats(head: bytes) -> None:
 
 
 def refuse_short_beginnings(head: bytes, end: bytes) -> None:
-    """Do the same with marks that files of torch and safetensors, which are recognized before, may have by chance."""
+    """Do the same where files of torch and safetensors are recognized already, whose bytes could begin in this way."""
     _refuse(_SHORT_BEGINNINGS, head)
     if end == _TENSORFLOW_END:
         raise NotACheckpointError(_TENSORFLOW)
