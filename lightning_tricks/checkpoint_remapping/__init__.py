@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError as NotACheckpointError
     from lightning_tricks.checkpoint_remapping.core.errors import NothingLoadedError as NothingLoadedError
     from lightning_tricks.checkpoint_remapping.core.errors import UnsafeCheckpointError as UnsafeCheckpointError
+    from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint as Checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder as Placeholder
-    from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint as Checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint as read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights as save_weights
     from lightning_tricks.checkpoint_remapping.core.head_replacement import replace_head as replace_head
-    from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport as LoadReport
+    from lightning_tricks.checkpoint_remapping.core.loading import LoadReport as LoadReport
     from lightning_tricks.checkpoint_remapping.core.loading import load_weights as load_weights
     from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment as Alignment
     from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import align as align
@@ -81,11 +81,11 @@ else:  # or a type checker would take any name for one of the package
                 "NothingLoadedError",
                 "UnsafeCheckpointError",
             ),
-            "core.load_plan": ("LoadReport",),
-            "core.loading": ("load_weights",),
+            "core.loading": ("LoadReport", "load_weights"),
             "core.output_comparison": ("max_output_difference",),
             "core.head_replacement": ("replace_head",),
-            "core.files.reading": ("Checkpoint", "read_checkpoint"),
+            "core.files.checkpoint": ("Checkpoint",),
+            "core.files.reading": ("read_checkpoint",),
             "core.remapping": ("remap_keys",),
             "core.rules": ("RemapRule", "read_rules"),
             "core.files.saving": ("save_weights",),

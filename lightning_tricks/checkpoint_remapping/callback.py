@@ -24,10 +24,11 @@ from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
+from lightning_tricks.checkpoint_remapping.core.atomic_loading import load_tensors
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
-from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
-from lightning_tricks.checkpoint_remapping.core.loading import load_tensors, load_weights
+from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, load_weights, plan_loading
 from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 from lightning_tricks.checkpoint_remapping.hyperparameters import ARGUMENT_KEYS, clone_mapped_tensors
 

@@ -28,8 +28,8 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import read_yaml
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder
-from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 
 # Entries of a checkpoint that the Trainer does not restore, and which may hold placeholders
 ARGUMENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")

@@ -17,7 +17,8 @@ from lightning.pytorch import __version__ as lightning_version
 from packaging.version import InvalidVersion, Version
 
 from lightning_tricks._lightning_compat.hyperparameters import module_from_checkpoint
-from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
     ARGUMENT_KEYS,
     class_named_in,

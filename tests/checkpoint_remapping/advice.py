@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_tricks import remap_keys
 from lightning_tricks.checkpoint_remapping import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
+from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
 from tests.checkpoint_remapping.perturbations import Architecture, File
 
 RIGHT, WRONG, LOOPS, STUCK = ENDS = ("right", "WRONG", "loops", "stuck")

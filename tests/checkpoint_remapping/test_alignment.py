@@ -23,14 +23,13 @@ from lightning_tricks.checkpoint_remapping import (
     max_output_difference,
     read_rules,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.context_matching import norms_as_registered, norms_by_name
 from lightning_tricks.checkpoint_remapping.core.matching.layers import (
     Layer,
     are_numbered_in_order,
     group_layers,
     is_ordered,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.path_context import Fork
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import Fork, norms_as_registered, norms_by_name
 from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized, without_initial_values
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]

@@ -23,7 +23,7 @@ from lightning_tricks.checkpoint_remapping import (
     NothingLoadedError,
     max_output_difference,
 )
-from lightning_tricks.checkpoint_remapping.core.load_checks import suggested_patterns
+from lightning_tricks.checkpoint_remapping.core.matching.matches import suggested_patterns
 from tests.checkpoint_remapping.models import randomized
 
 pytestmark = pytest.mark.oldest

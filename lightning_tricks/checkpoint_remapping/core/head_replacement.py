@@ -50,7 +50,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         )
     new = _resized(old, num_classes)
     setattr(parent, attribute, new)
-    classes = old.out_features if isinstance(old, nn.Linear) else old.out_channels
+    classes = _outputs(old)
     if getattr(model, "num_classes", None) == classes:
         model.num_classes = num_classes  # type: ignore[assignment]
     config = getattr(model, "config", None)

@@ -1,34 +1,49 @@
-"""`load_weights`: the weights of any file into a model, which stays as it was where loading fails."""
+"""`load_weights`: which tensors of a file go where in a model, checked before any changes, and their loading."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import partial
-from itertools import chain
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_tricks._shared.tensors import is_sharded
-from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.modules import loads_as_torch_does, set_state_dict_versions, state_dict_versions
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks._shared.added_parameters import added_names, names_added_by_peft
+from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.text import format_shape, list_names
+from lightning_tricks.checkpoint_remapping.core.atomic_loading import load_tensors
+from lightning_tricks.checkpoint_remapping.core.errors import (
+    AmbiguousAlignmentError,
+    CheckpointError,
+    NothingLoadedError,
+)
+from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint, checkpoint_of_values
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
-from lightning_tricks.checkpoint_remapping.core.load_plan import (
-    LoadReport,
-    Patterns,
-    Source,
-    plan_loading,
+from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
+    Alignment,
+    ambiguous_cases,
+    describe_ambiguity,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import tied_names
-from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import find_tensors, tensors_of
+from lightning_tricks.checkpoint_remapping.core.matching.matches import (
+    Match,
+    Mismatch,
+    in_words,
+    suggested_patterns,
+)
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
+from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, strip_wrappers
+
+Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]
+Patterns = str | Iterable[str]
 
 
 def load_weights(
@@ -88,13 +103,13 @@ def load_weights(
     plan = plan_loading(
         module,
         path,
-        rules=rules,
+        rules,
+        map_location=map_location,
+        key=key,
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         allow_mismatched=allow_mismatched,
         interpolate=interpolate,
-        map_location=map_location,
-        key=key,
     )
     load_tensors(module, plan.tensors, assign)
     left = [name for name, tensor in module.state_dict().items() if is_on_meta(tensor)]
@@ -104,168 +119,293 @@ def load_weights(
     return replace(plan.report, diagnosis=diagnosis)
 
 
-def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None = None) -> None:
-    """Load what a plan says, or leave the module as it is; `assign` is that of `load_weights`.
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_weights` did.
 
-    Raises:
-        CheckpointError: If `load_state_dict` of the module raises, or does not take a name of its `state_dict`.
+    Attributes:
+        loaded: Number of tensors of the model that were loaded.
+        total: Number of tensors of the model.
+        renamed: The model's names by those of the file, where they differ.
+        missing: Names of the model that the file has no tensor for.
+        unexpected: Names of the file, without wrappers' parts, that the model has no tensor for.
+        mismatched: Names of the model whose shapes or kinds differ, and which kept their values.
+        diagnosis: What was found, in words.
+        alignment: Which tensor became which, why, and how strong that evidence is; its `report()` is a table.
     """
-    tied = _tied_in(module)
-    with unchanged_on_error(module) as before:
-        _load(module, tensors, assign, before)
-        _tie_again(module, tied, tensors)
+
+    loaded: int
+    total: int
+    renamed: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+    diagnosis: str
+    alignment: Alignment
+
+    def __str__(self) -> str:
+        return f"{self.alignment.summary()}: {self.diagnosis}"
 
 
-def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, before: Snapshot | None) -> None:
-    """Copy tensors into the module's, or assign those that replace tensors on the meta device."""
-    model_tensors = module.state_dict(keep_vars=True)
-    assigned: dict[str, Any] = {}
-    copied: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        without_values = is_on_meta(model_tensors.get(name))
-        if assign or (without_values and assign is None):
-            assigned[name] = _like(model_tensors.get(name), tensor)
-        elif not without_values:
-            copied[name] = tensor
-    method = f"{type(module).__name__}.load_state_dict"
-    for part, is_assigned in ((assigned, True), (copied, False)):
-        if part:
-            # With the module's own versions, or it would convert tensors that have its names and shapes already
-            state = OrderedDict(part)
-            set_state_dict_versions(state, state_dict_versions(module.state_dict()))
-            try:
-                result = _load_state_dict(module, is_assigned)(state)
-            except Exception as error:
-                if before is None:
-                    raise
+def plan_loading(
+    module: nn.Module,
+    path: Source,
+    rules: RulesArgument = "auto",
+    *,
+    map_location: MapLocation = None,
+    key: str | None = None,
+    **patterns: Patterns,
+) -> LoadPlan:
+    """Do all of `load_weights` but the loading; the arguments are the same, and its patterns are those of names."""
+    if isinstance(rules, str | os.PathLike):
+        check_path("rules", rules, "a file of rules")
+    parsed = {argument: _parse_patterns(argument, given) for argument, given in patterns.items()}
+    if isinstance(path, Checkpoint):
+        checkpoint = path
+    elif isinstance(path, Mapping):
+        checkpoint = checkpoint_of_values(path, key)
+    else:
+        checkpoint = read_checkpoint(path, map_location="cpu" if map_location is None else map_location, key=key)
+    plan = LoadPlan(module, checkpoint, rules, parsed)
+    plan.check()
+    return plan
+
+
+def _parse_patterns(argument: str, patterns: Patterns) -> list[Pattern]:
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {patterns!r}.")
+    return [Pattern(pattern) for pattern in patterns]
+
+
+class LoadPlan:
+    """What loading does: the file's tensors under the names of the model.
+
+    Args:
+        module: The model.
+        checkpoint: The file.
+        rules: The caller's rules, as in `load_weights`.
+        patterns: The caller's patterns by argument: those of what need not fit, and those of `interpolate`.
+
+    Attributes:
+        loaded: The tensors that are loaded, under the model's names.
+        alignment: Which tensor of the file became which of the model.
+        model_tensors: The model's tensors; of tied ones, all names.
+        rules: What the rules made of the file.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        checkpoint: Checkpoint,
+        rules: RulesArgument,
+        patterns: Mapping[str, Sequence[Pattern]],
+    ) -> None:
+        self.module, self.patterns = module, patterns
+        self.source = checkpoint.source or "the checkpoint"
+        self.model_tensors = tensors_of(module.state_dict(keep_vars=True))
+        lazy = [name for name, tensor in self.model_tensors.items() if nn.parameter.is_lazy(tensor)]
+        if lazy:
+            raise CheckpointError(f"{list_names(lazy)} have no shape yet: run a batch through the model first.")
+        self._values = checkpoint.state_dict
+        tensors = _with_names_of_header(checkpoint, self.model_tensors)
+        adapters = self._leave_out_added(tensors)
+        found = find_tensors(self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()))
+        self.alignment, self.loaded, self.rules, self._aliases, notes = found
+        self._notes = [*adapters, *notes]
+        self._leave_out_other_kinds()
+        self._resize()
+
+    def _leave_out_added(self, tensors: Collection[str]) -> list[str]:
+        """Leave out the parameters of LoRA and adapters, if the file has none; return what should be said."""
+        added = added_names(self.module) | names_added_by_peft(self.module)
+        modules = {f"{name.rpartition('.')[0].rpartition('.')[2]}." for name in added}
+        if not added or any(module in name for name in tensors for module in modules):
+            return []
+        self.model_tensors = {n: tensor for n, tensor in self.model_tensors.items() if n not in added}
+        return [f"{len(added)} tensors of adapters keep their values"]
+
+    def _leave_out_other_kinds(self) -> None:
+        """Leave out the tensors of integers that would become numbers of another kind, such as quantized weights."""
+        others: dict[str, Mismatch] = {}
+        for match in self.alignment.matches:
+            for name in match.targets:
+                tensors = self.loaded[name], self.model_tensors[name]
+                shape, own_shape = (tuple(tensor.shape) for tensor in tensors)
+                kinds = [_number_kind(tensor) for tensor in tensors]
+                if kinds[0] != kinds[1] and not is_computed(name, own_shape):
+                    file_kind, own_kind = map(_describe_kind, tensors)
+                    others[name] = Mismatch(match.ruled[0], shape, name, own_shape, (file_kind, own_kind))
+        self.loaded = {name: tensor for name, tensor in self.loaded.items() if name not in others}
+        self.alignment = replace(
+            self.alignment,
+            matches=tuple(match for match in self.alignment.matches if others.keys().isdisjoint(match.targets)),
+            mismatched=(*others.values(), *self.alignment.mismatched),
+        )
+
+    def _resize(self) -> None:
+        """Resize position embeddings; other tensors whose shapes differ keep their values."""
+        matches, kept = list(self.alignment.matches), []
+        for mismatch in self.alignment.mismatched:
+            if mismatch.kinds is not None or not self._is_matched("interpolate", mismatch.target):
+                kept.append(mismatch)
+                continue
+            tensor = self.rules.tensors[self.alignment.name_in_file(mismatch.source)]
+            self.loaded[mismatch.target] = resize_positions(mismatch, tensor, self.module)
+            self._notes.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
+            match = Match((mismatch.source,), (mismatch.target,), reason="positions, resized to their new number")
+            matches.append(match.with_names_in_file(self.rules.ruled))
+        self.alignment = replace(self.alignment, matches=tuple(matches), mismatched=tuple(kept))
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The tensors that are loaded, and the values of `get_extra_state`, under the model's names."""
+        extra = {name: value for name, value in self._values.items() if name.endswith("_extra_state")}
+        return self.loaded | {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
+
+    @property
+    def report(self) -> LoadReport:
+        """What the plan does."""
+        found = self.alignment
+        return LoadReport(
+            loaded=len(self.loaded) + sum(1 for first in self._aliases.values() if first in self.loaded),
+            total=len(self.model_tensors),
+            renamed=found.renamed,
+            missing=list(found.missing),
+            unexpected=list(found.unexpected),
+            mismatched=[mismatch.target for mismatch in found.mismatched],
+            diagnosis="; ".join([found.diagnosis.rstrip("."), *self._notes]) + ".",
+            alignment=found,
+        )
+
+    def check(self) -> None:
+        """Check that what would load fits the model, and that what does not fit is allowed.
+
+        Raises:
+            AmbiguousAlignmentError: If tensors are missing because they could be matched in several ways.
+            NothingLoadedError: If no tensor would load.
+            CheckpointError: If something that does not fit is not allowed, has no values, or differs in tied tensors.
+        """
+        with _explaining_shards(self.source):
+            self._check_names_and_shapes()
+            self._check_values()
+            self._check_tied()
+
+    def _check_names_and_shapes(self) -> None:
+        found, model = self.alignment, type(self.module).__name__
+        wrong = [m for m in found.mismatched if not self._is_matched("allow_mismatched", m.target)]
+        ruled = [mismatch for mismatch in wrong if mismatch.source in self.rules.pinned]
+        if ruled:
+            raise CheckpointError(
+                f"{self.source} does not fit {model}, which was not modified: rules lead to tensors of other shapes or "
+                f"kinds: {list_names(map(str, ruled))}. Correct the rules; a RemapRule can transpose and reshape."
+            )
+        missing = [name for name in found.lacking if not self._is_matched("allow_missing", name)]
+        if ambiguous_cases(found, missing):
+            raise AmbiguousAlignmentError(
+                f"{self.source} does not load into {model}: {describe_ambiguity(found, missing)}"
+            )
+        unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
+        # What a model computes for itself may match a pattern
+        in_model = [name for name in found.names_in_model if name not in found.computed]
+        matched = [name for match in found.matches for name in match.ruled]
+        positions = [m.target for m in wrong if m.kinds is None and re.search(r"pos|wpe(\.|$)", m.target)]
+        in_file = [*matched, *(mismatch.source for mismatch in found.mismatched), *found.unexpected]
+        problems = [
+            *_problem(
+                "of other shapes or kinds", {m.target: m for m in wrong}, "allow_mismatched", in_model, positions
+            ),
+            *_problem("missing in the file", {name: name for name in missing}, "allow_missing", in_model),
+            *_problem("left over in the file", {name: name for name in unexpected}, "allow_unexpected", in_file),
+        ]
+        rule = found.proposals.for_the_rest() if missing or wrong else None
+        problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
+        if not self.loaded:
+            others = f" ({'; '.join(problems[-1:] if rule else problems[:1])})" if wrong or rule else ""
+            raise NothingLoadedError(f"No tensor of {self.source} fits {model}{others}: {found.diagnosis}")
+        if problems:
+            is_adapted = any(".lora_" in f".{name}" for name in unexpected)
+            remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. " * is_adapted
+            raise CheckpointError(
+                f"{self.source} does not fit {model}, which was not modified. {'; '.join(problems)}. {remedy}"
+                f"{len(self.loaded)} of {found.total} tensors would load: {found.diagnosis}"
+            )
+
+    def _check_values(self) -> None:
+        without = [name for name, tensor in self.loaded.items() if tensor.is_meta]
+        if without:
+            raise CheckpointError(
+                f"{self.source} has no values for {list_names(without)}: its tensors are on the meta device. Nothing "
+                "was loaded. Save the model once it has values, and read the file without map_location='meta'."
+            )
+
+    def _check_tied(self) -> None:
+        """Check that the names of one tied tensor get equal values."""
+        first: dict[int, str] = {}
+        for name in self.loaded:
+            other = first.setdefault(id(self.model_tensors[name]), name)
+            if other != name and not torch.equal(self.loaded[name], self.loaded[other]):
                 raise CheckpointError(
-                    f"{method} raised {type(error).__name__}: {str(error)[:1000]} The module was not modified. Mend "
-                    "what it runs at loading, or load into a part with submodule=...."
-                ) from error
-            lost = [name for name in getattr(result, "unexpected_keys", ()) if not name.endswith("_extra_state")]
-            lost += [name for name in getattr(result, "missing_keys", ()) if name in part]
-            lost += before.not_taken(model_tensors, module.state_dict(), part) if before else []
-            if lost:
-                raise CheckpointError(
-                    f"{method} did not take {list_names(dict.fromkeys(lost))}, although state_dict() has such names: a "
-                    "hook or a method of the module drops or renames tensors in one of the two alone. The module was "
-                    "not modified. Give both the same names, or load into a part with submodule=...."
+                    f"{other} and {name} are one tensor in the model and two different ones in the checkpoint: untie "
+                    "them, or drop one with a rule."
                 )
 
-
-def _load_state_dict(module: nn.Module, assign: bool) -> Callable[[Any], Any]:
-    """Return the module's `load_state_dict` if it takes torch's arguments, else torch's."""
-    arguments: dict[str, Any] = {"strict": False} | ({"assign": True} if assign else {})
-    try:
-        inspect.signature(module.load_state_dict).bind({}, **arguments)
-    except TypeError:
-        return partial(nn.Module.load_state_dict, module, **arguments)
-    return partial(module.load_state_dict, **arguments)
+    def _is_matched(self, argument: str, name: str) -> bool:
+        """Whether a pattern of an argument matches a name."""
+        return any(pattern.matches(name) for pattern in self.patterns.get(argument, ()))
 
 
-def _tie_again(module: nn.Module, groups: list[list[str]], loaded: Collection[str]) -> None:
-    """Give the names of a group one tensor again, after those that were loaded have replaced some of them."""
-    own = _all_tensors(module) if groups else {}
-    for names in groups:
-        first = next((own[name] for name in names if name in loaded), None)
-        for name in names:
-            if first is not None and own[name] is not first:
-                owner, _, leaf = name.rpartition(".")
-                setattr(module.get_submodule(owner), leaf, first)
+def _number_kind(tensor: torch.Tensor) -> tuple[str, torch.layout]:
+    kind = "complex" if tensor.is_complex() else "floating" if tensor.is_floating_point() else "integer"
+    return kind, tensor.layout
 
 
-def _tied_in(module: nn.Module) -> list[list[str]]:
-    """Return the groups of names under which modules hold one parameter or one buffer."""
-    return tied_names(_all_tensors(module))
+def _describe_kind(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype) + f" ({tensor.layout})" * (tensor.layout != torch.strided)
 
 
-def _all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    parameters = module.named_parameters(remove_duplicate=False)
-    return dict(chain(parameters, module.named_buffers(remove_duplicate=False)))
+def _with_names_of_header(checkpoint: Checkpoint, model_names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return tensors with the names that a .safetensors left out and the model has, whatever stands in front of them.
+
+    The header names the tensor that each is tied to.
+    """
+    tensors = {n: value for n, value in checkpoint.state_dict.items() if isinstance(value, torch.Tensor)}
+    header = checkpoint.metadata if checkpoint.kind == "safetensors" else {}
+    left_out = {name: tensors[kept] for name, kept in header.items() if isinstance(kept, str) and kept in tensors}
+    wanted = [f".{name}" for name in strip_wrappers(model_names).values() if name] if left_out else []
+    clean = {name: f".{new}" for name, new in strip_wrappers(left_out).items() if new}
+    endings = {name: [own for own in wanted if own.endswith(new) or new.endswith(own)] for name, new in clean.items()}
+    return {name: left_out[name] for name, found in endings.items() if found} | tensors
 
 
-def _like(own: Any, tensor: Any) -> Any:
-    """Return a tensor in the precision and on the device of the model's; one on the meta device has none."""
-    if not (isinstance(own, torch.Tensor) and isinstance(tensor, torch.Tensor)):
-        return tensor
-    return tensor.to(own.dtype) if own.is_meta else tensor.to(own.device, own.dtype)
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(\w+)")
 
 
 @contextmanager
-def unchanged_on_error(module: nn.Module) -> Iterator[Snapshot | None]:
-    """Undo on an exception all that has changed in a module.
-
-    Yields:
-        The module as it was; None where loading is torch's alone and cannot fail, so that no copy is needed.
-    """
-    before = None if loads_as_torch_does(module) and all(map(_can_be_written, _tensors(module))) else Snapshot(module)
+def _explaining_shards(source: str) -> Iterator[None]:
+    """Add to an error that a file is one shard of several, with the name of the index that lists them all."""
     try:
-        yield before
-    except BaseException:
-        if before is not None:
-            before.restore()
-        raise
+        yield
+    except CheckpointError as error:
+        name = source.rpartition("/")[2]
+        shard = _SHARD.fullmatch(name)
+        if not shard or int(shard[3]) < 2:
+            raise
+        index = f"{source.removesuffix(name)}{shard[1]}.{shard[4]}.index.json"
+        raise type(error)(
+            f"{name} is shard {int(shard[2])} of {int(shard[3])} of a model: give the index of all shards, {index}, "
+            f"instead. {error}"
+        ) from error
 
 
-class Snapshot:
-    """The attributes, the values of the tensors and the extra state of a module and its submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._containers: list[tuple[Any, Any]] = []
-        for part in module.modules():
-            for value in (vars(part), *vars(part).values()):
-                if type(value) in (dict, OrderedDict, list):
-                    self._containers.append((value, copy.copy(value)))
-        values = [v for _, saved in self._containers for v in (saved.values() if isinstance(saved, dict) else saved)]
-        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
-        self._tensors = {key: (tensor, tensor.data, tensor.detach().clone()) for key, tensor in tensors.items()}
-        with_state = [part for part in module.modules() if type(part).get_extra_state is not nn.Module.get_extra_state]
-        self._extra = [(part, copy.deepcopy(part.get_extra_state())) for part in with_state]
-
-    def not_taken(self, own: Mapping[str, Tensor], now: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-        """Return the names of tensors that kept their values though others were given.
-
-        Args:
-            own: The module's tensors when the snapshot was taken.
-            now: Their values after loading.
-            given: What should have been loaded.
-        """
-        old = {name: self._tensors[id(own[name])][2] for name in given if id(own.get(name)) in self._tensors}
-        kept = [name for name, value in old.items() if name not in now or _is_equal(now[name], value)]
-        return [name for name in kept if not _is_equal(given[name].to(old[name]), old[name])]
-
-    def restore(self) -> None:
-        """Bring everything back."""
-        for container, saved in self._containers:
-            if isinstance(container, list):
-                container[:] = saved
-            else:
-                container.clear()
-                container.update(saved)
-        with torch.no_grad():
-            for tensor, data, values in self._tensors.values():
-                with suppress(RuntimeError):  # it was not changed either
-                    data.copy_(values)
-                    if not is_sharded(tensor):
-                        tensor.data = data
-        for part, state in self._extra:
-            part.set_extra_state(state)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _can_be_written(tensor: Tensor) -> bool:
-    """Whether a tensor is neither expanded from fewer elements nor made in another inference mode."""
-    is_strided = tensor.layout == torch.strided and not is_sharded(tensor)
-    is_expanded = is_strided and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return not is_expanded and (torch.is_inference_mode_enabled() or not tensor.is_inference())
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, NaN included."""
-    if one.shape != other.shape or one.is_meta or other.is_meta:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+def _problem(
+    what: str, tensors: Mapping[str, object], argument: str, known: Sequence[str], resizable: Sequence[str] = ()
+) -> list[str]:
+    """Return the sentence about tensors, by name with what is shown of them, and the patterns that allow them."""
+    if not tensors:
+        return []
+    allowed = f"{argument}={suggested_patterns([*tensors], known)} allows that"
+    if resizable:
+        allowed += f", interpolate={suggested_patterns(resizable, known)} resizes positions"
+    count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+    return [f"{count} {what}: {list_names(map(str, tensors.values()))} ({allowed})"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.matching.alignment import Mismatch
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Mismatch
 
 
 def resize_positions(mismatch: Mismatch, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
@@ -40,8 +40,9 @@ def resize_positions(mismatch: Mismatch, tensor: torch.Tensor, module: nn.Module
         rows, length = tensor.reshape(old[-2], old[-1]), new[-2]
         known = _grids_of(module, mismatch.target)
         for extra in range(3):  # class and distillation tokens come first
-            grid, wanted = _square(len(rows) - extra), length - extra
-            sizes = [size for size in known if math.prod(size) == wanted] or ([] if known else _squares(wanted))
+            grid, side = _square(len(rows) - extra), _square(length - extra)
+            squares = [(side, side)] if side and not known else []
+            sizes = [size for size in known if math.prod(size) == length - extra] or squares
             if grid and sizes:
                 cells = rows[extra:].T.reshape(1, -1, grid, grid)
                 resized = _bicubic(cells, sizes[0]).reshape(old[-1], -1).T
@@ -57,11 +58,6 @@ def _square(count: int) -> int:
     """Return the side of a square of so many positions, 0 if there is none."""
     side = math.isqrt(max(count, 0))
     return side if side * side == count else 0
-
-
-def _squares(count: int) -> list[tuple[int, int]]:
-    side = _square(count)
-    return [(side, side)] if side else []
 
 
 def _grids_of(module: nn.Module, name: str) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,11 @@ def renamed_from(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return renamed
 
 
-class _RuleFinder:
-    """Finds the rule for a name: the first one of a step that matches."""
+class _Step:
+    """The rules of one step, and the tensors that they are applied to at once: none sees the result of another."""
 
-    def __init__(self, rules: Sequence[RemapRule], deadline: float) -> None:
-        self.deadline = deadline
+    def __init__(self, rules: Sequence[RemapRule], tensors: Remapped, deadline: float) -> None:
+        self.rules, self.tensors, self.deadline = rules, tensors, deadline
         self.patterns: list[tuple[int, RemapRule, re.Pattern[str]]] = []
         self.prefixes: dict[str, tuple[int, RemapRule]] = {}  # looked up, as there may be one for each tensor
         for position, rule in enumerate(rules):
@@ -116,9 +116,11 @@ class _RuleFinder:
                     self.patterns.append((position, rule, source_expression(source)))
                 else:
                     self.prefixes.setdefault(source, (position, rule))
+        self.rule_of = {name: self._find(name) for name in tensors}
+        self.result = Remapped({})
 
-    def find(self, name: str) -> RemapRule | None:
-        """Return the rule for a name, None if no rule matches."""
+    def _find(self, name: str) -> RemapRule | None:
+        """Return the first rule that matches a name, None if none does."""
         if self.patterns and time.thread_time() > self.deadline:
             slow = self.patterns[0][1]
             raise CheckpointError(
@@ -130,32 +132,23 @@ class _RuleFinder:
         found += [(position, rule) for position, rule, expression in self.patterns if expression.search(name)]
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
-
-class _Step:
-    """The rules of one step, and the tensors that they are applied to at once."""
-
-    def __init__(self, rules: Sequence[RemapRule], tensors: Remapped, deadline: float) -> None:
-        self.rules = rules
-        self.tensors = tensors
-        finder = _RuleFinder(rules, deadline)
-        self.rule_of = {name: finder.find(name) for name in tensors}
-        self.fusions = dict(pair for rule in rules if isinstance(rule.source, tuple) for pair in self._fusions(rule))
-        self.result = Remapped({})
-
     def apply(self) -> Remapped:
         """Return the new tensors."""
         used = set(map(id, self.rule_of.values()))
         self.result.dropped = self.tensors.dropped
         self.result.unmatched = self.tensors.unmatched + [str(rule) for rule in self.rules if id(rule) not in used]
+        fusing = [rule for rule in self.rules if isinstance(rule.source, tuple)]
+        fusions = {parts: (rule, new) for rule in fusing for parts, new in self._fusions(rule)}
+        fused = {name: parts for parts in fusions for name in parts}
         for name, tensor in self.tensors.items():
-            if name in self.fusions:
-                self._fuse(name)
-                continue
-            made = self._renamed(name, tensor)
+            parts = fused.get(name, (name,))
+            if name != parts[0]:
+                continue  # a fused tensor stands where the first of its parts did
+            made = [self._fused(parts, *fusions[parts])] if name in fused else self._renamed(name, tensor)
             if not made:
                 self.result.dropped.append(self.tensors.origins[name])
             for new, value in made:
-                self._add(new, value, [name])
+                self._add(new, value, parts)
         return self.result
 
     def _add(self, name: str, value: Any, sources: Sequence[str]) -> None:
@@ -182,28 +175,23 @@ class _Step:
         if rule.target is None and not (rule.transpose or rule.shape):
             return []
         (source,) = rule.sources
-        value = _reshaped(rule, name, tensor)
+        value = _in_shape(rule, name, _transposed(rule, name, tensor))
         if rule.target is None:
             return [(name, value)]
-        if isinstance(rule.target, str):
-            return [(rename(source, rule.target, name), value)]
-        parts = _split(rule, name, value)
-        return [(rename(source, target, name), part) for target, part in zip(rule.target, parts, strict=True)]
+        parts = _split(rule, name, value) if isinstance(rule.target, tuple) else [value]
+        return [(rename(source, target, name), part) for target, part in zip(rule.targets, parts, strict=True)]
 
-    def _fuse(self, name: str) -> None:
-        """Add the fused tensor where the first of its parts stands."""
-        rule, target, parts = self.fusions[name]
-        if name != parts[0]:
-            return
+    def _fused(self, parts: Sequence[str], rule: RemapRule, target: str) -> tuple[str, Any]:
+        """Return the name and the value of a fused tensor."""
+        tensors = {part: self.tensors[part] for part in parts}
         try:
-            fused = torch.cat([_transposed(rule, part, self.tensors[part]) for part in parts], rule.dim)
+            fused = torch.cat([_transposed(rule, part, tensor) for part, tensor in tensors.items()], rule.dim)
         except (IndexError, RuntimeError) as error:
-            shapes = ", ".join(f"{part} ({format_shape(self.tensors[part].shape)})" for part in parts)
-            raise CheckpointError(f"{shapes} cannot be fused: {rule}.") from error
-        self._add(target, _in_shape(rule, FUSION.join(parts), fused), parts)
+            raise _misfit(rule, "cannot be fused", tensors) from error
+        return target, _in_shape(rule, FUSION.join(parts), fused)
 
-    def _fusions(self, rule: RemapRule) -> list[tuple[str, tuple[RemapRule, str, list[str]]]]:
-        """Return, for each name that a rule fuses, the rule, the new name, and all names that become it."""
+    def _fusions(self, rule: RemapRule) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield, for each tensor that a rule makes of several, their names and the new one."""
         groups: dict[str, dict[int, str]] = {}
         (target,) = rule.targets
         for name in [name for name, found in self.rule_of.items() if found is rule]:
@@ -216,11 +204,7 @@ class _Step:
                 raise CheckpointError(
                     f"{', '.join(parts.values())} cannot become {new}: the other parts of {rule} are missing."
                 )
-        return [
-            (name, (rule, new, [parts[position] for position in sorted(parts)]))
-            for new, parts in groups.items()
-            for name in parts.values()
-        ]
+            yield tuple(parts[position] for position in sorted(parts)), new
 
 
 def _split(rule: RemapRule, name: str, value: Any) -> Sequence[Any]:
@@ -228,30 +212,27 @@ def _split(rule: RemapRule, name: str, value: Any) -> Sequence[Any]:
     length = value.shape[rule.dim] if -value.dim() <= rule.dim < value.dim() else 0
     sizes = list(rule.sizes or [length // count] * count)
     if sum(sizes) != length or min(sizes) < 0:
-        raise CheckpointError(f"{name} ({format_shape(value.shape)}) cannot be split into {count} parts: {rule}.")
+        raise _misfit(rule, f"cannot be split into {count} parts", {name: value})
     parts: Sequence[Any] = value.split(sizes, rule.dim)
     return parts
 
 
-def _reshaped(rule: RemapRule, name: str, tensor: Any) -> Any:
-    return _in_shape(rule, name, _transposed(rule, name, tensor))
-
-
 def _transposed(rule: RemapRule, name: str, tensor: Any) -> Any:
     if rule.transpose and tensor.dim() < 2:
-        raise CheckpointError(f"{name} ({format_shape(tensor.shape)}) has no two dimensions to transpose: {rule}.")
+        raise _misfit(rule, "has no two dimensions to transpose", {name: tensor})
     return tensor.mT if rule.transpose else tensor
 
 
 def _in_shape(rule: RemapRule, name: str, tensor: Any) -> Any:
-    if rule.shape is None:
-        return tensor
     try:
-        return tensor.reshape(rule.shape)
+        return tensor if rule.shape is None else tensor.reshape(rule.shape)
     except (OverflowError, RuntimeError, TypeError) as error:
-        raise CheckpointError(
-            f"{name} ({format_shape(tensor.shape)}) cannot be reshaped to {format_shape(rule.shape)}: {rule}."
-        ) from error
+        raise _misfit(rule, f"cannot be reshaped to {format_shape(rule.shape or ())}", {name: tensor}) from error
+
+
+def _misfit(rule: RemapRule, problem: str, tensors: Mapping[str, Any]) -> CheckpointError:
+    shown = ", ".join(f"{name} ({format_shape(tensor.shape)})" for name, tensor in tensors.items())
+    return CheckpointError(f"{shown} {problem}: {rule}.")
 
 
 # What wrappers add to names, and who does; `module` alone may also be a module's own name

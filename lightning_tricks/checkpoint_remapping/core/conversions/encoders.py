@@ -1,4 +1,4 @@
-"""Encoders like BERT's, decoders that attend to an encoder, and both together, as in DETR."""
+"""Encoders like BERT's, decoders that attend to an encoder, and models of several such parts: DETR, CLIP, Whisper."""
 
 from __future__ import annotations
 
@@ -136,6 +136,120 @@ _ORIGINAL_DETR = (
 """
 )
 
+# CLIP and Whisper, of OpenAI and of Hugging Face
+
+_OPENAI_LAYER = """
+    q,k,v attn.in_proj_{leaf}
+    o attn.out_proj
+    norm1 ln_1
+    wide mlp.c_fc
+    narrow mlp.c_proj
+    norm2 ln_2
+"""
+_HUGGING_FACE_LAYER = """
+    q self_attn.q_proj
+    k self_attn.k_proj
+    v self_attn.v_proj
+    o self_attn.out_proj
+    norm1 layer_norm1
+    wide mlp.fc1
+    narrow mlp.fc2
+    norm2 layer_norm2
+"""
+
+
+def _openai_images(path: str) -> str:
+    return f"""
+    /{path} image_
+    cls class_embedding=
+    positions positional_embedding=
+    projection? proj= T
+    patches conv1
+    first ln_pre
+    last ln_post
+    /{path}transformer.resblocks.{{i}}. image_
+    {_OPENAI_LAYER}"""
+
+
+_OPENAI_TEXTS = f"""
+    /
+    positions positional_embedding=
+    projection? text_projection= T
+    scale? logit_scale=
+    words token_embedding
+    last ln_final
+    /transformer.resblocks.{{i}}.
+    {_OPENAI_LAYER}"""
+_HUGGING_FACE_IMAGES = f"""
+    /
+    image_projection? visual_projection
+    /vision_model. image_
+    cls embeddings.class_embedding=
+    positions embeddings.position_embedding
+    patches embeddings.patch_embedding
+    first pre_layrnorm
+    last post_layernorm
+    /vision_model.encoder.layers.{{i}}. image_
+    {_HUGGING_FACE_LAYER}"""
+_HUGGING_FACE_TEXTS = f"""
+    /
+    projection? text_projection
+    scale? logit_scale=
+    /text_model.
+    words embeddings.token_embedding
+    positions embeddings.position_embedding
+    last final_layer_norm
+    /text_model.encoder.layers.{{i}}.
+    {_HUGGING_FACE_LAYER}"""
+
+_OPENAI_WHISPER_LAYER = """
+    q attn.query
+    k attn.key
+    v attn.value
+    o attn.out
+    norm1 attn_ln
+    wide mlp.0
+    narrow mlp.2
+    norm3 mlp_ln
+"""
+_OPENAI_WHISPER = f"""
+    /encoder.
+    conv1 conv1
+    conv2 conv2
+    positions positional_embedding=
+    last ln_post
+    /encoder.blocks.{{i}}.
+    {_OPENAI_WHISPER_LAYER}
+    /decoder. d_
+    words token_embedding
+    positions positional_embedding=
+    last ln
+    /decoder.blocks.{{i}}. d_
+    {_OPENAI_WHISPER_LAYER}
+    cross_q cross_attn.query
+    cross_k cross_attn.key
+    cross_v cross_attn.value
+    cross_o cross_attn.out
+    cross_norm cross_attn_ln
+"""
+_HUGGING_FACE_WHISPER = f"""
+    /[model.]encoder.
+    conv1 conv1
+    conv2 conv2
+    positions embed_positions
+    last layer_norm
+    /[model.]encoder.layers.{{i}}.
+    {_FAIRSEQ_ENCODER}
+    /[model.]decoder. d_
+    words embed_tokens
+    positions embed_positions
+    last layer_norm
+    /[model.]decoder.layers.{{i}}. d_
+    {_FAIRSEQ_DECODER}
+    /
+    head? proj_out
+"""
+
 FAMILIES = {
     "encoders like BERT": (
         Naming(_BERT),
@@ -158,4 +272,11 @@ FAMILIES = {
         Naming(_HUGGING_FACE_DETR),
         Naming(_ORIGINAL_DETR),
     ),
+    "CLIP": (
+        Naming(_HUGGING_FACE_TEXTS + _HUGGING_FACE_IMAGES),
+        Naming(_OPENAI_TEXTS + _openai_images("visual."), computed="^(input_resolution|context_length|vocab_size)$"),
+    ),
+    "CLIP's images": (Naming(_HUGGING_FACE_IMAGES), Naming(_openai_images(""))),
+    "CLIP's texts": (Naming(_HUGGING_FACE_TEXTS), Naming(_OPENAI_TEXTS)),
+    "Whisper": (Naming(_HUGGING_FACE_WHISPER), Naming(_OPENAI_WHISPER)),
 }

@@ -1,7 +1,4 @@
-"""Read the containers of weights: zip archives, files of pickles, and safetensors.
-
-Each reader returns the values of the file, the kind of the container, and the metadata of its header.
-"""
+"""Read the containers of weights: zip archives, files of pickles, safetensors, and indexes of shards."""
 
 from __future__ import annotations
 
@@ -9,18 +6,32 @@ import io
 import struct
 import sys
 import zipfile
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_tricks._shared.files import open_file
+from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
-from lightning_tricks.checkpoint_remapping.core.files.storages import (
+from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
     DOWNLOAD_AGAIN,
-    INVALID_TENSOR,
+    UNPACK_IT,
+    describe_archive,
+    describe_other,
+    refuse_other_formats,
+    refuse_short_beginnings,
+)
+from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
+from lightning_tricks.checkpoint_remapping.core.files.storages import (
     FileStorages,
     InMemoryStorages,
+    MapLocation,
     TypedStorage,
+    check_tensor,
     restore,
     storage_dtype,
     storage_key,
@@ -28,17 +39,58 @@ from lightning_tricks.checkpoint_remapping.core.files.storages import (
     tensor_constructors,
 )
 
-Contents = tuple[Any, str, dict[str, str]]
-UNPACK_IT = "Unpack it, and give the file inside."
+Contents = tuple[Any, str, dict[str, str]]  # the value inside, the kind of the container, and the header's metadata
 _HEADER = 30  # bytes of the header of a zip archive's record, before its name
 _MAX_DIRECTORY_BYTES = 24 << 20  # bytes, of some 300,000 records
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
+def read_container(
+    path: Path, map_location: MapLocation, mmap: bool, budget: Budget, *, shard: bool = False
+) -> Contents:
+    """Read a file of weights in the format that its content shows.
+
+    Args:
+        path: Path of the file.
+        map_location: As in `torch.load`.
+        mmap: Whether tensors are mapped from the file instead of read.
+        budget: Limits on memory and time; the file's size is added.
+        shard: Whether an index names the file, so that it cannot be an index itself.
+
+    Returns:
+        The value inside, the kind of the container (`"zip"`, `"legacy"`, `"pickle"`, `"torchscript"`, `"safetensors"`
+        or `"sharded"`), and the header's metadata.
+
+    Raises:
+        NotACheckpointError, UnsafeCheckpointError: If it is not such a file; the message continues "it is".
+        OverBudgetError: If it exceeds the budget.
+    """
+    storages = FileStorages(path, map_location, mmap, budget)
+    with open_file(path) as stream:
+        head = stream.read(1024)
+        stream.seek(max(storages.length - 8, 0))
+        end = stream.read(8)
+    budget.add(storages.length)
+    if not head:
+        raise NotACheckpointError(f"an empty file. {DOWNLOAD_AGAIN}")
+    refuse_other_formats(head)
+    if head.startswith(b"PK"):
+        return _read_zip(storages)
+    if head[8:9] == b"{" and head[7] == 0:
+        return _read_safetensors(storages, head)
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and not shard:
+        return _read_index(storages)
+    refuse_short_beginnings(head, end)
+    try:
+        return _read_pickles(storages)
+    except NotACheckpointError as error:
+        raise NotACheckpointError(describe_other(path.name, head, error)) from error
+
+
 # Zip archives of torch.save and TorchScript, whose records are not compressed
 
 
-def read_zip(storages: FileStorages) -> Contents:
+def _read_zip(storages: FileStorages) -> Contents:
     """Read what torch.save or TorchScript wrote."""
     try:
         with _Bounded(storages.open()) as stream, zipfile.ZipFile(stream) as archive:
@@ -69,7 +121,7 @@ def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     names = archive.namelist()
     pickles = [name for name in names if name.count("/") <= 1 and name.rpartition("/")[2] == "data.pkl"]
     if not pickles:
-        raise NotACheckpointError(_without_checkpoint(names))
+        raise NotACheckpointError(describe_archive(names))
     _check_overlaps(archive)
     prefix = pickles[0].removesuffix("data.pkl")
     if f"{prefix}byteorder" in archive.NameToInfo and _text(archive, f"{prefix}byteorder") != sys.byteorder:
@@ -79,28 +131,18 @@ def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
 
     def persistent(identifier: Any) -> TypedStorage:
         tag, kind, key, location, count = identifier
-        if tag != "storage" or type(count) is not int or count < 0:
-            raise NotACheckpointError(INVALID_TENSOR)
-        dtype, key = storage_dtype(kind), storage_key(key)
-        size = count * dtype.itemsize
-        return storages.get(key, dtype, location, lambda: _storage(archive, f"{prefix}data/{key}", size, storages))
+        check_tensor(tag == "storage" and type(count) is int and count >= 0)
+
+        def read(key: str, dtype: torch.dtype) -> torch.UntypedStorage:
+            return _storage(archive, f"{prefix}data/{key}", count * dtype.itemsize, storages)
+
+        return storages.get(kind, key, location, read)
 
     info = _stored(archive, pickles[0])
     storages.budget.spend(info.file_size)
     constructors = tensor_constructors(storages.budget)
     value = read_pickle(Cursor(archive.read(info)), storages.budget, constructors, persistent)
     return value, "torchscript" if f"{prefix}constants.pkl" in archive.NameToInfo else "zip", {}
-
-
-def _without_checkpoint(names: list[str]) -> str:
-    if names and all(name.endswith(".npy") for name in names):
-        return "a NumPy .npz archive. Make a dict of tensors of it: {name: torch.from_numpy(array), ...}."
-    if "model.weights.h5" in names:
-        return "a model of Keras. Convert it to .safetensors where Keras is installed."
-    if any(name.endswith("model.json") for name in names):
-        return "a torch.export program. Load it with torch.export.load, and save its state_dict."
-    shown = ", ".join(name[:80] for name in names[:3])
-    return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK_IT}"
 
 
 def _check_overlaps(archive: zipfile.ZipFile) -> None:
@@ -145,15 +187,14 @@ def _storage(archive: zipfile.ZipFile, name: str, size: int, storages: FileStora
 # Files of pickles
 
 
-def read_pickles(storages: FileStorages) -> Contents:
+def _read_pickles(storages: FileStorages) -> Contents:
     """Read what torch.save wrote before 1.6, or pickle.dump."""
     budget = storages.budget
 
     def nested_storage(data: Any) -> Any:
         """Read a storage as `pickle.dump` keeps it: as a whole file of torch.save."""
         cursor = Cursor(data)
-        if not isinstance(data, bytes) or not _is_legacy(read_pickle(cursor, budget)):
-            raise NotACheckpointError(INVALID_TENSOR)
+        check_tensor(isinstance(data, bytes) and _is_legacy(read_pickle(cursor, budget)))
         return _read_legacy(cursor, InMemoryStorages(data, storages.map_location, budget))[0]
 
     constructors = {**tensor_constructors(budget), "torch.storage._load_from_bytes": nested_storage}
@@ -181,8 +222,7 @@ def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
         if identifier[0] == "module":
             return identifier[1]
         _, kind, key, location, _, view = identifier
-        dtype, key = storage_dtype(kind), storage_key(key)
-        whole = storages.get(key, dtype, location, lambda: storages.part(*ranges[key]))
+        whole = storages.get(kind, key, location, lambda key, _: storages.part(*ranges[key]))
         return whole if view is None else _view(whole, view)
 
     cursor.position = start
@@ -212,8 +252,7 @@ def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[i
         if len(count) < 8:
             raise NotACheckpointError("a checkpoint that is truncated")
         size = struct.unpack("<q", count)[0] * widths[key]
-        if size < 0:
-            raise NotACheckpointError(INVALID_TENSOR)
+        check_tensor(size >= 0)
         ranges[key] = cursor.position, size
         cursor.position += size
     if cursor.position > storages.length:
@@ -224,8 +263,7 @@ def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[i
 def _view(whole: TypedStorage, view: Any) -> TypedStorage:
     """Return a part of a storage, which torch before 0.4 saved with its offset and its number of elements."""
     _, offset, count = view
-    if not all(type(number) is int and number >= 0 for number in (offset, count)):
-        raise NotACheckpointError(INVALID_TENSOR)
+    check_tensor(all(type(number) is int and number >= 0 for number in (offset, count)))
     dtype = whole.dtype
     first = offset * dtype.itemsize
     return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)
@@ -234,7 +272,7 @@ def _view(whole: TypedStorage, view: Any) -> TypedStorage:
 # Files in the safetensors format
 
 
-def read_safetensors(storages: FileStorages, head: bytes) -> Contents:
+def _read_safetensors(storages: FileStorages, head: bytes) -> Contents:
     """Read a .safetensors; `head` is its beginning."""
     from safetensors import SafetensorError, safe_open
 
@@ -264,3 +302,38 @@ def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.T
         return tensor
     typed = TypedStorage(placed, tensor.dtype)
     return strided_tensor(storages.budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+# Indexes of shards
+
+
+def _read_index(storages: FileStorages) -> Contents:
+    """Read the shards that a `*.index.json` names; they must be in its folder, and cannot be an index themselves."""
+    folder, budget = storages.path.parent, storages.budget
+    names: dict[str, list[str]] = defaultdict(list)
+    try:
+        with storages.open() as stream:
+            budget.spend(2 * storages.length)
+            index = parse_json(stream.read(), budget)
+        for key, file in index["weight_map"].items():
+            names[file].append(key)
+        metadata = (index.get("metadata") or {}).items()
+    except OverBudgetError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NotACheckpointError("a JSON file without a weight_map, so it is not an index of shards.") from error
+    tensors: dict[str, Any] = {}
+    for name, wanted in names.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise NotACheckpointError(
+                f"an index that names {describe_value(name)}, which is not the name of a file in its folder."
+            )
+        if not (folder / name).is_file():
+            raise NotACheckpointError(f"an index whose shard {name[:80]} is missing in its folder.")
+        shard, _, _ = read_container(folder / name, storages.map_location, storages.mmap, budget, shard=True)
+        lost = [key for key in wanted if not isinstance(shard, Mapping) or key not in shard]
+        if lost:
+            raise NotACheckpointError(f"an index whose shard {name[:80]} lacks {lost[0][:80]}. {DOWNLOAD_AGAIN}")
+        tensors |= {key: shard[key] for key in wanted}
+    order = index["weight_map"]
+    return {key: tensors[key] for key in order}, "sharded", {key: str(value) for key, value in metadata}

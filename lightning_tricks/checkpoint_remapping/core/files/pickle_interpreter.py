@@ -31,19 +31,17 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     NotACheckpointError,
     UnsafeCheckpointError,
 )
-from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import (
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     CODE_RUNNERS,
+    MAX_NAME_LENGTH,
     Calls,
     Constructor,
-    fill,
-    is_never_needed,
-)
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
-    MAX_NAME_LENGTH,
     Global,
     Placeholder,
     check_nesting,
     describe_value,
+    fill,
+    is_never_needed,
 )
 
 UNCHARGED_BYTES = 1 << 14  # bytes whose plain values are charged together: they make a few hundred KiB at most

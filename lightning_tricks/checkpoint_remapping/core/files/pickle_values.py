@@ -1,18 +1,22 @@
-"""The values of a pickle that is read as data: placeholders, walks over containers, and limits on nesting."""
+"""What stands for the values and the calls of a pickle that is read as data, and limits on both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._shared.text import format_shape
-from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError, UnsafeCheckpointError
 
 MAX_NAME_LENGTH = 1000  # characters of a qualified name, of a tensor or of a class
+Constructor = Callable[..., Any]
 MAX_NESTING = 200  # containers in each other; pickle.dump itself gives up at some hundred
 _MAX_SHARED_PARTS = 1_000_000  # parts that only repeat others
 _MAX_KEY_PARTS = 64  # parts of a tuple that is a key
@@ -172,3 +176,180 @@ def check_key(key: Any) -> None:
             parts.extend(part)
         elif isinstance(part, int) and part.bit_length() > 1024:
             raise NotACheckpointError("a checkpoint with a dict key that is an integer of more than 1,024 bits.")
+
+
+# Calls: constructors of plain values, reimplemented, placeholders, and what is refused
+
+_SIZED = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset, str, bytes, bytearray, torch.Size})
+
+
+def fill(container: dict[Any, Any] | set[Any], parts: Iterable[Any], budget: Budget) -> None:
+    """Add elements to a set, or (key, value) pairs to a dict, whose keys are checked before they are hashed.
+
+    The budget is checked after each thousand: a file can choose numbers whose hashes all collide.
+    """
+    parts = list(parts)
+    for key in (key for key, _ in parts) if isinstance(container, dict) else parts:
+        if type(key) is not str:
+            check_key(key)
+    # the `update` of a Counter would count the pairs
+    add = partial(dict.update, container) if isinstance(container, Counter) else container.update
+    for start in range(0, len(parts), 1000):
+        chunk = parts[start : start + 1000]
+        budget.spend(128 * len(chunk))
+        add(chunk)
+
+
+def plain_constructors(budget: Budget) -> dict[str, Constructor]:
+    """Return the constructors of plain values by qualified name; none of them runs code of its arguments."""
+
+    def set_of(values: Any = ()) -> set[Any]:
+        made: set[Any] = set()
+        fill(made, values, budget)
+        return made
+
+    def dict_of(kind: type[dict[Any, Any]], items: Any = ()) -> dict[Any, Any]:
+        made = kind()
+        fill(made, items.items() if isinstance(items, dict) else items, budget)
+        return made
+
+    return {
+        "_codecs.encode": _encode,
+        "builtins.bytearray": _bytearray,
+        "builtins.bytes": lambda *parts: bytes(_bytearray(*parts)),
+        "builtins.complex": complex,
+        "builtins.dict": lambda *items: dict_of(dict, *items),
+        "builtins.frozenset": lambda *values: frozenset(set_of(*values)),
+        "builtins.list": list,
+        "builtins.set": set_of,
+        "builtins.tuple": tuple,
+        "collections.Counter": lambda *items: dict_of(Counter, *items),
+        "collections.OrderedDict": lambda *items: dict_of(OrderedDict, *items),
+        "torch.Size": torch.Size,
+        "torch.device": _device,
+        "torch.serialization._get_layout": _layout,
+        # TorchScript's lists, and the types that it stores with dicts and lists
+        "torch.jit._pickle.build_boollist": list,
+        "torch.jit._pickle.build_doublelist": list,
+        "torch.jit._pickle.build_intlist": list,
+        "torch.jit._pickle.build_tensorlist": list,
+        "torch.jit._pickle.restore_type_tag": lambda value, _: value,
+    }
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    if encoding not in ("latin1", "latin-1", "utf-8"):
+        raise ValueError(f"its text has the encoding {describe_value(encoding)}")
+    return text.encode(encoding)
+
+
+def _bytearray(value: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
+    return bytearray(value if isinstance(value, bytes) else _encode(value, encoding))
+
+
+def _device(kind: str, *index: int) -> torch.device:
+    if not isinstance(kind, str) or len(kind) > 40:
+        raise TypeError(f"it names the device {describe_value(kind)}")
+    return torch.device(kind, *index)
+
+
+def _layout(name: str) -> Any:
+    known = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+    return known[name if isinstance(name, str) else ""]
+
+
+# Functions with lower-case names that build objects which are common among hyper-parameters; Python 3.11 stores the
+# members of an enumeration by getattr
+_HARMLESS_CALLS = frozenset(
+    """
+    argparse.Namespace array._array_reconstructor array.array builtins.getattr builtins.object builtins.range
+    builtins.xrange builtins.slice collections.defaultdict collections.deque datetime.date datetime.datetime
+    datetime.time datetime.timedelta datetime.timezone functools.partial logging.getLogger
+    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
+    numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar numpy.core.numeric._frombuffer numpy.dtype
+    operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
+    """.split()  # noqa: SIM905  # a list of words
+)
+# Standard modules whose classes can act on the system
+_SYSTEM = frozenset(
+    """
+    _ctypes _io _pickle _posixsubprocess _thread asyncio bdb builtins cProfile code codeop concurrent ctypes
+    distutils doctest ensurepip fileinput ftplib gc http imaplib imp importlib inspect io linecache lib2to3
+    marshal mmap multiprocessing nt ntpath os pdb pickle pip pkgutil platform poplib posix posixpath profile pty
+    pydoc runpy sched shelve shutil signal site smtplib socket socketserver sqlite3 ssl subprocess sys tarfile
+    telnetlib tempfile threading timeit trace types unittest urllib venv webbrowser xmlrpc zipfile zipimport
+    """.split()  # noqa: SIM905  # a list of words
+)
+_LIBRARIES = {"jsonargparse", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchvision"}
+CODE_RUNNERS = frozenset(
+    """
+    call check_call check_output delattr eval exec execfile getattr import_module load loads open popen Popen
+    run run_module run_path runstring setattr spawn system urlopen urlretrieve __import__
+    """.split()  # noqa: SIM905  # a list of words
+)
+
+
+def is_never_needed(function: Global) -> bool:
+    """Whether no checkpoint needs this call. It decides only what is refused: no call is made in either case."""
+    package = function.module.partition(".")[0]
+    if str(function) in _HARMLESS_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
+        return False
+    looks_like_a_function = function.name.lstrip("_")[:1].islower()
+    if package in sys.stdlib_module_names:
+        known = {"SimpleNamespace", "MappingProxyType"} if package == "types" else set()
+        in_system = package in _SYSTEM and function.name not in known
+        return in_system or looks_like_a_function or "." in function.name
+    if package in _LIBRARIES and looks_like_a_function:
+        return True
+    return function.name.rpartition(".")[2] in CODE_RUNNERS
+
+
+class Calls:
+    """What becomes of the calls that a pickle asks for: a plain value, a `Placeholder`, or an error.
+
+    Args:
+        constructors: Our functions by the qualified names of the functions that they stand for, beside those of
+            plain values.
+        budget: Limits on memory and time.
+    """
+
+    def __init__(self, constructors: dict[str, Constructor], budget: Budget) -> None:
+        self.constructors = plain_constructors(budget) | constructors
+        self.budget = budget
+
+    def call(self, function: Any, arguments: Any) -> Any:
+        """Return what stands for the result of a call."""
+        if isinstance(function, Placeholder) and function.name == "builtins.getattr":
+            self.budget.spend(512)
+            name = ".".join(describe_value(part).strip("'") for part in function.args)
+            return Placeholder(name, arguments)  # of a class inside of a class
+        if not isinstance(function, Global):
+            raise UnsafeCheckpointError(f"a pickle that asks for a call of {describe_value(function)}")
+        if not isinstance(arguments, tuple):
+            raise TypeError(f"it calls {function} without a tuple of arguments")
+        self.charge(arguments)
+        name = str(function)
+        if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):
+            return self.call(arguments[0], self._constructor_arguments(function.name, arguments[1:]))
+        make = self.constructors.get(name)
+        if make is not None:
+            for part in arguments:
+                self.charge(part)
+            return make(*arguments)
+        if is_never_needed(function):
+            raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
+        self.budget.spend(512)
+        return Placeholder(name, arguments)
+
+    def charge(self, value: Any) -> None:
+        """Charge a copy of a value: one value of the memo can be an argument of any number of calls."""
+        if type(value) in _SIZED and len(value) > 32:
+            self.budget.spend(sys.getsizeof(value))
+
+    def _constructor_arguments(self, function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if function == "__newobj__":
+            return arguments
+        if function == "__newobj_ex__":
+            self.charge(arguments[0])
+            return (*arguments[0], arguments[1])
+        return tuple(part for part in arguments[1:] if part is not None)  # _reconstructor(class, base, state of base)

@@ -21,14 +21,27 @@ from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._torch_compat.tensors import negative_view, untyped_storage
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import Constructor
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, describe_value
+from lightning_tricks.checkpoint_remapping.core.files.other_formats import DOWNLOAD_AGAIN
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
+    Constructor,
+    Global,
+    Placeholder,
+    describe_value,
+)
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 
-DOWNLOAD_AGAIN = "Download it again."
 _MAX_DIMENSIONS = 64
-INVALID_TENSOR = "a checkpoint with a tensor whose data, shape or strides are invalid."
+
+
+def check_tensor(is_valid: bool) -> None:
+    """Refuse what a file says about a tensor.
+
+    Raises:
+        NotACheckpointError: If it is not valid.
+    """
+    if not is_valid:
+        raise NotACheckpointError("a checkpoint with a tensor whose data, shape or strides are invalid.")
 
 
 @dataclass
@@ -57,15 +70,22 @@ class FileStorages:
         self.known: dict[str, torch.UntypedStorage] = {}
 
     def get(
-        self, key: str, dtype: torch.dtype, location: Any, read: Callable[[], torch.UntypedStorage]
+        self, kind: Any, key: Any, location: Any, read: Callable[[str, torch.dtype], torch.UntypedStorage]
     ) -> TypedStorage:
-        """Return the storage of a key, read at the first call; `location` is the device that it was saved from."""
-        if not isinstance(location, str):
-            raise NotACheckpointError(INVALID_TENSOR)
+        """Return a storage that a file names.
+
+        Args:
+            kind: The class of the storage, which says the type of its elements.
+            key: Its key in the file.
+            location: The device that it was saved from.
+            read: Reads the storage of a key and a type; it is called once for each key.
+        """
+        dtype, key = storage_dtype(kind), storage_key(key)
+        check_tensor(isinstance(location, str))
         self.budget.spend(192)
         if key not in self.known:
             self.budget.spend(512)
-            self.known[key] = restore(read(), location, self.map_location)
+            self.known[key] = restore(read(key, dtype), location, self.map_location)
         return TypedStorage(self.known[key], dtype)
 
     @cached_property
@@ -81,8 +101,7 @@ class FileStorages:
     def part(self, start: int, size: int) -> torch.UntypedStorage:
         """Return `size` bytes of the file from `start`."""
         length = self.length
-        if start < 0 or size < 0:
-            raise NotACheckpointError(INVALID_TENSOR)
+        check_tensor(start >= 0 and size >= 0)
         if start + size > length:
             raise NotACheckpointError(
                 f"truncated: it has {length:,} bytes, but needs at least {start + size:,}. {DOWNLOAD_AGAIN}"
@@ -182,8 +201,7 @@ def storage_dtype(kind: Any) -> torch.dtype:
 
 def storage_key(key: Any) -> str:
     """Return the key of a storage in its file, checked."""
-    if not isinstance(key, str | int):
-        raise NotACheckpointError(INVALID_TENSOR)
+    check_tensor(isinstance(key, str | int))
     return str(key)
 
 
@@ -194,8 +212,7 @@ def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride:
     """
     budget.spend(512)
     size, stride = _numbers(size), _numbers(stride)
-    if not isinstance(storage, TypedStorage) or len(size) != len(stride) or not _numbers((offset,)):
-        raise NotACheckpointError(INVALID_TENSOR)
+    check_tensor(isinstance(storage, TypedStorage) and len(size) == len(stride) and bool(_numbers((offset,))))
     extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     width = storage.dtype.itemsize
     if extent and (offset + extent) * width > storage.storage.nbytes():
@@ -207,9 +224,8 @@ def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride:
 
 def _numbers(values: Any) -> tuple[int, ...]:
     """Return sizes or strides, checked."""
-    known = isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS
-    if not known or any(type(number) is not int or not 0 <= number < 1 << 63 for number in values):
-        raise NotACheckpointError(INVALID_TENSOR)
+    check_tensor(isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS)
+    check_tensor(all(type(number) is int and 0 <= number < 1 << 63 for number in values))
     return tuple(values)
 
 
@@ -225,8 +241,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
     def of_dtype(
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any, *_: Any
     ) -> torch.Tensor:
-        if not isinstance(storage, TypedStorage) or not isinstance(dtype, torch.dtype):
-            raise NotACheckpointError(INVALID_TENSOR)
+        check_tensor(isinstance(storage, TypedStorage) and isinstance(dtype, torch.dtype))
         return strided_tensor(budget, TypedStorage(storage.storage, dtype), offset, size, stride)
 
     def sparse(layout: Any, data: Any) -> Any:
@@ -237,8 +252,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
         return torch.sparse_coo_tensor(indices, values, _numbers(data[2]), check_invariants=True)
 
     def of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-        if not isinstance(arguments, tuple):
-            raise NotACheckpointError(INVALID_TENSOR)
+        check_tensor(isinstance(arguments, tuple))
         budget.spend(512 + 8 * len(arguments))
         make = constructors.get(str(function)) if isinstance(function, Global) else None
         return make(*arguments) if make else Placeholder(describe_value(kind), arguments, state)

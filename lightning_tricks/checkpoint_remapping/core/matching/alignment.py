@@ -1,44 +1,39 @@
-"""`Alignment`: what `align` found, as rules and applied to tensors."""
+"""`Alignment`: what `align` found, as rules, applied to tensors, and in words."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.text import format_shape
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import (
+from lightning_tricks._shared.text import format_shape, format_si, list_names
+from lightning_tricks.checkpoint_remapping.core.matching.matches import (
+    CONVERSION,
+    FUSED,
+    Match,
+    Matching,
+    Mismatch,
+    Prefixes,
     Proposals,
-    alignment_table,
-    summary_line,
+    Shape,
+    in_words,
+    is_at,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Match
-from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys, renamed_from, strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import (
+    WRAPPERS,
+    Remapped,
+    remap_keys,
+    renamed_from,
+    strip_wrappers,
+)
 from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, write_rules
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A tensor of the file whose name fits one of the model and whose shape, or kind of numbers, does not."""
-
-    source: str
-    source_shape: Shape
-    target: str
-    target_shape: Shape
-    kinds: tuple[str, str] | None = None  # of the file and the model, where these differ
-
-    def __str__(self) -> str:
-        if self.kinds is not None:
-            return f"{self.target} ({self.kinds[1]} in the model, {self.kinds[0]} in the file)"
-        shapes = f"{format_shape(self.target_shape)} in the model, {format_shape(self.source_shape)} in the file"
-        return f"{self.target} ({shapes})"
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Alignment:
     proposals: Proposals = field(repr=False, compare=False)
     _shapes: Mapping[str, Shape] = field(repr=False)  # of the model's tensors
     _clean_names: Mapping[str, str | None] = field(repr=False)
-    _prefixes: tuple[str, str] | None
+    _prefixes: Prefixes | None
     _first: tuple[Any, ...]  # the steps of rules that were applied before
     _origins: Mapping[str, str] = field(repr=False)  # names in the file by what these steps made
 
@@ -180,13 +175,152 @@ class Alignment:
         Args:
             limit: Maximum number of matches in the table; None shows all. What has no match is always shown.
         """
-        return alignment_table(self, limit)
+        from lightning_tricks._shared.table_with_notes import TableWithNotes
+
+        table = TableWithNotes(self.diagnosis, title=self.summary(), title_justify="left")
+        for column in ("in the file", "in the model", "why", "evidence"):
+            table.add_column(column, overflow="fold")
+        for match in self.matches[:limit]:
+            shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
+            table.add_row("\n".join(match.sources), "\n".join(match.targets), match.reason + shape, match.strength)
+        for mismatch in self.mismatched:
+            shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
+            table.add_row(mismatch.source, mismatch.target, f"MISMATCHED: {shapes}")
+        for name in self.missing:
+            table.add_row("", name, "MISSING" + ", the model computes it itself" * (name in self.computed))
+        for name in self.unexpected:
+            table.add_row(name, "", "UNEXPECTED")
+        return table
 
     def summary(self) -> str:
         """Return the counts in one line."""
-        return summary_line(self)
+        parameters = f"{format_si(self.loaded_parameters)}/{format_si(self.total_parameters)} parameters"
+        return (
+            f"{self.loaded}/{self.total} tensors, {parameters}; "
+            f"{len(self.renamed)} renamed, {len(self.reshaped)} reshaped, {len(self.missing)} missing, "
+            f"{len(self.unexpected)} unexpected, {len(self.mismatched)} mismatched"
+        )
 
 
 def _rule(match: Match) -> RemapRule:
     source, target = (names if len(names) > 1 else names[0] for names in (match.ruled, match.targets))
     return RemapRule(source, target, match.transpose, match.shape, sizes=match.sizes)
+
+
+def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = None) -> str:
+    """Return the sentence about tensors that could be matched in several ways, with the remedy.
+
+    Args:
+        alignment: An alignment with something ambiguous.
+        missing: Names of the model that should have a match, some of them ambiguous; None for all.
+    """
+    cases = alignment.ambiguous if missing is None else ambiguous_cases(alignment, missing)
+    sources, targets = cases[0]
+    more = f" (and {len(cases) - 1} more such cases)" if len(cases) > 1 else ""
+    rules = (alignment.proposals.for_layers(*case) for case in cases[:8])
+    rule = next((rule for rule in rules if rule), None)
+    hint = "".join(f"; {words}" for words in _tensorflow_names(alignment.clean_names_in_file))
+    return (
+        f"it is ambiguous which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
+        f"model{more}{hint}. Say which is which with a rule{f': {in_words(rule)}' if rule else ''}. If a part of the "
+        "model is meant, give submodule=..."
+    )
+
+
+def ambiguous_cases(alignment: Alignment, missing: Iterable[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return what is ambiguous about some names of the model: (names in the checkpoint, names in the model)."""
+    clean = [name for name in strip_wrappers(missing).values() if name is not None]
+    return [
+        (sources, targets)
+        for sources, targets in alignment.ambiguous
+        if any(is_at(name, path) for path in targets for name in clean)
+    ]
+
+
+def diagnose(
+    found: Matching,
+    source_shapes: Mapping[str, Shape],
+    target_shapes: Mapping[str, Shape],
+    clean_names: Mapping[str, str | None],
+    prefixes: Prefixes | None,
+    computed: Iterable[str],
+) -> str:
+    """Return what was found about the names of a file, in words.
+
+    Args:
+        found: All matches.
+        source_shapes: Shapes of the file's tensors, by names without wrappers' parts.
+        target_shapes: The same of the model.
+        clean_names: The names in the file, with those without wrappers' parts.
+        prefixes: The prefixes in which names differ; None where they differ in more than that.
+        computed: Names of the model without a match that it computes for itself.
+    """
+    said = [*_wrappers_found(clean_names)]
+    source, target = prefixes or ("", "")
+    if found.matches and source:
+        carry = [name for name in source_shapes if name.startswith(f"{source}.")]
+        said.append(
+            f"{_count_keys(carry, source_shapes)} carry `{source}.`: saved from a model that holds this one as "
+            f"`{source}`"
+        )
+    if found.matches and target:
+        said.append(f"the model holds what was saved as `{target}`")
+    said += _tensorflow_names(source_shapes)
+    if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
+        said += _other_names(found)
+    if not found.matches and not found.ambiguous:
+        equal = [name for name, shape in target_shapes.items() if source_shapes.get(name) == shape]
+        said.append(
+            f"only {list_names(equal)}, of the model's {len(target_shapes)} tensors, has the name and the shape of one "
+            "in the file, which may be by chance: rules=None takes names as they are"
+            if equal
+            else f"nothing fits by name and shape: the checkpoint has {list_names(source_shapes)}, the model "
+            f"{list_names(target_shapes)}"
+        )
+    if computed:
+        said.append(f"{list_names(computed)} are computed by the model itself and keep their values")
+    return "; ".join(said or ["all names are the model's own"]) + "."
+
+
+def _tensorflow_names(names: Iterable[str]) -> Iterable[str]:
+    """Say how names of TensorFlow and Flax are made names of torch."""
+    if sum(re.search("[^.]/[^.]", name) is not None for name in names) > 1:
+        yield (
+            "the names are those of TensorFlow or Flax: load "
+            'remap_keys(tensors, [("re:/", "."), RemapRule("re:[.]kernel$", ".weight", transpose=True), '
+            '("re:_embeddings$", "_embeddings.weight")]) instead'
+        )
+
+
+def _other_names(found: Matching) -> Iterable[str]:
+    """Say how the names of another project were matched, and what is taken for granted."""
+    conversions = dict.fromkeys(match.reason for match in found.matches if match.reason.startswith(CONVERSION))
+    if conversions:
+        yield f"the names are another project's: {list_names(conversions)} was used"
+        return
+    yield (
+        "the names are another project's: layers were matched by their order, their sizes and the words in their names"
+    )
+    weak = [match for match in found.matches if match.strength == "weak"]
+    if weak:
+        fused = sum(FUSED in match.reason for match in weak)
+        parts = f", among them {fused} fused tensors, whose parts are {FUSED}" if fused else ""
+        yield (
+            f"{len(weak)} of {len(found.matches)} matches rest on weak evidence{parts}: "
+            "max_output_difference shows whether the outputs agree"
+        )
+
+
+def _wrappers_found(clean_names: Mapping[str, str | None]) -> Iterable[str]:
+    for part, origin in WRAPPERS.items():
+        carry = [name for name, new in clean_names.items() if new != name and part in name.split(".")]
+        if carry:
+            yield f"{_count_keys(carry, clean_names)} carry `{part}.`: {origin}"
+    dropped = [name for name, new in clean_names.items() if new is None]
+    if dropped:
+        yield f"{len(dropped)} are counters of thop or of averaging ({list_names(dropped)}), and were left out"
+
+
+def _count_keys(some: list[str], everything: Iterable[str]) -> str:
+    count = len(list(everything))
+    return f"all {count} keys" if len(some) == count else f"{len(some)} of {count} keys"

@@ -14,15 +14,19 @@ import torch
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
-from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
-from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import Proposals, describe_ambiguity, diagnose
+from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import (
+    Match,
+    Matching,
+    Mismatch,
+    Prefixes,
+    Proposals,
+    Shape,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
-    Prefixes,
     match_by_name,
     refuse_against_rules,
     replace_prefix,
@@ -214,11 +218,10 @@ class AlignmentSearch:
 
     def run(self) -> Alignment:
         """Match by names and, where these are not enough, by structure; return also what is ambiguous."""
-        by_names, prefixes, mismatched = self._match_names()
-        found = self._best(by_names, prefixes, mismatched) if self._needs_structure(by_names) else by_names
-        return self._result(
-            refuse_against_rules(found, self.ruled), prefixes if found is by_names else None, mismatched
-        )
+        named = self._match_names()
+        found = self._best(named) if self._needs_structure(named.matching) else named.matching
+        prefixes = named.prefixes if found is named.matching else None
+        return self._result(refuse_against_rules(found, self.ruled), prefixes, named.mismatched)
 
     def _match_names(self) -> NameMatching:
         return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)
@@ -227,35 +230,33 @@ class AlignmentSearch:
         lacking = self.target_shapes.keys() - by_names.targets() - set(self.pinned.values()) - self.computed
         return not self.by_name and bool(by_names.ambiguous or lacking)
 
-    def _best(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
+    def _best(self, named: NameMatching) -> Matching:
         """Return a conversion that fits, or the matching by names, completed by structure, or by structure alone."""
         sources, targets = self._left(set(), set())
         converted = find_conversion(sources, targets)
         if converted is not None:
             return converted
-        by_structure = match_by_structure(sources, targets)
+        by_structure, by_names = match_by_structure(sources, targets), named.matching
         if by_names.ambiguous:
             return by_structure if by_structure.targets() and not by_structure.ambiguous else by_names
         # Some names are equal by chance, and say nothing unless they fit half of the model
         if 2 * len(by_names.targets()) < len(targets):
             return by_structure
-        completed = self._completed(by_names, prefixes, mismatched)
-        return max((completed, by_structure), key=lambda matching: len(matching.targets()))  # the first of equals
+        both = self._completed(named), by_structure  # of equals, max returns the first
+        return max(both, key=lambda matching: len(matching.targets()))
 
-    def _completed(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
+    def _completed(self, named: NameMatching) -> Matching:
         """Return the matches by names, and those by structure of the rest.
 
         A bias is not evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
         Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
         """
-        layers = {target.rpartition(".")[0] for _, target in mismatched}
-        doubted: list[Match] = []
-        certain: list[Match] = []
-        for match in by_names.matches:
-            (doubted if match.targets[0].rpartition(".")[0] in layers else certain).append(match)
-        trusted = Matching(certain)
+        layers = {target.rpartition(".")[0] for _, target in named.mismatched}
+        by_name = named.matching.matches
+        doubted = [match for match in by_name if match.targets[0].rpartition(".")[0] in layers]
+        trusted = Matching([match for match in by_name if match.targets[0].rpartition(".")[0] not in layers])
         rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
-        shifted = _shifted_starts(rest, prefixes)
+        shifted = _shifted_starts(rest, named.prefixes)
         if shifted:
             trusted = Matching([match for match in trusted.matches if not _begins(match.targets[0], shifted)])
             doubted = [match for match in doubted if not _begins(match.targets[0], shifted)]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
+from itertools import product
 from pkgutil import iter_modules
 from typing import NamedTuple
 
 from lightning_tricks.checkpoint_remapping.core import conversions
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 _LEAVES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "scale": "weight"}
@@ -201,13 +201,12 @@ def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | 
     )
     for family, namings in families().items():
         sources = _readings(namings, source_names)
-        if sources:
-            for target, wanted in _readings(namings, target_names):
-                for source, given in sources:
-                    if source is not target and source.order == target.order:
-                        found = _Conversion(family, source, target, source_shapes, target_shapes).match(given, wanted)
-                        if found:
-                            return found
+        targets = _readings(namings, target_names) if sources else []
+        for (target, wanted), (source, given) in product(targets, sources):
+            if source is not target and source.order == target.order:
+                matches = _match(given, wanted, source.required | target.required, source_shapes, target_shapes)
+                if matches is not None:
+                    return Matching([replace(match, reason=f"{CONVERSION} {family}") for match in matches])
     return None
 
 
@@ -215,49 +214,43 @@ def _readings(namings: tuple[Naming, ...], names: Sequence[str]) -> list[tuple[N
     return [(naming, tensors) for naming in namings for tensors in naming.read(names)]
 
 
-class _Conversion:
-    """The names of one project for the tensors of another."""
+def _match(
+    source: list[Tensor], target: list[Tensor], required: Collection[str], source_shapes: Shapes, target_shapes: Shapes
+) -> list[Match] | None:
+    """Return the matches of two readings; None if anything does not fit."""
+    given = {part: tensor for tensor in source for part in tensor.parts}
+    wanted = {part: tensor for tensor in target for part in tensor.parts}
+    if any(part.role in required for part in given.keys() ^ wanted.keys()):
+        return None
+    groups = dict.fromkeys(_groups(given, wanted))
+    matches = [_match_group(*group, source_shapes, target_shapes) for group in groups]
+    return [match for match in matches if match] if all(matches) else None
 
-    def __init__(
-        self, family: str, source: Naming, target: Naming, source_shapes: Shapes, target_shapes: Shapes
-    ) -> None:
-        self.reason = f"{CONVERSION} {family}"
-        self.required = source.required | target.required
-        self.source_shapes, self.target_shapes = source_shapes, target_shapes
 
-    def match(self, source: list[Tensor], target: list[Tensor]) -> Matching | None:
-        """Return the matches of two readings; None if anything does not fit."""
-        given = {part: tensor for tensor in source for part in tensor.parts}
-        wanted = {part: tensor for tensor in target for part in tensor.parts}
-        if any(part.role in self.required for part in given.keys() ^ wanted.keys()):
-            return None
-        groups = dict.fromkeys(_groups(given, wanted))
-        matches = [self._match(sources, targets) for sources, targets in groups]
-        return Matching([match for match in matches if match]) if all(matches) else None
-
-    def _match(self, sources: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Match | None:
-        """Return the match of tensors with the same parts; None if their parts or shapes differ."""
-        if _parts(sources) != _parts(targets):
-            return None
-        transpose = sources[0].transposed != targets[0].transposed
-        given = [self._shape(self.source_shapes, tensor, transpose) for tensor in sources]
-        wanted = [tuple(self.target_shapes[tensor.name]) for tensor in targets]
-        shape = sizes = None
-        if len(sources) > 1:
-            fits = not transpose and _stacked(given) == wanted[0]
-        elif len(targets) > 1:
-            fits = _stacked(wanted) == given[0]
-            sizes = tuple(part[0] for part in wanted) if len(set(wanted)) > 1 else None
-        else:
-            fits = [size for size in given[0] if size != 1] == [size for size in wanted[0] if size != 1]
-            shape = wanted[0] if given != wanted else None
-        given_names, wanted_names = (tuple(tensor.name for tensor in side) for side in (sources, targets))
-        return Match(given_names, wanted_names, transpose, shape, self.reason, sizes=sizes) if fits else None
-
-    @staticmethod
-    def _shape(shapes: Shapes, tensor: Tensor, transpose: bool) -> Shape:
-        shape = tuple(shapes[tensor.name])
-        return (*shape[:-2], *shape[:-3:-1]) if transpose else shape
+def _match_group(
+    sources: tuple[Tensor, ...], targets: tuple[Tensor, ...], source_shapes: Shapes, target_shapes: Shapes
+) -> Match | None:
+    """Return the match of tensors with the same parts; None if their parts or shapes differ."""
+    if _parts(sources) != _parts(targets):
+        return None
+    transpose = sources[0].transposed != targets[0].transposed
+    given, wanted = (
+        [tuple(shapes[tensor.name]) for tensor in side]
+        for side, shapes in ((sources, source_shapes), (targets, target_shapes))
+    )
+    if transpose:
+        given = [(*shape[:-2], *shape[:-3:-1]) for shape in given]
+    shape = sizes = None
+    if len(sources) > 1:
+        fits = not transpose and _stacked(given) == wanted[0]
+    elif len(targets) > 1:
+        fits = _stacked(wanted) == given[0]
+        sizes = tuple(part[0] for part in wanted) if len(set(wanted)) > 1 else None
+    else:
+        fits = [size for size in given[0] if size != 1] == [size for size in wanted[0] if size != 1]
+        shape = wanted[0] if given != wanted else None
+    given_names, wanted_names = (tuple(tensor.name for tensor in side) for side in (sources, targets))
+    return Match(given_names, wanted_names, transpose, shape, sizes=sizes) if fits else None
 
 
 def _groups(

@@ -7,20 +7,26 @@ or, for norms, the convolution that they belong to.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
+from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer
-from lightning_tricks.checkpoint_remapping.core.matching.numbering import Numbering
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, without_numbers
 from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
+    NO_NUMBER,
     Fork,
     Parts,
     Side,
     common_start,
     is_vague,
+    last_name,
     last_word,
+    number_below,
+    numbers_go_together,
+    parts_of,
+    words_in,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES
 
@@ -51,21 +57,22 @@ class Justification:
         source: The layers of the file.
         target: The layers of the model.
         matched: The layers of the model by those of the file.
-        norms: For both sides, the norm that follows each convolution.
     """
 
-    def __init__(
-        self, source: Side, target: Side, matched: Mapping[Layer, Layer], norms: tuple[Mapping[Layer, Layer], ...]
-    ) -> None:
+    def __init__(self, source: Side, target: Side, matched: Mapping[Layer, Layer]) -> None:
         self.source, self.target, self.matched = source, target, matched
-        self._numbering = Numbering(source, target, matched)
-        self._convolutions = [{norm: convolution for convolution, norm in side.items()} for side in norms]
+        self._convolutions = [{norm: conv for conv, norm in side.norms.items()} for side in (source, target)]
         self._sources = {target: source for source, target in matched.items()}
         self._weakest: dict[Layer, Evidence] = {}
+        self._series: dict[tuple[str, str], list[tuple[Layer, Layer]]] = defaultdict(list)
+        for pair in matched.items():
+            self._series[without_numbers(pair[0]), without_numbers(pair[1])].append(pair)
         # Asked for many pairs of layers
         self._keeps_blocks = cache(self._find_whether_blocks_are_kept)
         self._numbers_of_block = cache(self._find_numbers_of_block)
         self._are_matched_apart = cache(self._find_whether_matched_apart)
+        self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
+        self._numbers_go_together = cache(lambda source, target: numbers_go_together(self._series[source, target]))
 
     def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
         """Return the groups of (layers of the file, layers of the model) that nothing tells apart.
@@ -109,7 +116,7 @@ class Justification:
             return Evidence.NOTHING
         if self._are_of_many_norms(one, other) and forks[0].ends != forks[1].ends:
             return Evidence.NOTHING
-        if counted and self._numbering.tell_apart(one, other, *forks):
+        if counted and self._numbers_tell_apart(one, other, *forks):
             return Evidence.NAMES if _are_counted_alike(*forks) else Evidence.NUMBERS
         if self._beside_others(*forks) and not self._are_halves(one, other):
             return Evidence.NEIGHBORS
@@ -191,6 +198,130 @@ class Justification:
                 return False
         return True
 
+    # what numbers say
+
+    def _numbers_tell_apart(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
+        """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
+        if source.numbers is None or target.numbers is None or self._are_gated(source, target):
+            return False
+        if _words_without_number(source) != _words_without_number(target):
+            return False  # `norm_in` and `norm_out` beside `norm1`
+        if last_word(source.container) != last_word(target.container) and self._are_parallel(
+            one, other, source, target
+        ):
+            return False
+        rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
+        alike = rising and self._count_the_same_way(source.container, target.container)
+        return alike and all(
+            self._numbers_go_together(without_numbers(layer), without_numbers(self.matched[layer]))
+            for layer in (one, other)
+        )
+
+    def _are_gated(self, fork: Fork, target: Fork) -> bool:
+        """Whether the two are gate and input of a gated layer, which numbers call by either name.
+
+        Beside both is the layer that leads back. In a chain of layers, another one would follow.
+        """
+        layers = _layers_at(self.source, fork)
+        sizes = [layer.matrix_sizes for layer in layers]
+        if len(sizes) != 2 or not sizes[0] or sizes[0] != sizes[1]:
+            return False
+        beside = [
+            size
+            for layer in self.source.siblings(layers[0])
+            for size in layer.matrix_sizes
+            if {*size} == {*sizes[0][0]}
+        ]
+        if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
+            return False
+        if self._leads_back_between(layers[0], layers[1], source=fork, target=target):
+            return False
+        # Three square ones are a chain if all are numbered
+        is_square = len({*sizes[0][0]}) == 1
+        return (
+            not is_square
+            or min(self.source.num_branches(fork.container), self.target.num_branches(target.container)) < 3
+        )
+
+    def _leads_back_between(self, one: Layer, other: Layer, *, source: Fork, target: Fork) -> bool:
+        """Whether the two are w1 and w3 on both sides, and w2 leads back: then w1 is the gate."""
+        numbers = [
+            number_below(container, layer)
+            for layer in self.source.siblings(one)
+            if layer not in (one, other) and layer in self.matched
+            for container, layer in ((source.container, layer), (target.container, self.matched[layer]))
+            if parts_of(layer.path)[: len(container)] == container
+        ]
+        return source.numbers == target.numbers == (1, 3) and numbers == [2, 2]
+
+    def _are_parallel(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
+        """Whether the two are the only ones of their size in their module, and none can follow the other.
+
+        Such are the two halves of a split, or the mean and the variance: projects have either first.
+        """
+        matches = self.matched[one], self.matched[other]
+        sides = (self.source, (one, other), source), (self.target, matches, target)
+        return all(_are_two_branches(side, *layers, fork) for side, layers, fork in sides)
+
+    def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
+        if self.target.counts_backwards(target):
+            return False
+        unknown = self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
+        # Lists of one name are in one order: `up.0`, but not `up1`
+        in_lists = self.source.is_list(source) and self.target.is_list(target)
+        if (
+            unknown
+            and not (in_lists and last_name(source) == last_name(target))
+            and not self._sizes_rise(source, target)
+        ):
+            return False
+        layers = self.source.branches[source]
+        # A norm that was matched with a norm of another block says nothing about the blocks
+        numbers = self._numbers_below(source, target, [layer for layer in layers if layer.has_matrix] or layers)
+        return _never_falls(numbers) and not self._is_reversed_beside(source, target)
+
+    def _sizes_rise(self, source: Parts, target: Parts) -> bool:
+        """Whether sizes that one numbered part alone has are in the same places, and not in the same from the end."""
+        places = [
+            {number: place for place, number in enumerate(sorted(set(numbers)))}
+            for numbers in zip(*self._numbers_below(source, target, self.source.branches[source]), strict=True)
+        ]
+        distinct = self._numbers_below(source, target, self._distinct(source))
+        found = [(places[0][one], places[1][other]) for one, other in distinct]
+        return bool(found) and all(one == other != len(places[0]) - 1 - one for one, other in found)
+
+    def _numbers_below(self, source: Parts, target: Parts, layers: Iterable[Layer]) -> set[tuple[int, int]]:
+        """Return the numbers below two containers that were matched with each other."""
+        inside = set(self.target.branches[target])
+        numbers: set[tuple[int, int]] = set()
+        for layer in layers:
+            match = self.matched.get(layer)
+            if match in inside:
+                one, other = number_below(source, layer), number_below(target, match)
+                if one is not None and other is not None:
+                    numbers.add((one, other))
+        return numbers
+
+    def _distinct(self, container: Parts) -> list[Layer]:
+        """Return the matrices in a container of the file that have a size of their own there."""
+        layers = self.source.branches[container]
+        sizes = Counter(layer.signature for layer in layers)
+        return [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
+
+    def _is_reversed_beside(self, source: Parts, target: Parts) -> bool:
+        """Whether sizes match the numbered parts beside two containers in reverse order.
+
+        The outputs of a pyramid are counted as its lateral convolutions are, from the finest or from the coarsest.
+        """
+        beside = self.target.containers_beside(target)
+        for container in self.source.containers_beside(source):
+            distinct = self._distinct(container)
+            for other in beside:
+                numbers = sorted(self._numbers_below(container, other, distinct))
+                if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):
+                    return True
+        return False
+
 
 def _pairs(layers: list[Layer]) -> Iterator[tuple[Layer, Layer]]:
     """Yield each layer with those that follow it."""
@@ -232,3 +363,36 @@ def _are_counted_alike(source: Fork, target: Fork) -> bool:
     in_lists = all(rest and rest[0][1:].isdecimal() for rest in rests)
     of_blocks = all(any(part.startswith(".") for part in rest[1:]) for rest in rests)
     return in_lists or of_blocks or last_word(source.container) == last_word(target.container)
+
+
+def _words_without_number(fork: Fork) -> tuple[str, ...] | None:
+    """Return the words of the one of two parts that has no number; None if both have one."""
+    rests = zip(fork.numbers or (), (fork.first, fork.second), strict=False)
+    return next((words_in(rest) for number, rest in rests if number == NO_NUMBER), None)
+
+
+def _never_falls(numbers: set[tuple[int, int]]) -> bool:
+    return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
+
+
+def _layers_at(side: Side, fork: Fork) -> list[Layer]:
+    """Return the two layers of a fork, if their numbers are the last part of their paths."""
+    paths = [(*fork.container, *rest) for rest in (fork.first, fork.second) if len(rest) == 1]
+    return [layer for path in paths for layer in side.branches[path] if parts_of(layer.path) == path]
+
+
+def _are_two_branches(side: Side, one: Layer, other: Layer, fork: Fork) -> bool:
+    """Whether two numbered parts hold one matrix each, of a size that no third one has, and that cannot repeat."""
+    if fork.first[1:] != fork.second[1:] or not _changes_width(one):
+        return False
+    matrices = [[layer for layer in side.branches[branch] if layer.has_matrix] for branch in fork.branches]
+    alike = [layer for layer in side.branches[fork.container] if layer.signature == one.signature]
+    return matrices == [[one], [other]] and len(alike) == 2
+
+
+def _changes_width(layer: Layer) -> bool:
+    """Whether a layer has different numbers of inputs and outputs, and is not a convolution of groups."""
+    shapes = [shape for _, shape in layer.tensors.values() if len(shape) > 1]
+    if len(shapes) != 1 or (len(shapes[0]) > 2 and shapes[0][0] % shapes[0][1] == 0):
+        return False
+    return shapes[0][0] != shapes[0][1]

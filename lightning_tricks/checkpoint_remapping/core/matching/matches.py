@@ -1,24 +1,24 @@
-"""Matches: which tensors of a file become which of a model."""
+"""Matches: which tensors of a file become which of a model; and the rules and patterns that errors propose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import islice, product
+from typing import Any, Literal
 
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, Shape
-from lightning_tricks.checkpoint_remapping.core.remapping import FUSION
+from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
+from lightning_tricks._shared.text import format_shape
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
+from lightning_tricks.checkpoint_remapping.core.remapping import FUSION, remap_keys
+from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
 
+Shape = tuple[int, ...]
+Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
 SAME_NAME = "the same name"
 CONVERSION = "the conversion of"  # how the reason of a match begins that a table of names made
 FUSED = "taken to be query, key and value, one after another"
-
-GATED = "taken to be the gate and the input of each expert, one after another"
-
-
-def joined_shape(parts: Sequence[Shape]) -> Shape:
-    """Return the shape of tensors one after another."""
-    return (sum(shape[0] for shape in parts), *parts[0][1:])
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,23 @@ class Match:
         return replace(self, sources=names, reason=reason, _ruled=self.sources)
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    """A tensor of the file whose name fits one of the model and whose shape, or kind of numbers, does not."""
+
+    source: str
+    source_shape: Shape
+    target: str
+    target_shape: Shape
+    kinds: tuple[str, str] | None = None  # of the file and the model, where these differ
+
+    def __str__(self) -> str:
+        if self.kinds is not None:
+            return f"{self.target} ({self.kinds[1]} in the model, {self.kinds[0]} in the file)"
+        shapes = f"{format_shape(self.target_shape)} in the model, {format_shape(self.source_shape)} in the file"
+        return f"{self.target} ({shapes})"
+
+
 @dataclass
 class Matching:
     """All matches of a file and a model.
@@ -81,39 +98,127 @@ class Matching:
         return {name for match in self.matches for name in match.targets}
 
 
-def matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "") -> list[Match]:
-    """Return the matches of the tensors of two layers, with the transposition and the shape that each needs.
+Proposal = tuple[str, str] | dict[str, Any]
+_MOST_TRIED = 8  # pairs of layers for which a rule is tried
+_MOST_STARS = 3  # that a file of rules may have
 
-    Args:
-        source: The layer of the file.
-        target: The layer of the model.
-        reason: Why they belong together.
-        doubt: What makes the match a weak one.
+
+@dataclass(frozen=True)
+class Proposals:
+    """Rules that lead from tensors of a file without a match to those of a model without one.
+
+    Attributes:
+        sources: Shapes of the tensors in the file that have no match.
+        targets: Those in the model.
     """
-    matches = []
-    for tensor, (sources, shape) in source.tensors.items():
-        if tensor not in target.tensors:
-            continue
-        targets, wanted = target.tensors[tensor]
-        transpose = tensor == "weight" and source.transposed != target.transposed
-        if transpose and max(len(sources), len(targets)) > 1:
-            continue  # a rule cannot transpose what it fuses or splits
-        got = shape[:-2] + shape[:-3:-1] if transpose else shape
-        got = joined_shape(source.parts[tensor]) if len(sources) > 1 else got
-        parts = target.parts.get(tensor, [])
-        wanted = joined_shape(parts) if len(targets) > 1 else wanted
-        new = None if got == wanted else wanted
-        sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
-        why = doubt or source.taken_for or target.taken_for
-        matches.append(
-            Match(
-                sources,
-                targets,
-                transpose,
-                new,
-                f"{reason}; {why}" if why else reason,
-                "weak" if why else "strong",
-                sizes,
-            )
-        )
-    return matches
+
+    sources: Mapping[str, Shape]
+    targets: Mapping[str, Shape]
+
+    def for_layers(self, sources: Iterable[str], targets: Iterable[str]) -> Proposal | None:
+        """Return a rule that takes one of some layers, or of some parts written as `part.*`, as one of the model's."""
+        pairs = islice(product(sources, targets), _MOST_TRIED)
+        return next((rule for pair in pairs if (rule := self._for_layer(*pair))), None)
+
+    def _for_layer(self, source: str, target: str) -> Proposal | None:
+        if "*" in (source[-1:], target[-1:]):
+            return ("*", target) if source == "*" else (source.removesuffix("*"), target.removesuffix("*"))
+        endings = [
+            {name.removeprefix(path) for name in names if is_at(name, path)}
+            for names, path in ((self.sources, source), (self.targets, target))
+        ]
+        if endings[0] == endings[1] and endings[0] and all(ending[:1] in ("", ".") for ending in endings[0]):
+            return self._widest(source, target)
+        if len(endings[0]) == len(endings[1]) == 1:
+            return self._widest(source + endings[0].pop(), target + endings[1].pop())
+        return self._widest(f"{source}_*", f"{target}_*") if endings[0] == endings[1] and endings[0] else None
+
+    def for_the_rest(self) -> Proposal | None:
+        """Return a rule for the tensors of one shape that are left on both sides and have most words in common."""
+        pairs = [
+            (len(words_of(source) & words_of(target)), source, target)
+            for target, wanted in self.targets.items()
+            for source, shape in self.sources.items()
+            if shape == wanted
+        ]
+        if not pairs:
+            return None
+        _, source, target = max(pairs, key=lambda pair: pair[0])
+        endings = [name.rpartition(".") for name in (source, target)]
+        if endings[0][0] and endings[0][2] == endings[1][2] and (rule := self._for_layer(endings[0][0], endings[1][0])):
+            return rule
+        return self._widest(source, target)
+
+    def _widest(self, source: str, target: str) -> Proposal | None:
+        """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
+        glob = [LIST_NUMBER.sub("*", name) for name in (source, target)]
+        if LIST_NUMBER.findall(source) == LIST_NUMBER.findall(target) and 0 < glob[0].count("*") <= _MOST_STARS:
+            end = "" if source in self.sources or source.endswith("*") else ".*"
+            if glob[0].count("*") < _MOST_STARS or not end:
+                wide = glob[0] + end, glob[1] + end
+                if self._fits(*wide):
+                    return wide
+        return (source, target) if self._fits(source, target) else self._in_another_layout(source, target)
+
+    def _in_another_layout(self, source: str, target: str) -> Proposal | None:
+        """Return a rule for one tensor of a layer that is transposed, or has other dimensions of size one."""
+        for name, shape in self.sources.items():
+            new = target + name.removeprefix(source)
+            wanted = self.targets.get(new)
+            if wanted is None or shape == wanted or not is_at(name, source):
+                continue
+            if shape == wanted[::-1] and len(shape) == 2:
+                return {"from": name, "to": new, "transpose": True}
+            if [size for size in shape if size != 1] == [size for size in wanted if size != 1]:
+                return {"from": name, "to": new, "shape": [*wanted]}
+        return None
+
+    def _fits(self, source: str, target: str) -> bool:
+        """Whether a rule leads from tensors without a match to tensors of their shapes without one."""
+        made = remap_keys(dict(self.sources), [RemapRule(source, target)])
+        ruled = [name for name in made.rules_of if made.rules_of[name]]
+        return bool(ruled) and all(self.targets.get(name) == made[name] for name in ruled)
+
+
+def is_at(name: str, path: str) -> bool:
+    """Whether a tensor is that of a layer, or is in a part of the model that is written as `part.*`."""
+    stem = path.removesuffix("*").removesuffix(".")
+    return name == stem or not stem or name.startswith((f"{stem}.", f"{stem}_weight", f"{stem}_bias"))
+
+
+def in_words(rule: Proposal) -> str:
+    """Return what a rule does, as an argument with its meaning."""
+    source, target = (rule["from"], rule["to"]) if isinstance(rule, dict) else rule
+    return f"rules=[{rule!r}] takes {source} as {target}, and the rest is matched as before"
+
+
+def suggested_patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return patterns that match these names and, among those known, no others: globs where they are shorter.
+
+    Examples:
+        >>> suggested_patterns(["fc.weight", "fc.bias", "a.0.bias", "a.1.bias"], ["a.0.weight", "a.1.weight"])
+        ['fc.*', 'a.*.bias']
+    """
+    wanted = set(names)
+    others = [name for name in known if name not in wanted]
+    patterns: list[str] = []
+    left = list(names)
+    while left:
+        globs = (glob for glob in _globs(left[0], left) if not any(map(Pattern(glob).matches, others)))
+        patterns.append(next(globs, _escaped(left[0])))
+        pattern = Pattern(patterns[-1])
+        left = [name for name in left if not pattern.matches(name)]
+    return patterns
+
+
+def _globs(name: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield globs for a name, from the widest: all below a parent, then names that differ in numbers alone."""
+    ends = [found.start() for found in re.finditer(r"\.", name)]
+    yield from (f"{_escaped(name[:end])}.*" for end in ends)
+    numbered = LIST_NUMBER.sub("*", _escaped(name))
+    if sum(map(Pattern(numbered).matches, names)) > 1:
+        yield numbered
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"[*?[]", lambda found: f"[{found[0]}]", name)

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lightning_tricks._shared.patterns import LIST_NUMBER
-from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import SAME_NAME, Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import SAME_NAME, Match, Matching, Prefixes, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
-Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
 _MOST_PLACES = 64
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise, permutations, starmap
 
 from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
 
 Parts = tuple[str, ...]
 NO_NUMBER = -1
+_MOST_IN_A_ROW = 5  # convolutions of which all orders are tried
 _CROSS_ATTENTION = frozenset({"attention", "cross"})
 
 
@@ -95,6 +97,7 @@ class Side:
         self._in_block: Counter[tuple[Parts, object]] = Counter()
         self._ordinal_siblings: Counter[tuple[str, object]] = Counter()
         self._siblings = layers_by_parent(layers)
+        self.norms = norms_as_registered(layers) if ordered else norms_by_name(layers)  # by their convolutions
         for layer in layers:
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
@@ -271,3 +274,152 @@ def is_vague(words: Parts) -> bool:
 def words_in(parts: Parts) -> tuple[str, ...]:
     """Return the parts that are not numbers."""
     return tuple(word for part in parts if not (word := part.removeprefix(".")).isdecimal())
+
+
+# Numbers of series
+
+_Slot = tuple[str, bool]  # the word before a number, and whether the number is written at its end
+
+
+def numbers_go_together(pairs: list[tuple[Layer, Layer]]) -> bool:
+    """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
+
+    So do those inside each of them: three blocks of two layers and two lists of three layers are not blocks of one
+    order, wherever they are.
+    """
+    columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
+    slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
+    varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
+    if min(map(len, varying)) < 2:
+        return True
+    related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
+    outer, other = varying[0][0], varying[1][0]
+    if outer not in {i for i, _ in related} or other not in {j for _, j in related}:
+        return False
+    named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
+    if not all(pair in related or _column_repeats(slots, pair) for pair in named):
+        return False
+    inside: dict[tuple[int, int], list[tuple[Layer, Layer]]] = defaultdict(list)
+    for pair in pairs if (outer, other) in related else ():
+        inside[pair[0].numbers[outer], pair[1].numbers[other]].append(pair)
+    return all(map(numbers_go_together, inside.values()))
+
+
+def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:
+    """Whether the word before a number is before another one too."""
+    return any(side.count(side[position]) > 1 for side, position in zip(slots, pair, strict=True))
+
+
+def _slots(path: str) -> list[_Slot]:
+    """Return the word before each number of a path, and whether the number is written at its end."""
+    found = re.finditer(r"([^\W\d_]*)([._]?)\d+", path)
+    return [(match[1], bool(match[1]) and not match[2]) for match in found]
+
+
+def _depends_on_either(first: Sequence[Hashable], second: Sequence[Hashable]) -> bool:
+    """Whether the values of one column say those of the other."""
+    both = len(set(zip(first, second, strict=True)))
+    return both in (len(set(first)), len(set(second)))
+
+
+# Norms and their convolutions
+
+
+def norms_as_registered(layers: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norm of each convolution: the next layer, unless names or the other layers beside it say otherwise."""
+    following = {
+        layer: norm for layer, norm in pairwise(layers) if _is_norm_of(norm, layer) and _in_one_block(layer, norm)
+    }
+    for family in layers_by_parent(layers).values():
+        norms, convolutions = set(_norms(family)), set(_convolutions(family))
+        # Norms that stand before their convolutions, or apart from them
+        if norms.difference(following.values()) and convolutions - following.keys():
+            for convolution in convolutions:
+                following.pop(convolution, None)
+    by_name = norms_by_name(layers)
+    return {layer: norm for layer, norm in following.items() if by_name.get(layer, norm) is norm}
+
+
+def norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norms with the number of a convolution beside them, and those that are alone with one."""
+    found: dict[Layer, Layer] = {}
+    for family in layers_by_parent(layers).values():
+        convolutions, norms = _convolutions(family), _norms(family)
+        have_one_name = all(len({_stem_and_number(layer)[0] for layer in side}) == 1 for side in (convolutions, norms))
+        for convolution in convolutions:
+            number = _stem_and_number(convolution)[1]
+            named = [norm for norm in norms if have_one_name and number and _stem_and_number(norm)[1] == number]
+            fitting = named or (norms if len(norms) == len(convolutions) == 1 else [])
+            if len(fitting) == 1 and _is_norm_of(fitting[0], convolution):
+                found[convolution] = fitting[0]
+        if found.keys().isdisjoint(convolutions):
+            found |= (
+                _norms_in_sequence(family)
+                or _norms_along_channels(convolutions, norms)
+                or _norms_by_size(convolutions, norms)
+            )
+    return found
+
+
+def _norms_by_size(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norms of convolutions where each has channels of its own."""
+    fitting = {layer: [norm for norm in norms if _is_norm_of(norm, layer)] for layer in convolutions}
+    alone = [found[0] for found in fitting.values() if len(found) == 1]
+    return dict(zip(fitting, alone, strict=True)) if len({*alone}) == len(fitting) == len(norms) else {}
+
+
+def _norms_in_sequence(family: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norm behind each convolution of a sequence, whose numbers are the order in which it computes."""
+    if not all(layer.name.isdecimal() for layer in family):
+        return {}
+    ordered = sorted(family, key=lambda layer: int(layer.name))
+    return {layer: norm for layer, norm in pairwise(ordered) if _is_norm_of(norm, layer)}
+
+
+def _norms_along_channels(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norms by number, if convolutions follow each other in one order alone by their channels and norms."""
+    (stems, numbers) = zip(*map(_stem_and_number, norms), strict=True) if norms else ((), ())
+    if len(norms) != len(convolutions) or len({*stems}) > 1 or not all(numbers) or not 1 < len(norms) <= _MOST_IN_A_ROW:
+        return {}
+    norms = sorted(norms, key=lambda norm: int(_stem_and_number(norm)[1]))
+    orders = [
+        order
+        for order in permutations(convolutions)
+        if all(map(_is_norm_of, norms, order)) and all(starmap(_takes_channels, pairwise(order)))
+    ]
+    return dict(zip(orders[0], norms, strict=True)) if len(orders) == 1 else {}
+
+
+def _takes_channels(before: Layer, layer: Layer) -> bool:
+    """Whether a convolution takes the channels that another one returns, all at once or each by itself."""
+    (returned, *_), (own, taken, *_) = (side.tensors["weight"][1] for side in (before, layer))
+    return returned in ((taken,) if taken > 1 else (taken, own))
+
+
+def _convolutions(family: list[Layer]) -> list[Layer]:
+    return [layer for layer in family if len(layer.tensors.get("weight", ((), ()))[1]) > 2]
+
+
+def _norms(family: list[Layer]) -> list[Layer]:
+    return [layer for layer in family if "running_mean" in layer.tensors]
+
+
+def _in_one_block(layer: Layer, other: Layer) -> bool:
+    """Whether two layers are parts of the same blocks of lists, one of them perhaps of further ones."""
+    return all(one == two for one, two in zip(layer.list_numbers, other.list_numbers, strict=False))
+
+
+def _is_norm_of(layer: Layer, convolution: Layer) -> bool:
+    weight = convolution.tensors.get("weight")
+    channels = [size for _, size in layer.sizes]
+    if weight is None or len(weight[1]) < 3 or not channels:
+        return False
+    stems, numbers = zip(*(_stem_and_number(layer) for layer in (layer, convolution)), strict=True)
+    if all(stems) and all(numbers) and numbers[0] != numbers[1]:
+        return False  # bn2 is not the norm of conv1
+    return {"weight", "bias"} <= layer.tensors.keys() and all(size == weight[1][:1] for size in channels)
+
+
+def _stem_and_number(layer: Layer) -> tuple[str, str]:
+    stem = layer.name.rstrip("0123456789")
+    return stem, layer.name[len(stem) :]

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
-from lightning_tricks.checkpoint_remapping.core.matching.context_matching import ContextMatching
 from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification
 from lightning_tricks.checkpoint_remapping.core.matching.layers import (
     TEMPLATES,
     Layer,
     Pairs,
     Series,
-    Shape,
     Template,
     are_numbered_in_order,
     equal_groups,
-    equal_series,
     group_layers,
     is_ordered,
-    keep_layouts,
+    joined_shape,
+    layers_of_both,
     series_of,
-    sort_naturally,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching, matches_of_layers
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.path_context import Side
-from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import unify_layouts
 
 
 def match_by_structure(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> Matching:
@@ -42,27 +39,22 @@ class _StructureMatcher:
     """The layers that are not matched yet, and the matches found so far."""
 
     def __init__(self, source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> None:
-        self.source_layers, self.target_layers = group_layers(source_shapes), group_layers(target_shapes)
-        ordered = is_ordered(target_shapes)
-        sort_naturally(self.source_layers)
-        if not ordered:
-            sort_naturally(self.target_layers)
-        # The layouts of one side depend on those of the other: the file comes first
-        unify_layouts(self.source_layers, self.target_layers)
-        unify_layouts(self.target_layers, self.source_layers)
-        keep_layouts(self.source_layers, self.target_layers)
-        self.context = ContextMatching(self.source_layers, self.target_layers, ordered)
-        self.sides = Side(self.source_layers), Side(self.target_layers, ordered)
+        self.ordered = is_ordered(target_shapes)
+        self.source_layers, self.target_layers = layers_of_both(source_shapes, target_shapes, self.ordered)
+        self.sides = Side(self.source_layers), Side(self.target_layers, self.ordered)
+        self.containers = tuple(map(_layers_by_container, (self.source_layers, self.target_layers)))
         self.pairs: list[tuple[Layer, Layer, str]] = []
+        self.matched: dict[Layer, Layer] = {}  # the layers of the model by those of the file
+        self.ambiguous_norms: set[Layer] = set()  # BatchNorms of a block that have one size and no order
 
     def match(self) -> Matching:
         """Return all matches, and what remains ambiguous."""
         # Matrices first: their sizes say more than those of the vectors of a norm or a bias, which then follow them
-        self._pair_until_stable(PAIRINGS, lambda layer: layer.has_matrix)
-        by_context = (self.context.pair_norms_of_convolutions, self.context.pair_in_containers)
-        self._pair_until_stable((*by_context, *PAIRINGS, pair_flattened), lambda _: True)
-        self._pair(pair_last, lambda _: True)
-        justification = Justification(*self.sides, self.context.matched, self.context.norms)
+        self._pair_until_stable(_PAIRINGS, lambda layer: layer.has_matrix)
+        by_context = (self._norms_of_convolutions, self._in_containers)
+        self._pair_until_stable((*by_context, *_PAIRINGS, _pair_flattened), lambda _: True)
+        self._pair(_pair_last, lambda _: True)
+        justification = Justification(*self.sides, self.matched)
         left = equal_groups(self.source_layers, self.target_layers, lambda layer: layer.signature)
         indistinct = justification.indistinct()
         refused = {layer for sources, _ in indistinct for layer in sources}
@@ -70,7 +62,7 @@ class _StructureMatcher:
             match
             for source, target, reason in self.pairs
             if source not in refused
-            for match in matches_of_layers(source, target, reason, justification.doubt(source))
+            for match in _matches_of_layers(source, target, reason, justification.doubt(source))
         ]
         ambiguous = [
             ([layer.path for layer in sources], [layer.path for layer in targets])
@@ -78,15 +70,15 @@ class _StructureMatcher:
         ]
         return Matching(matches, ambiguous)
 
-    def _pair_until_stable(self, pairings: tuple[Pairing, ...], considered: Callable[[Layer], bool]) -> None:
+    def _pair_until_stable(self, pairings: tuple[_Pairing, ...], considered: Callable[[Layer], bool]) -> None:
         """Repeat all ways until none finds more: each match leaves fewer candidates for the others."""
         while any([self._pair(pairing, considered) for pairing in pairings]):  # noqa: C419  # all of them
             pass
 
-    def _pair(self, pairing: Pairing, considered: Callable[[Layer], bool]) -> bool:
+    def _pair(self, pairing: _Pairing, considered: Callable[[Layer], bool]) -> bool:
         """Match the pairs that one way finds; return whether there were any."""
         # Ways that see single layers cannot tell norms without an order apart: only their neighbors may decide
-        left_out = self.context.ambiguous_norms if pairing in PAIRINGS else set()
+        left_out = self.ambiguous_norms if pairing in _PAIRINGS else set()
         source_layers, target_layers = (
             [layer for layer in layers if considered(layer) and layer not in left_out]
             for layers in (self.source_layers, self.target_layers)
@@ -95,23 +87,135 @@ class _StructureMatcher:
         for source, target, _ in pairs:
             self.source_layers.remove(source)
             self.target_layers.remove(target)
-            self.context.matched[source] = target
+            self.matched[source] = target
         self.pairs += pairs
         return bool(pairs)
 
+    def _norms_of_convolutions(self, source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+        """Pair the norms of convolutions that were matched."""
+        sources, targets = set(source_layers), set(target_layers)
+        norms = self.sides[1].norms
+        for convolution, source in self.sides[0].norms.items():
+            target = norms.get(self.matched[convolution]) if convolution in self.matched else None
+            if target in targets and source in sources and source.signature == target.signature:
+                targets.remove(target)
+                yield source, target, "the norm of the same convolution"
 
-Pairing = Callable[[list[Layer], list[Layer]], Pairs]
+    def _in_containers(self, source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+        """Pair the layers of one size that are left in containers whose other layers were matched with each other.
+
+        That is one layer on each side, or the BatchNorms of a block, which follow each other as its convolutions do.
+        """
+        left_sources, left_targets = set(source_layers), set(target_layers)
+        for layer in source_layers:
+            container, partners = self._nearest_matched_container(layer)
+            if not partners:
+                continue
+            sources = [
+                other
+                for other in self.containers[0][container]
+                if other in left_sources and layer.signature == other.signature
+            ]
+            targets = self._left_in_container_of(partners, layer, left_targets)
+            if not sources or len(sources) != len(targets):
+                continue
+            if len(sources) > 1:
+                if "running_mean" not in layer.tensors:
+                    continue  # words tell the norms of a transformer's block apart
+                sources, targets = (sorted(group, key=lambda layer: layer.position) for group in (sources, targets))
+                if not (are_numbered_in_order(sources) and (self.ordered or are_numbered_in_order(targets))):
+                    self.ambiguous_norms |= {*sources, *targets}
+                    continue
+            left_sources -= set(sources)
+            left_targets -= set(targets)
+            for source, target in zip(sources, targets, strict=True):
+                yield source, target, f"what is left beside the layers of {container}"
+
+    def _nearest_matched_container(self, layer: Layer) -> tuple[str, list[Layer]]:
+        """Return the smallest container of a layer with matched layers, and what these were matched with."""
+        for container in _containers(layer):
+            partners = [self.matched[other] for other in self.containers[0][container] if other in self.matched]
+            if partners:
+                return container, partners
+        return "", []
+
+    def _left_in_container_of(self, partners: list[Layer], layer: Layer, left: set[Layer]) -> list[Layer]:
+        """Return the layers like `layer` in the smallest container that holds all partners and no other's partner."""
+        for container in _containers(partners[0]):
+            inside = self.containers[1][container]
+            if set(partners) <= set(inside) <= left | set(partners):
+                fitting = [other for other in inside if other in left and layer.signature == other.signature]
+                if fitting:
+                    return fitting
+        return []
 
 
-def _by_series(source_template: Template, target_template: Template) -> Pairing:
+def _layers_by_container(layers: list[Layer]) -> dict[str, list[Layer]]:
+    containers: dict[str, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        for container in _containers(layer):
+            containers[container].append(layer)
+    return containers
+
+
+def _containers(layer: Layer) -> list[str]:
+    """Return the containers of a layer from the smallest to the largest, without the model itself."""
+    parts = layer.path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "") -> list[Match]:
+    """Return the matches of the tensors of two layers, with the transposition and the shape that each needs.
+
+    Args:
+        source: The layer of the file.
+        target: The layer of the model.
+        reason: Why they belong together.
+        doubt: What makes the match a weak one.
+    """
+    matches = []
+    for tensor, (sources, shape) in source.tensors.items():
+        if tensor not in target.tensors:
+            continue
+        targets, wanted = target.tensors[tensor]
+        transpose = tensor == "weight" and source.transposed != target.transposed
+        if transpose and max(len(sources), len(targets)) > 1:
+            continue  # a rule cannot transpose what it fuses or splits
+        got = shape[:-2] + shape[:-3:-1] if transpose else shape
+        got = joined_shape(source.parts[tensor]) if len(sources) > 1 else got
+        parts = target.parts.get(tensor, [])
+        wanted = joined_shape(parts) if len(targets) > 1 else wanted
+        new = None if got == wanted else wanted
+        sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
+        why = doubt or source.taken_for or target.taken_for
+        matches.append(
+            Match(
+                sources,
+                targets,
+                transpose,
+                new,
+                f"{reason}; {why}" if why else reason,
+                "weak" if why else "strong",
+                sizes,
+            )
+        )
+    return matches
+
+
+_Pairing = Callable[[list[Layer], list[Layer]], Pairs]
+
+
+def _by_series(source_template: Template, target_template: Template) -> _Pairing:
     """Return the way that pairs series of layers, numbered by these templates."""
 
     def pair(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
         sides = series_of(source_layers, source_template), series_of(target_layers, target_template)
         return [
             (source, target, reason)
-            for sources, targets in equal_series(*sides)
-            for source_series, target_series, reason in pair_by_evidence(
+            for sources, targets in equal_groups(
+                *sides, lambda series: (series[0].tensor_kinds, tuple(layer.sizes for layer in series))
+            )
+            for source_series, target_series, reason in _pair_by_evidence(
                 sources, targets, "the only layers of these sizes in this order"
             )
             for source, target in zip(source_series, target_series, strict=True)
@@ -122,8 +226,9 @@ def _by_series(source_template: Template, target_template: Template) -> Pairing:
 
 def _by_size(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
     """Pair single layers that are the only ones of their size, or that words tell from others of their size."""
-    for sources, targets in equal_series([[layer] for layer in source_layers], [[layer] for layer in target_layers]):
-        for (source,), (target,), reason in pair_by_evidence(sources, targets, "the only layer of this size"):
+    for group in equal_groups(source_layers, target_layers, lambda layer: layer.signature):
+        sources, targets = ([[layer] for layer in layers] for layers in group)
+        for (source,), (target,), reason in _pair_by_evidence(sources, targets, "the only layer of this size"):
             yield source, target, reason
 
 
@@ -139,14 +244,14 @@ def _by_number(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
 
 
 # Series come first: they are longer, so that two are less often equal by chance
-PAIRINGS: tuple[Pairing, ...] = (
+_PAIRINGS: tuple[_Pairing, ...] = (
     *(_by_series(*templates) for templates in product(TEMPLATES, repeat=2)),
     _by_size,
     _by_number,
 )
 
 
-def pair_flattened(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+def _pair_flattened(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
     """Pair a Linear on flattened features with the convolution that computes the same, as in VGG's classifier."""
 
     def key(layer: Layer) -> object:
@@ -163,7 +268,7 @@ def pair_flattened(source_layers: list[Layer], target_layers: list[Layer]) -> Pa
                 yield sources[0], targets[0], "a linear layer on flattened features is this convolution"
 
 
-def pair_last(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+def _pair_last(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
     """Pair the last layers left where no two are alike, unless they are square matrices, which fit by chance."""
     groups = equal_groups(source_layers, target_layers, lambda layer: layer.signature)
     if len(groups) != len(source_layers) or len(groups) != len(target_layers):
@@ -175,7 +280,7 @@ def pair_last(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
     ]
 
 
-def pair_by_evidence(
+def _pair_by_evidence(
     sources: list[Series], targets: list[Series], reason_if_unique: str
 ) -> Iterator[tuple[Series, Series, str]]:
     """Pair series of equal sizes: the only two, or those with more words in common than either has with a third.

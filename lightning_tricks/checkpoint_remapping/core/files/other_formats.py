@@ -1,26 +1,14 @@
-"""The formats of files of weights, recognized by content; what holds no weights is named, with a remedy."""
+"""Files and folders whose weights are not read: what they are, by their content or name, with a remedy for each."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from lightning_tricks._shared.files import open_file
-from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.containers import (
-    UNPACK_IT,
-    Contents,
-    read_pickles,
-    read_safetensors,
-    read_zip,
-)
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
-from lightning_tricks.checkpoint_remapping.core.files.storages import DOWNLOAD_AGAIN, FileStorages, MapLocation
 
+DOWNLOAD_AGAIN = "Download it again."
+UNPACK_IT = "Unpack it, and give the file inside."
 _TAKE_SAFETENSORS = "Take the .safetensors or .pt of the same model."
 _READ_TENSORFLOW = f"Read it with tf.train.load_checkpoint and make a dict of tensors of it, or: {_TAKE_SAFETENSORS}"
 _CONVERT_KERAS = "Convert it to .safetensors where Keras is installed."
@@ -85,57 +73,29 @@ _SUFFIXES = (
 )
 
 
-def read_container(
-    path: Path, map_location: MapLocation, mmap: bool, budget: Budget, *, shard: bool = False
-) -> Contents:
-    """Read a file of weights in the format that its content shows.
-
-    Args:
-        path: Path of the file.
-        map_location: As in `torch.load`.
-        mmap: Whether tensors are mapped from the file instead of read.
-        budget: Limits on memory and time; the file's size is added.
-        shard: Whether an index names the file, so that it cannot be an index itself.
-
-    Returns:
-        The value inside, the kind of the container (`"zip"`, `"legacy"`, `"pickle"`, `"torchscript"`, `"safetensors"`
-        or `"sharded"`), and the header's metadata.
+def refuse_other_formats(head: bytes) -> None:
+    """Refuse a file with the beginning of another format.
 
     Raises:
-        NotACheckpointError, UnsafeCheckpointError: If it is not such a file; the message continues "it is".
-        OverBudgetError: If it exceeds the budget.
+        NotACheckpointError: If it is one; the message continues "it is".
     """
-    storages = FileStorages(path, map_location, mmap, budget)
-    with open_file(path) as stream:
-        head = stream.read(1024)
-        stream.seek(max(storages.length - 8, 0))
-        end = stream.read(8)
-    budget.add(storages.length)
-    if not head:
-        raise NotACheckpointError(f"an empty file. {DOWNLOAD_AGAIN}")
-    _refuse_known(_BEGINNINGS, head)
-    if head.startswith(b"PK"):
-        return read_zip(storages)
-    if head[8:9] == b"{" and head[7] == 0:
-        return read_safetensors(storages, head)
-    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and not shard:
-        return _read_index(storages)
-    _refuse_known(_SHORT_BEGINNINGS, head)
+    _refuse(_BEGINNINGS, head)
+
+
+def refuse_short_beginnings(head: bytes, end: bytes) -> None:
+    """Do the same where files of torch and safetensors are recognized already, whose bytes could begin in this way."""
+    _refuse(_SHORT_BEGINNINGS, head)
     if end == _TENSORFLOW_END:
         raise NotACheckpointError(_TENSORFLOW)
-    try:
-        return read_pickles(storages)
-    except NotACheckpointError as error:
-        raise NotACheckpointError(_describe_other(path.name, head, error)) from error
 
 
-def _refuse_known(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
+def _refuse(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
     for pattern, what in beginnings:
         if re.match(pattern, head, re.DOTALL):
             raise NotACheckpointError(what)
 
 
-def _describe_other(name: str, head: bytes, error: NotACheckpointError) -> str:
+def describe_other(name: str, head: bytes, error: NotACheckpointError) -> str:
     """Say what a file is that does not read as a pickle, by its beginning and the end of its name."""
     if head[:1] == b"\x80" and head[1:2] <= b"\x05":
         return f"{str(error).rstrip('.')}. {DOWNLOAD_AGAIN}"
@@ -171,33 +131,13 @@ def describe_directory(path: Path) -> str:
     return f"a directory. Give a file{f' in it, such as {path / weights[0]}' if weights else ''}."
 
 
-def _read_index(storages: FileStorages) -> Contents:
-    """Read the shards that a `*.index.json` names; they must be in its folder, and cannot be an index themselves."""
-    folder, budget = storages.path.parent, storages.budget
-    names: dict[str, list[str]] = defaultdict(list)
-    try:
-        with storages.open() as stream:
-            budget.spend(2 * storages.length)
-            index = parse_json(stream.read(), budget)
-        for key, file in index["weight_map"].items():
-            names[file].append(key)
-        metadata = (index.get("metadata") or {}).items()
-    except OverBudgetError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotACheckpointError("a JSON file without a weight_map, so it is not an index of shards.") from error
-    tensors: dict[str, Any] = {}
-    for name, wanted in names.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise NotACheckpointError(
-                f"an index that names {describe_value(name)}, which is not the name of a file in its folder."
-            )
-        if not (folder / name).is_file():
-            raise NotACheckpointError(f"an index whose shard {name[:80]} is missing in its folder.")
-        shard, _, _ = read_container(folder / name, storages.map_location, storages.mmap, budget, shard=True)
-        lost = [key for key in wanted if not isinstance(shard, Mapping) or key not in shard]
-        if lost:
-            raise NotACheckpointError(f"an index whose shard {name[:80]} lacks {lost[0][:80]}. {DOWNLOAD_AGAIN}")
-        tensors |= {key: shard[key] for key in wanted}
-    order = index["weight_map"]
-    return {key: tensors[key] for key in order}, "sharded", {key: str(value) for key, value in metadata}
+def describe_archive(names: list[str]) -> str:
+    """Say what a zip archive is without a checkpoint in it."""
+    if names and all(name.endswith(".npy") for name in names):
+        return "a NumPy .npz archive. Make a dict of tensors of it: {name: torch.from_numpy(array), ...}."
+    if "model.weights.h5" in names:
+        return "a model of Keras. Convert it to .safetensors where Keras is installed."
+    if any(name.endswith("model.json") for name in names):
+        return "a torch.export program. Load it with torch.export.load, and save its state_dict."
+    shown = ", ".join(name[:80] for name in names[:3])
+    return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK_IT}"

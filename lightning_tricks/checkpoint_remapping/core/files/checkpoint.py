@@ -1,15 +1,21 @@
-"""Find the weights among the values of a file, and the other values beside them."""
+"""`Checkpoint`: the weights among the values of a file or of a dict, and the other values beside them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.errors import (
+    CheckpointError,
+    NotACheckpointError,
+    UnsafeCheckpointError,
+)
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
     Global,
@@ -23,19 +29,100 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
 KeyPath = tuple[str, ...]
 
 _RAW = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights", "params")
-_AVERAGED = (
-    "state_dict_ema",
-    "model_ema",
-    "ema",
-    "ema_state_dict",
-    "ema_model",
-    "params_ema",
-    "averaged_model",
-)
+_AVERAGED = ("state_dict_ema", "model_ema", "ema", "ema_state_dict", "ema_model", "params_ema", "averaged_model")
 _NOT_WEIGHTS = ("optim", "sched", "scaler", "callback", "loops", "hyper_param", "hparam", "rng", "args", "config")
+_DEEPEST_WEIGHTS = 3  # dicts inside each other in which weights are searched for
 
 
-def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, dict[str, Any]]:
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of a file and what else is in it.
+
+    Attributes:
+        state_dict: The tensors by qualified name, in the file's order; they may be mapped from the file.
+        kind: `"lightning"`, `"state_dict"`, `"nested"` (in a dict of other things), `"model"` (a pickled module),
+            `"torchscript"`, `"safetensors"` or `"sharded"`.
+        metadata: The other values: those beside the weights, or the metadata of the header.
+        placeholders: Placeholders of the objects that were not constructed, each with its `name` and `location`.
+        key: Where in the file the weights are, such as `"model_state_dict"`; empty at the top.
+        source: The path or URL that was read.
+    """
+
+    state_dict: dict[str, Any] = field(repr=False)
+    kind: str
+    metadata: dict[str, Any] = field(repr=False)
+    placeholders: tuple[Placeholder, ...] = ()
+    key: str = ""
+    source: str = ""
+
+
+def checkpoint_of_file(
+    value: Any, container: str, header: Mapping[str, str], key: str | None, budget: Budget, source: str
+) -> Checkpoint:
+    """Return the weights of a file, and the other values in it.
+
+    Args:
+        value: The values of the file.
+        container: The kind of its container.
+        header: The metadata in its header.
+        key: As in `read_checkpoint`.
+        budget: Limits on memory and time.
+        source: The path or URL of the file.
+
+    Raises:
+        CheckpointError: If there are no weights, several and no `key`, or what no model has; the message continues
+            "it is".
+    """
+    key_path, tensors = _find_weights(value, key, budget)
+    if not tensors:
+        raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
+    _check_names(tensors)
+    metadata = {**header, **(_without_weights(value, key_path) if isinstance(value, dict) and key_path else {})}
+    _check_instantiators(metadata)
+    return Checkpoint(
+        state_dict=tensors,
+        kind=_kind(value, key_path, container),
+        metadata=metadata,
+        placeholders=tuple(_find_placeholders(value, budget)),
+        key=".".join(key_path),
+        source=source,
+    )
+
+
+def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoint:
+    """Return the weights among values in memory, such as `torch.load` returns, and the others beside them.
+
+    Args:
+        values: Tensors by name, or a dict with weights or modules in it.
+        key: As in `read_checkpoint`.
+
+    Raises:
+        CheckpointError: If there are no weights, or several and no `key`.
+    """
+    if key is None and any(isinstance(value, torch.Tensor) for value in values.values()):
+        return Checkpoint(dict(values), "state_dict", {})
+    try:
+        key_path, tensors = _find_weights(_with_state_dicts(values), key, Budget(sys.maxsize))
+    except CheckpointError as error:
+        arrays = any(hasattr(value, "__array__") for value in values.values())
+        remedy = " Make tensors of its arrays: torch.from_numpy(array)." * arrays
+        raise type(error)(f"The dict of weights is {error}{remedy}") from error
+    return Checkpoint(tensors, "nested" if key_path else "state_dict", {}, key=".".join(key_path))
+
+
+def _with_state_dicts(values: Mapping[Any, Any], depth: int = 0) -> dict[Any, Any]:
+    """Return nested dicts as they are, with the state dicts of modules in place of these."""
+    return {
+        name: value.state_dict()
+        if isinstance(value, torch.nn.Module)
+        else _with_state_dicts(value, depth + 1)
+        if isinstance(value, Mapping) and depth < _DEEPEST_WEIGHTS
+        else value
+        for name, value in values.items()
+    }
+
+
+def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, dict[str, Any]]:
     """Return the path of keys to the weights, or to those at `key`, and the tensors there.
 
     Raises:
@@ -62,13 +149,13 @@ def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, 
         if () in found:
             return (), found[()]
     if not found:
-        raise NotACheckpointError(_without_weights(value))
+        raise NotACheckpointError(_describe_other(value))
     if len(found) > 1:
         raise CheckpointError(_several_candidates(found))
     return next(iter(found.items()))
 
 
-def check_names(tensors: Mapping[str, Any]) -> None:
+def _check_names(tensors: Mapping[str, Any]) -> None:
     """Refuse names that no model has: very long ones, and those with control characters, which act on terminals.
 
     Raises:
@@ -83,7 +170,7 @@ def check_names(tensors: Mapping[str, Any]) -> None:
             )
 
 
-def checkpoint_kind(value: Any, key_path: KeyPath, container: str) -> str:
+def _kind(value: Any, key_path: KeyPath, container: str) -> str:
     """Return the `kind` of a checkpoint whose weights are at a path of keys."""
     if container in ("safetensors", "sharded", "torchscript"):
         return container
@@ -95,16 +182,31 @@ def checkpoint_kind(value: Any, key_path: KeyPath, container: str) -> str:
     return "nested" if key_path else "state_dict"
 
 
-def without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]:
+def _without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]:
     """Return a copy of nested dicts without the value at a path of keys."""
     first, *others = key_path
     inner = value[first]
     if others and isinstance(inner, dict):
-        return {**value, first: without_weights(inner, tuple(others))}
+        return {**value, first: _without_weights(inner, tuple(others))}
     return {name: part for name, part in value.items() if name != first}
 
 
-def find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
+_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+
+
+def _check_instantiators(metadata: Mapping[str, Any]) -> None:
+    """Refuse hyper-parameters that make Lightning call a function which the file names (CVE-2026-58659)."""
+    for key, values in metadata.items():
+        asked = values.get("_instantiator") if isinstance(values, dict) else None
+        if asked is not None and not (isinstance(asked, str) and asked in _INSTANTIATORS):
+            named = key[:80] if isinstance(key, str) else describe_value(key)
+            raise UnsafeCheckpointError(
+                f"a checkpoint whose {named} name {describe_value(asked)} as the function that makes the model "
+                "(Lightning's own is lightning.pytorch.cli.instantiate_module)"
+            )
+
+
+def _find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
     """Yield the objects that were not constructed, with their locations; not those inside another one."""
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", value)]
@@ -139,8 +241,8 @@ class _Search:
         tensors = self.tensors(value)
         if tensors is not None:
             yield key_path, tensors
-        items = value.items if isinstance(value, Placeholder) else value
-        if len(key_path) == 3 or not isinstance(items, dict) or {"param_groups", "state"} <= items.keys():
+        items = _items(value)
+        if len(key_path) == _DEEPEST_WEIGHTS or items is None or {"param_groups", "state"} <= items.keys():
             return
         for name, part in items.items():
             self.budget.spend(8)
@@ -158,8 +260,8 @@ class _Search:
     def _collect(self, value: Any) -> dict[str, Any] | None:
         if isinstance(value, Placeholder) and isinstance(_attributes(value), dict) and not value.items:
             return self._of_module(value) or None
-        items = value.items if isinstance(value, Placeholder) else value
-        if not isinstance(items, dict):
+        items = _items(value)
+        if items is None:
             return None
         self.budget.spend(128 * len(items))
         if not all(isinstance(name, str) for name in items):
@@ -211,14 +313,20 @@ class _Search:
                     yield name, part
 
 
+def _items(value: Any) -> dict[Any, Any] | None:
+    """Return the entries of a dict, or of a placeholder that is like one; None for other values."""
+    items = value.items if isinstance(value, Placeholder) else value
+    return items if isinstance(items, dict) else None
+
+
 def _attributes(module: Placeholder) -> Any:
     return module.state[0] if isinstance(module.state, tuple) and module.state else module.state
 
 
 def _value_at(value: Any, key_path: KeyPath) -> Any:
     for name in key_path:
-        items = value.items if isinstance(value, Placeholder) else value
-        if not isinstance(items, dict) or name not in items:
+        items = _items(value)
+        if items is None or name not in items:
             return None
         value = items[name]
     return value
@@ -233,7 +341,7 @@ def _several_candidates(found: Mapping[KeyPath, Any]) -> str:
     return f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}."
 
 
-def _without_weights(value: Any) -> str:
+def _describe_other(value: Any) -> str:
     if isinstance(value, dict):
         if "param_groups" in value or any("optim" in key for key in value if isinstance(key, str)):
             return "a checkpoint of an optimizer, without a model's weights. Use the file that holds the model."
