@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -19,21 +20,22 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit_end import averaged_models
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._torch_compat.hooks import hooks_of
-from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
-from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths, is_clock_reading
 from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
-from lightning_tricks.auto_resume.core.attributes.unseeded_values import unseeded_values
 from lightning_tricks.auto_resume.core.attributes.user_code import is_callable_with_state
+from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_generator, kind_of
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
 # Their attributes belong to the process, or another part of the state restores them
@@ -47,6 +49,8 @@ _EXCLUDED_CALLBACKS = (
     Timer,
     TrickCallback,
 )
+
+_MAX_DEPTH, _MAX_ENTRIES = 3, 1_000  # of a container that may hold what random numbers made
 
 # By name: its module takes long to import, and is there if the callback is
 _SAVES_CONFIG = ("lightning.pytorch.cli", "SaveConfigCallback")
@@ -291,3 +295,52 @@ def _contains_callbacks_only(value: object) -> bool:
 @cache
 def _default_attributes(kind: type) -> frozenset[str]:
     return frozenset(vars(kind()))
+
+
+def unseeded_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
+    """Return a digest of each attribute that random numbers may have made, the same in every process.
+
+    These are tensors, arrays and floats, random generators with their states, buffers that no state dict holds, and
+    containers of nothing but numbers and these. Readings of clocks are left out.
+
+    Args:
+        roots: Objects by name.
+        skipped: Returns the names of attributes to leave out of an object.
+
+    Returns:
+        Path -> digest of 64 bits.
+
+    Examples:
+        >>> class Sampler:
+        ...     def __init__(self, offset):
+        ...         self.offset, self.name = offset, "uniform"
+        >>> first, second = (unseeded_values({"sampler": Sampler(offset)}) for offset in (0.25, 0.5))
+        >>> first.keys(), first == second
+        (dict_keys(['sampler.offset']), False)
+    """
+    walk = ObjectWalk.from_roots(roots, skipped)
+    found = {path: slot.value for path, slot in walk.slots.items() if not slot.target and _may_be_drawn(slot.value)}
+    for path, owner in walk.owners.items():
+        if is_subclass(type(owner), nn.Module):
+            unsaved = owner._non_persistent_buffers_set
+            buffers = {name: value for name, value in owner._buffers.items() if name in unsaved and value is not None}
+            found |= {f"{path}.{name}": value for name, value in buffers.items()}
+    return {path: _digest(value) for path, value in found.items()}
+
+
+def _may_be_drawn(value: Any, depth: int = 0) -> bool:
+    kind = type(value)
+    if kind is float or is_subclass(kind, np.floating):
+        return not is_clock_reading(float(value))
+    if is_subclass(kind, Tensor, np.ndarray) or is_generator(value):
+        return True
+    container = container_kind(kind)
+    if container is None or depth == _MAX_DEPTH or not 0 < container.container.__len__(value) <= _MAX_ENTRIES:
+        return False
+    return all(type(part) is int or _may_be_drawn(part, depth + 1) for _, part in container.entries(value))
+
+
+def _digest(value: Any) -> int:
+    kind = kind_of(value)
+    state = tuple(kind.parts(value).values()) if kind is not None and is_generator(value) else value
+    return int(ValueDigest.of(state, same_process=False))

@@ -30,10 +30,8 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.manifests import Manifest
-from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
-from lightning_tricks.auto_resume.core.signals import StopRequest
+from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
-from lightning_tricks.auto_resume.epoch_start_replay import replay_epoch_start
 from lightning_tricks.auto_resume.fit_state import FitState, report_differences
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint
@@ -288,8 +286,7 @@ class ResumableFit(FitObserver):
         self._epoch_start = saved.rank["epoch"]
         if self._epoch_start is not None:
             unpack_rng_state(self._epoch_start[RNG_STATE_KEY])
-            groups = self._epoch_start["groups"]
-            replay_epoch_start(self.trainer, self.module, groups, lambda: self._reload_weights(saved))
+            self.state.replay_epoch_start(self._epoch_start["groups"], lambda: self._reload_weights(saved))
             self.state.restore(saved, Phase.AFTER_HOOKS)
         self.state.note(Phase.AFTER_HOOKS)
         self.state.restore(saved, Phase.BEFORE_BATCH)

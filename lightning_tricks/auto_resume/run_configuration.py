@@ -28,12 +28,12 @@ from lightning_tricks.auto_resume.core.configuration import (
     Change,
     Configuration,
     arguments_of,
+    describe_loaders,
     flatten,
     is_longer,
     numbered,
     plain,
 )
-from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import sys
 import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -122,6 +124,20 @@ def delete_attribute(owner: Any, name: str) -> None:
         base.__delattr__(owner, name)
     else:
         del own[name]
+
+
+@contextmanager
+def patched(owner: Any, replaced: Mapping[str, Any]) -> Iterator[None]:
+    """Replace attributes of an object for the length of a block, without calling its `__setattr__`."""
+    own = vars(owner)
+    before = {name: own[name] for name in replaced if name in own}
+    own.update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            own.pop(name, None)
+        own.update(before)
 
 
 def _own_dict(owner: Any, name: str) -> dict[str, Any] | None:

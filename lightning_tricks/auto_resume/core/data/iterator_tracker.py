@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._torch_compat import loaders as private
+from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.data.loader_objects import value_digest
 from lightning_tricks.auto_resume.core.data.loader_position import (
     POSITION_ATTRIBUTE,
@@ -22,7 +23,6 @@ from lightning_tricks.auto_resume.core.data.loader_position import (
 )
 from lightning_tricks.auto_resume.core.data.rng_state import RecordedDraws
 from lightning_tricks.auto_resume.core.data.workers import RecordingCollate, WorkerInit, WorkerPositions
-from lightning_tricks.auto_resume.core.temporary_attributes import patched
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader

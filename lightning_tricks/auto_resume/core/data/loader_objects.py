@@ -9,10 +9,9 @@ from weakref import ref
 from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.object_walk import SkippedNames
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
-from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
 
 # packages whose objects are handles to data, which a fresh process opens again
 _DATA_HANDLE_PACKAGES = (
@@ -164,6 +163,23 @@ class LoaderObjects:
         new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
         self._reported |= new.keys()
         return new
+
+
+def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
+    """Return a digest of each attribute that is the same in every process.
+
+    What is not plain data, and random generators, count by their types; of values over 1 MiB, and of containers with
+    more than 10,000 entries, a sample counts.
+
+    Args:
+        roots: Objects by name.
+        skipped: Returns the names of attributes to leave out of an object.
+
+    Returns:
+        Path -> digest of 64 bits.
+    """
+    walk = ObjectWalk.from_roots(roots, skipped)
+    return {path: int(walk.digest(slot.value, same_process=False)) for path, slot in walk.slots.items()}
 
 
 def value_digest(batch: Any) -> str:
