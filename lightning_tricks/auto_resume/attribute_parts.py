@@ -33,7 +33,7 @@ from lightning_tricks.auto_resume.core.attributes.encoding import differing_path
 from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.attributes.user_code import is_callable_with_state
 from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_generator, kind_of
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
@@ -132,7 +132,9 @@ class Attributes(Part):
         super().__init__(owners.trainer, owners.module)
         self._owners = owners
         self._tracker = AttributeTracker(
-            owners.module_and_callbacks, skipped=owners.skipped_names, with_generators=True
+            owners.module_and_callbacks,
+            skipped=owners.skipped_names,
+            saves_unchanged=is_generator,  # as they may have no seed
         )
         self._optimizer_tracker: AttributeTracker | None = None  # once there are optimizers
         self._had_optimizer_extras = False
@@ -141,9 +143,11 @@ class Attributes(Part):
     def note(self, phase: Phase) -> None:
         """Note what optimizers hold as soon as there are some, and what the hooks of an epoch's start changed."""
         if phase is Phase.FIT_START:
-            skipped = self._owners.skipped_names_in_optimizers
             self._optimizer_tracker = AttributeTracker(
-                self._owners.optimizer_attributes, skipped=skipped, with_code=False
+                self._owners.optimizer_attributes,
+                skipped=self._owners.skipped_names_in_optimizers,
+                with_code=False,
+                saves_unchanged=lambda value: True,  # another process creates optimizers from the weights it resumes
             )
             self._have_optimizers_extras()
         elif phase is Phase.AFTER_HOOKS:
@@ -158,7 +162,7 @@ class Attributes(Part):
         if self._optimizer_tracker is not None and self._have_optimizers_extras():
             of_optimizers = self._optimizer_tracker.changes()
             changes = {
-                "values": changes["values"] | self._optimizer_values() | of_optimizers["values"],
+                "values": changes["values"] | of_optimizers["values"],
                 "lost": changes["lost"] | of_optimizers["lost"],
             }
         return dict(changes)
@@ -215,15 +219,6 @@ class Attributes(Part):
         now = any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values())
         self._had_optimizer_extras |= now
         return self._had_optimizer_extras
-
-    def _optimizer_values(self) -> dict[str, Any]:
-        """Return what optimizers hold beside their state dicts, also what did not change, such as slow weights.
-
-        Another process creates the optimizers from the weights that it resumes.
-        """
-        owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
-        values = all_values(owners, skipped=skipped, with_code=False)["values"]
-        return {path: change for path, change in values.items() if path.startswith("optimizers.")}
 
     def _unseeded_values(self) -> dict[str, int]:
         """Return digests of the attributes that random numbers may have made."""

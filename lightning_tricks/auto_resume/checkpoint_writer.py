@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -24,12 +24,9 @@ from lightning_tricks.auto_resume.checkpoint_selection import describe_object
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
-from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint
+from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
+from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
-    from lightning_tricks.auto_resume.run_files import RunFiles
 
 _SECONDS_BETWEEN_STATUSES = 10.0
 
@@ -48,7 +45,7 @@ class CheckpointWriter:
         is_saving: Whether the state of the Trainer is asked for, to be saved here.
     """
 
-    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
+    def __init__(self, settings: Settings, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.final_manifest: Manifest | None = None
         self.is_saving = False

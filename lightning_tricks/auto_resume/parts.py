@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,13 +14,27 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-
-
 IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
+
+
+class Settings(Protocol):
+    """The choices of the user that the fit asks its callback for; see `AutoResume`."""
+
+    every_n_train_steps: int | None
+    every_n_epochs: int | None
+    keep_last: int
+    exit_code: int
+    on_change: str
+    on_failed_save: str
+    allow_pickle: bool
+    was_tuned: bool
+
+    @property
+    def seconds_between_saves(self) -> float:
+        """The `train_time_interval` in seconds; infinity without one."""
 
 
 class SavePoint(Enum):

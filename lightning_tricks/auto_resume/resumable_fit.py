@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -34,13 +34,9 @@ from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.fit_state import FitState, report_differences
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
-from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint
+from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint, Settings
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
-from lightning_tricks.auto_resume.run_files import raise_for_problem
-
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
-    from lightning_tricks.auto_resume.run_files import RunFiles
+from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
 
 class ResumableFit(FitObserver):
@@ -60,7 +56,7 @@ class ResumableFit(FitObserver):
 
     def __init__(
         self,
-        settings: AutoResume,
+        settings: Settings,
         trainer: Trainer,
         module: LightningModule,
         run_files: RunFiles,
@@ -339,7 +335,7 @@ class ResumableFit(FitObserver):
 
     def after_train_end(self) -> None:
         """Save the end of the fit, after all hooks that may change it."""
-        if not self._is_running or self.settings not in callbacks_of(self.trainer):
+        if not self._is_running or id(self.settings) not in map(id, callbacks_of(self.trainer)):
             return  # the fit of a tuner, which leaves the callbacks out
         self._save(SavePoint.FIT_END)
         self.writer.write_status("finished")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
@@ -35,11 +35,8 @@ from lightning_tricks.auto_resume.core.configuration import (
     plain,
 )
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
-from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
+from lightning_tricks.auto_resume.parts import Part, Phase, SavedState, Settings
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
-
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
 
 _TRAINER_SETTINGS = (*SHAPING_SETTINGS, "precision")
 _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
@@ -82,7 +79,7 @@ class RunConfiguration(Part):
 
     name = "configuration"
 
-    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, settings: Settings, trainer: Trainer, module: LightningModule) -> None:
         super().__init__(trainer, module)
         self.settings = settings
         self.changes: list[Change] = []
@@ -93,7 +90,6 @@ class RunConfiguration(Part):
         # Where values lie that can be set: name -> owner, name in it, and the value of this start
         self._places: dict[str, tuple[Any, str, Any]] = {}
         self._began: dict[str, Any] = {}
-        self._found: tuple[list[Change], list[Change]] | None = None  # until more is known
         self._ignored: list[Change] = []
         self._set_back = ExitStack()  # the Trainer's settings
         self._created: Sequence[Any] = ()  # the optimizers
@@ -167,8 +163,7 @@ class RunConfiguration(Part):
                     self._add_value(f"{name}.{argument}", layer, argument)
 
     def _add_callbacks(self) -> None:
-        others = [callback for callback in callbacks_of(self.trainer) if callback is not self.settings]
-        changers = [callback for callback in others if _may_change(callback)]
+        changers = [callback for callback in callbacks_of(self.trainer) if _may_change(callback)]
         for label, callback in zip(numbered(changers), changers, strict=True):
             if isinstance(callback, TrickCallback):
                 self._now.kinds[label] = "in use"
@@ -205,12 +200,10 @@ class RunConfiguration(Part):
         }
 
     def _find_changes(self) -> tuple[list[Change], list[Change]]:
-        """Return the changes, and those that do not shape the training; found once for what is known so far."""
-        if self._found is None:
-            self._found = ([], []) if self._before is None else self._compare(self._before)
-        return self._found
-
-    def _compare(self, before: Configuration) -> tuple[list[Change], list[Change]]:
+        """Return the changes, and those that do not shape the training, as far as this start is known."""
+        before = self._before
+        if before is None:
+            return [], []
         extensions = self._extensions()
         lengths = [(old, new) for old, new, _ in extensions.values()]
         extended = {f"Trainer.{name}" for name in extensions}
@@ -329,7 +322,6 @@ class RunConfiguration(Part):
     def _add(self, found: Configuration) -> None:
         self._now.kinds |= found.kinds
         self._now.values |= found.values
-        self._found = None
 
     def _decide(self) -> None:
         """Raise an error for changes that are new, or say what becomes of them."""

@@ -28,12 +28,8 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     set_attribute,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.value_kinds import (
-    ValueKind,
-    is_mutable,
-    kind_named,
-    kind_of,
-)
+from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_mutable, kind_named, kind_of
+from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
 
 KEY = "a key"  # the name of a key of a dict in a path
 MAX_DEPTH = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
@@ -169,7 +165,7 @@ def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: t
     Raises:
         CannotRestoreError: If a part is not plain data, or another value would be made of the parts.
     """
-    budget.consume(64 + found.size(value))
+    budget.consume(64 + (0 if found.is_composite else num_bytes(value)))  # else each part counts itself
     # parts are made for this, and nothing else shares them
     inner, parts = replace(budget, opaque_values=set(), path=""), found.parts(value)
     inside = (*location, found.name)
