@@ -160,11 +160,8 @@ class Attributes(Part):
         """
         changes = self._tracker.changes(after_hooks=after_hooks)
         if self._optimizer_tracker is not None and self._have_optimizers_extras():
-            of_optimizers = self._optimizer_tracker.changes()
-            changes = {
-                "values": changes["values"] | of_optimizers["values"],
-                "lost": changes["lost"] | of_optimizers["lost"],
-            }
+            others = self._optimizer_tracker.changes()
+            changes = {"values": changes["values"] | others["values"], "lost": changes["lost"] | others["lost"]}
         return dict(changes)
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:

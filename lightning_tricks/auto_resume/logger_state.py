@@ -162,17 +162,12 @@ class LoggerState:
         close_tensorboard_logger(logger)
         folder = log_dir_for_version(logger, logger_version(logger))
         for path in [] if new_dir is None else list(new_dir.glob("*tfevents*")):
-            if self._is_of_this_process(path):
+            if self._process_marks[-1] in path.name:  # of this process
                 folder.mkdir(parents=True, exist_ok=True)
                 self._moved_event_files.add(path.replace(folder / path.name))
 
     def _is_own(self, path: Path) -> bool:
-        return path not in self._moved_event_files and any(
-            process_mark in path.name for process_mark in self._process_marks
-        )
-
-    def _is_of_this_process(self, path: Path) -> bool:
-        return self._process_marks[-1] in path.name
+        return path not in self._moved_event_files and any(mark in path.name for mark in self._process_marks)
 
 
 def _is_valid_record(record: object) -> bool:

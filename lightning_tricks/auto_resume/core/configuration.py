@@ -1,4 +1,10 @@
-"""What a run is configured with, as plain values, and what another start of it changed."""
+"""What a run is configured with, as plain values, and what another start of it changed.
+
+This is one of two comparisons. A `Configuration` holds what a start was given, before any hook; it is always saved, as
+each later start has to be compared with the first one. The parts of a fit's state compare with the beginning of the
+same start, by `ChangedValues` or `AttributeTracker`: only what hooks and training changed is saved, so that all else
+may come from the script again.
+"""
 
 from __future__ import annotations
 

@@ -282,16 +282,14 @@ class ValueDigest:
         if id(value) in self._paths and self._of_parts:
             return  # it is saved as a reference
         content = self._part_digest(of_parts=True)
-        if self._same_process and not self._is_expected(value, kind):
+        # a fresh process has the value at any rate, or it is tracked elsewhere
+        is_expected = is_subclass(kind, *IGNORED_TYPES) or id(value) in self._paths or self._is_walkable(value)
+        if self._same_process and not is_expected:
             with suppress(Exception):  # the value may be of any class, and raise anything
                 content.feed(_identity(value, kind), (*location, "content"))
                 content.feed(_visible_content(value, kind), (*location, "content"))
         self.opaque_values[location, type_name(kind)] = int(content)
         self._update(str(int(content)))
-
-    def _is_expected(self, value: Any, kind: type) -> bool:
-        """Whether a fresh process has a value at any rate, or it is tracked elsewhere."""
-        return is_subclass(kind, *IGNORED_TYPES) or id(value) in self._paths or self._is_walkable(value)
 
 
 def _sample(data: Tensor, step: int) -> Tensor:

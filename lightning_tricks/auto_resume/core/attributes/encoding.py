@@ -53,8 +53,7 @@ class EncodeBudget:
         path: Path of the value that is encoded; empty if entries that are shared need not be.
         places: Id -> path of objects, and of entries that were encoded, which are encoded as references elsewhere.
         taken: The paths among them.
-        opaque_values: Location of each value that is not plain data, with the name of its type.
-        opaque_types: Name -> type of those values.
+        opaque_values: Location of each value that is not plain data, with the name of its type -> the type.
         open_containers: Ids of the containers that are being encoded, to find cycles.
     """
 
@@ -64,8 +63,7 @@ class EncodeBudget:
     path: str = ""
     places: dict[int, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
-    opaque_values: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
-    opaque_types: dict[str, type] = field(default_factory=dict)
+    opaque_values: dict[tuple[tuple[str, ...], str], type] = field(default_factory=dict)
     open_containers: set[int] = field(default_factory=set)
 
     def place_of(self, value: Any, location: tuple[str, ...]) -> str:
@@ -122,8 +120,7 @@ def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> 
             raise
         except Exception:  # noqa: S110  # the value may be of any class, and raise anything
             pass
-    budget.opaque_values.add((location, type_name(kind)))
-    budget.opaque_types[type_name(kind)] = kind
+    budget.opaque_values[location, type_name(kind)] = kind
     return {"kind": "hole", "type": type_name(kind)}
 
 
@@ -167,7 +164,7 @@ def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: t
     """
     budget.consume(64 + (0 if found.is_composite else num_bytes(value)))  # else each part counts itself
     # parts are made for this, and nothing else shares them
-    inner, parts = replace(budget, opaque_values=set(), path=""), found.parts(value)
+    inner, parts = replace(budget, opaque_values={}, path=""), found.parts(value)
     inside = (*location, found.name)
     if not found.is_composite:
         encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts.items()}

@@ -325,10 +325,10 @@ class AttributeTracker:
         # holes are filled with what a fresh process has in the same place: only a new one is a loss
         is_expected = is_copied or bool(slot.target) or (before and not before.is_complete)
         kept = before.opaque_values.items() & now.opaque_values.items() if before else ()
-        new = set() if is_expected else budget.opaque_values - {hole for hole, _ in kept}
+        new = set() if is_expected else budget.opaque_values.keys() - {hole for hole, _ in kept}
         by_hooks = {hole for hole in new if made and made.opaque_values.get(hole) == now.opaque_values.get(hole)}
         new = {hole for hole in new - by_hooks if ".".join((path, *hole[0])) not in found.walk.stateful}
-        new = {hole for hole in new if not can_be_rebuilt(budget.opaque_types.get(hole[1], object), slot.owner)}
+        new = {hole for hole in new if not can_be_rebuilt(budget.opaque_values[hole], slot.owner)}
         filled_by_hooks = {"by_hooks": True} if by_hooks else {}
         function = function_name(slot.value) if before is None else ""
         # a function or a stateful object is likely to be set again by a hook at the start of the fit

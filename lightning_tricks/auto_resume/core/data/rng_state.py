@@ -231,20 +231,13 @@ def _read_states() -> list[Any]:
     return [random.getstate(), _numpy.read(), torch.get_rng_state()]
 
 
-def _same_python(before: Any, now: Any) -> bool:
+# Whether two states of a generator are the same
+_IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (
     # position, cached deviate and some words are enough: all words change when the buffer is generated again
-    return bool(before[1][-1] == now[1][-1] and before[2] == now[2] and before[1][:4] == now[1][:4])
-
-
-def _same_numpy(before: Any, now: Any) -> bool:
-    return before is now or bool(before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes())
-
-
-def _same_torch(before: Tensor, now: Tensor) -> bool:
-    return before.numpy().tobytes() == now.numpy().tobytes()
-
-
-_IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (_same_python, _same_numpy, _same_torch)
+    lambda before, now: before[1][-1] == now[1][-1] and before[2] == now[2] and before[1][:4] == now[1][:4],
+    lambda before, now: before is now or (before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes()),
+    lambda before, now: before.numpy().tobytes() == now.numpy().tobytes(),
+)
 
 
 def _state_bytes(generator: int, state: Any) -> np.ndarray[Any, Any]:
