@@ -43,7 +43,7 @@ from torchmetrics.wrappers import (
 )
 
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, decode, encode
+from lightning_tricks.auto_resume.core.attributes.encoding import Decoder, EncodeBudget, encode
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.data.loader_objects import fingerprints
@@ -138,7 +138,7 @@ def there_and_back(value, path):
     torch.save({"value": encoded}, path)
     read = load_plain_data(path)
     assert not find_objects(read)
-    return decode(read["value"])
+    return Decoder().decode(read["value"])
 
 
 KINDS = [

@@ -12,7 +12,7 @@ from lightning_tricks._shared import file_locks as lock
 from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.file_journal import FileJournal
-from lightning_tricks.auto_resume.core.logged_rows import CsvRowsCopy, newest_event_second
+from lightning_tricks.auto_resume.logger_state import CsvRowsCopy, newest_event_second
 
 
 @pytest.fixture

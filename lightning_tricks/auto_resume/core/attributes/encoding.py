@@ -180,8 +180,8 @@ def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: t
     return encoded
 
 
-class ObjectResolver:
-    """Finds what an encoded value refers to in this process; this base class finds nothing but what was decoded.
+class Decoder:
+    """Makes the values that were encoded; this base class knows no objects of this process.
 
     Attributes:
         made: Path -> entry of a container that was decoded.
@@ -211,68 +211,63 @@ class ObjectResolver:
     def note_made(self) -> None:
         """Note that there is a new container that has attributes."""
 
+    def decode(self, encoded: Any, present: Any = MISSING, path: str = "") -> Any:
+        """Return the value that was encoded.
 
-def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None = None, path: str = "") -> Any:
-    """Return the value that was encoded.
+        Args:
+            encoded: What `encode` returned, possibly saved to a file and loaded.
+            present: The value in the same place of this process; it fills holes, and tells classes and devices.
+            path: Path of the value, for others that refer to its entries; empty if none does.
 
-    Args:
-        encoded: What `encode` returned, possibly saved to a file and loaded.
-        present: The value in the same place of this process; it fills holes, and tells classes and devices.
-        resolver: Finds what neither of them holds.
-        path: Path of the value, for others that refer to its entries; empty if none does.
+        Raises:
+            CannotRestoreError: If the value needs something that this process lacks.
+        """
+        if type(encoded) is list:
+            encoded = {"kind": "list", "items": encoded}
+        if type(encoded) is not dict:
+            return encoded
+        kind = encoded["kind"]
+        if kind == "hole":
+            fits = present is not MISSING and encoded["type"] in (type_name(type(present)), function_name(present))
+            return present if fits else self.rebuild(encoded["type"])
+        if kind == "clock":  # a timer of another process is not this one's
+            return present if type(present) is float and is_clock_reading(present) else encoded["value"]
+        if kind == "same":
+            return self.known(encoded["path"])
+        found = kind_named(encoded)
+        if found.container:
+            return self._decode_container(encoded, found, present, path)
+        if found.is_composite:
+            return found.rebuild(self.decode(encoded["parts"]), present)
+        return found.rebuild(
+            {name: part if name == "data" else self.decode(part) for name, part in encoded.items()}, present
+        )
 
-    Raises:
-        CannotRestoreError: If the value needs something that this process lacks.
-    """
-    resolver = resolver or ObjectResolver()
-    if type(encoded) is list:
-        encoded = {"kind": "list", "items": encoded}
-    if type(encoded) is not dict:
-        return encoded
-    kind = encoded["kind"]
-    if kind == "hole":
-        fits = present is not MISSING and encoded["type"] in (type_name(type(present)), function_name(present))
-        return present if fits else resolver.rebuild(encoded["type"])
-    if kind == "clock":  # a timer of another process is not this one's
-        return present if type(present) is float and is_clock_reading(present) else encoded["value"]
-    if kind == "same":
-        return resolver.known(encoded["path"])
-    found = kind_named(encoded)
-    if found.container:
-        return _decode_container(encoded, found, present, resolver, path)
-    if found.is_composite:
-        return found.rebuild(decode(encoded["parts"], resolver=resolver), present)
-    parts = {name: part if name == "data" else decode(part, resolver=resolver) for name, part in encoded.items()}
-    return found.rebuild(parts, present)
+    def _decode_container(self, encoded: dict[str, Any], found: ValueKind, present: Any, path: str) -> Any:
+        base, items = found.container, encoded["items"]
+        kind = find_class(encoded["class"], base, present) if "class" in encoded else base
+        has_places = present is not MISSING and is_subclass(type(present), base) and found.has_order
+        here = dict(found.entries(present)) if has_places else {}
 
+        def entry(key: Any, part: Any) -> Any:
+            inner = f"{path}.{key_label(key)}" if path else ""
+            value = self.decode(part, here.get(key, MISSING), inner)
+            reference = part["kind"] if type(part) is dict else ""
+            if inner and reference != "same" and (reference == "hole" or is_mutable(type(value))):
+                self.made.setdefault(inner, value)
+            return value
 
-def _decode_container(
-    encoded: dict[str, Any], found: ValueKind, present: Any, resolver: ObjectResolver, path: str
-) -> Any:
-    base, items = found.container, encoded["items"]
-    kind = find_class(encoded["class"], base, present) if "class" in encoded else base
-    has_places = present is not MISSING and is_subclass(type(present), base) and found.has_order
-    here = dict(found.entries(present)) if has_places else {}
-
-    def entry(key: Any, part: Any) -> Any:
-        inner = f"{path}.{key_label(key)}" if path else ""
-        value = decode(part, here.get(key, MISSING), resolver, inner)
-        reference = part["kind"] if type(part) is dict else ""
-        if inner and reference != "same" and (reference == "hole" or is_mutable(type(value))):
-            resolver.made.setdefault(inner, value)
+        if found.is_keyed:
+            keys = [self.decode(key) for key, _ in items]
+            items = [(key, entry(key, part)) for key, (_, part) in zip(keys, items, strict=True)]
+        else:
+            items = [entry(number, part) for number, part in enumerate(items)]
+        value = found.rebuild({**encoded, "items": items, "class": kind}, present)
+        if kind is not base and has_attributes(kind):  # they are restored afterwards, where they changed
+            for name, part in attributes(present) if type(present) is kind else ():
+                set_attribute(value, name, part)
+            self.note_made()
         return value
-
-    if found.is_keyed:
-        keys = [decode(key, resolver=resolver) for key, _ in items]
-        items = [(key, entry(key, part)) for key, (_, part) in zip(keys, items, strict=True)]
-    else:
-        items = [entry(number, part) for number, part in enumerate(items)]
-    value = found.rebuild({**encoded, "items": items, "class": kind}, present)
-    if kind is not base and has_attributes(kind):  # they are restored afterwards, where they changed
-        for name, part in attributes(present) if type(present) is kind else ():
-            set_attribute(value, name, part)
-        resolver.note_made()
-    return value
 
 
 def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:

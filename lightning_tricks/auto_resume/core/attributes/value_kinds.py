@@ -1,6 +1,6 @@
 """The kinds of values that a checkpoint holds: how each is taken apart, made again, and changed in place.
 
-Digests, `encode`, `decode`, `replace_contents` and the walk over objects all look here: a kind that is added to
+Digests, `encode`, `Decoder`, `replace_contents` and the walk over objects all look here: a kind that is added to
 `VALUE_KINDS` is compared, saved and restored.
 """
 

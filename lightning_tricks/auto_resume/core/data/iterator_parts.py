@@ -1,4 +1,4 @@
-"""Parts of a DataLoader's iterator that are exchanged for those that record what they draw and give."""
+"""Replacements for parts of a DataLoader's iterator, which record what is drawn and in which order."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class WorkerPositions:
         self.prefetch = loader.prefetch_factor or 0
         self._replays_data = replays_data
         self.initial: list[WorkerState] = [(None, None)] * self.count
-        self.rng_states = WorkerRngStates(self.count, self.prefetch, note_bytes=NOTE_BYTES)
-        self.iteration_starts = WorkerRngStates(self.count, 0, note_bytes=NOTE_BYTES) if replays_data else None
+        self.rng_states = WorkerRngStates(self.count, self.prefetch)
+        self.iteration_starts = WorkerRngStates(self.count, 0) if replays_data else None
         self.iteration = 1
         self.batches_before = [0] * self.count
         self.offset = 0
@@ -118,12 +118,11 @@ class WorkerRngStates:
     Args:
         n_workers: Number of workers.
         prefetch: Number of batches that a worker prefetches (`prefetch_factor`).
-        note_bytes: Size of a note beside the random state.
     """
 
-    def __init__(self, n_workers: int, prefetch: int, note_bytes: int = 0) -> None:
+    def __init__(self, n_workers: int, prefetch: int) -> None:
         self.slots = prefetch + 3
-        self.notes = torch.zeros(n_workers, self.slots, 8 + note_bytes, dtype=torch.uint8)
+        self.notes = torch.zeros(n_workers, self.slots, 8 + NOTE_BYTES, dtype=torch.uint8)
         self.memory = torch.zeros(n_workers, self.slots, record_dtype().itemsize, dtype=torch.uint8)
         if n_workers:
             self.memory.share_memory_()
