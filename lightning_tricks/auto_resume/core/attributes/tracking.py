@@ -267,10 +267,9 @@ class AttributeTracker:
         found = _FoundChanges(walk, _newly_truncated(walk, self._truncated))
         self._compare_modules(found)
         self._forget_exchanged(walk)
-        registered = {
-            number: path for number, path in walk.registered.items() if path.rpartition(".")[0] in self._owners
-        }
-        found.known |= {number: path for number, path in walk.paths.items() if path in self._owners} | registered
+        known = self._owners.keys()
+        found.known |= {number: path for number, path in walk.paths.items() if path in known}
+        found.known |= {number: path for number, path in walk.registered.items() if path.rpartition(".")[0] in known}
         snapshots = _take_snapshots(walk, found.known)
         if after_hooks and self._made_by_hooks is None:
             self._made_by_hooks = {path: snapshot for path, snapshot in snapshots.items() if snapshot.opaque_values}
@@ -360,7 +359,8 @@ class AttributeTracker:
         state = get_state(stateful)
         if state is MISSING:
             return
-        if state != {} and _state_digest(stateful) != self._state_digests.get(path):
+        is_other = self._saves_unchanged(stateful) or _state_digest(stateful) != self._state_digests.get(path)
+        if state != {} and is_other:
             self._seen_changed[state_path] = path, STATE_KEY
         elif state_path not in self._seen_changed:
             return
@@ -397,12 +397,10 @@ class AttributeTracker:
                 found.lost[path] = f"{self._owners[path]} that was removed in the fit"
 
 
-def all_values(
-    roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped, with_code: bool = True
-) -> AttributeChanges:
+def all_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> AttributeChanges:
     """Return the values of all attributes of objects, as `AttributeTracker.changes` does if all of them changed."""
     present: dict[str, Any] = {}
-    tracker = AttributeTracker(lambda: present, skipped=skipped, with_code=with_code)
+    tracker = AttributeTracker(lambda: present, skipped=skipped)
     present.update(roots)
     return tracker.changes()
 
