@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume as AutoResume
+    from lightning_tricks.auto_resume.checkpoint_writer import DurableCheckpointIO as DurableCheckpointIO
     from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder as CheckpointFolder
     from lightning_tricks.auto_resume.core.durable_writing import save_durably as save_durably
     from lightning_tricks.auto_resume.core.durable_writing import write_durably as write_durably
-    from lightning_tricks.auto_resume.durable_checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
 
     __all__ = ["AutoResume", "CheckpointFolder", "DurableCheckpointIO", "save_durably", "write_durably"]
 else:  # a type checker would otherwise accept any name
@@ -31,7 +31,7 @@ else:  # a type checker would otherwise accept any name
         __name__,
         {
             "callback": ("AutoResume",),
-            "durable_checkpoint_io": ("DurableCheckpointIO",),
+            "checkpoint_writer": ("DurableCheckpointIO",),
             "core.checkpoint_folder": ("CheckpointFolder",),
             "core.durable_writing": ("save_durably", "write_durably"),
         },

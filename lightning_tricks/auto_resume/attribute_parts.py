@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -19,21 +20,22 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.callbacks import averaged_models
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._torch_compat.modules import hooks_of
-from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
-from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths, is_clock_reading
 from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
-from lightning_tricks.auto_resume.core.attributes.unseeded_values import unseeded_values
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.attributes.user_code import is_callable_with_state
+from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_generator, kind_of
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
 # Their attributes belong to the process, or another part of the state restores them
@@ -47,6 +49,8 @@ _EXCLUDED_CALLBACKS = (
     Timer,
     TrickCallback,
 )
+
+_MAX_DEPTH, _MAX_ENTRIES = 3, 1_000  # of a container that may hold what random numbers made
 
 # By name: its module takes long to import, and is there if the callback is
 _SAVES_CONFIG = ("lightning.pytorch.cli", "SaveConfigCallback")
@@ -128,7 +132,9 @@ class Attributes(Part):
         super().__init__(owners.trainer, owners.module)
         self._owners = owners
         self._tracker = AttributeTracker(
-            owners.module_and_callbacks, skipped=owners.skipped_names, with_generators=True
+            owners.module_and_callbacks,
+            skipped=owners.skipped_names,
+            saves_unchanged=is_generator,  # as they may have no seed
         )
         self._optimizer_tracker: AttributeTracker | None = None  # once there are optimizers
         self._had_optimizer_extras = False
@@ -137,9 +143,11 @@ class Attributes(Part):
     def note(self, phase: Phase) -> None:
         """Note what optimizers hold as soon as there are some, and what the hooks of an epoch's start changed."""
         if phase is Phase.FIT_START:
-            skipped = self._owners.skipped_names_in_optimizers
             self._optimizer_tracker = AttributeTracker(
-                self._owners.optimizer_attributes, skipped=skipped, with_code=False
+                self._owners.optimizer_attributes,
+                skipped=self._owners.skipped_names_in_optimizers,
+                with_code=False,
+                saves_unchanged=lambda value: True,  # another process creates optimizers from the weights it resumes
             )
             self._have_optimizers_extras()
         elif phase is Phase.AFTER_HOOKS:
@@ -152,11 +160,8 @@ class Attributes(Part):
         """
         changes = self._tracker.changes(after_hooks=after_hooks)
         if self._optimizer_tracker is not None and self._have_optimizers_extras():
-            of_optimizers = self._optimizer_tracker.changes()
-            changes = {
-                "values": changes["values"] | self._optimizer_values() | of_optimizers["values"],
-                "lost": changes["lost"] | of_optimizers["lost"],
-            }
+            others = self._optimizer_tracker.changes()
+            changes = {"values": changes["values"] | others["values"], "lost": changes["lost"] | others["lost"]}
         return dict(changes)
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
@@ -211,15 +216,6 @@ class Attributes(Part):
         now = any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values())
         self._had_optimizer_extras |= now
         return self._had_optimizer_extras
-
-    def _optimizer_values(self) -> dict[str, Any]:
-        """Return what optimizers hold beside their state dicts, also what did not change, such as slow weights.
-
-        Another process creates the optimizers from the weights that it resumes.
-        """
-        owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
-        values = all_values(owners, skipped=skipped, with_code=False)["values"]
-        return {path: change for path, change in values.items() if path.startswith("optimizers.")}
 
     def _unseeded_values(self) -> dict[str, int]:
         """Return digests of the attributes that random numbers may have made."""
@@ -291,3 +287,52 @@ def _contains_callbacks_only(value: object) -> bool:
 @cache
 def _default_attributes(kind: type) -> frozenset[str]:
     return frozenset(vars(kind()))
+
+
+def unseeded_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
+    """Return a digest of each attribute that random numbers may have made, the same in every process.
+
+    These are tensors, arrays and floats, random generators with their states, buffers that no state dict holds, and
+    containers of nothing but numbers and these. Readings of clocks are left out.
+
+    Args:
+        roots: Objects by name.
+        skipped: Returns the names of attributes to leave out of an object.
+
+    Returns:
+        Path -> digest of 64 bits.
+
+    Examples:
+        >>> class Sampler:
+        ...     def __init__(self, offset):
+        ...         self.offset, self.name = offset, "uniform"
+        >>> first, second = (unseeded_values({"sampler": Sampler(offset)}) for offset in (0.25, 0.5))
+        >>> first.keys(), first == second
+        (dict_keys(['sampler.offset']), False)
+    """
+    walk = ObjectWalk.from_roots(roots, skipped)
+    found = {path: slot.value for path, slot in walk.slots.items() if not slot.target and _may_be_drawn(slot.value)}
+    for path, owner in walk.owners.items():
+        if is_subclass(type(owner), nn.Module):
+            unsaved = owner._non_persistent_buffers_set
+            buffers = {name: value for name, value in owner._buffers.items() if name in unsaved and value is not None}
+            found |= {f"{path}.{name}": value for name, value in buffers.items()}
+    return {path: _digest(value) for path, value in found.items()}
+
+
+def _may_be_drawn(value: Any, depth: int = 0) -> bool:
+    kind = type(value)
+    if kind is float or is_subclass(kind, np.floating):
+        return not is_clock_reading(float(value))
+    if is_subclass(kind, Tensor, np.ndarray) or is_generator(value):
+        return True
+    container = container_kind(kind)
+    if container is None or depth == _MAX_DEPTH or not 0 < container.container.__len__(value) <= _MAX_ENTRIES:
+        return False
+    return all(type(part) is int or _may_be_drawn(part, depth + 1) for _, part in container.entries(value))
+
+
+def _digest(value: Any) -> int:
+    kind = kind_of(value)
+    state = tuple(kind.parts(value).values()) if kind is not None and is_generator(value) else value
+    return int(ValueDigest.of(state, same_process=False))

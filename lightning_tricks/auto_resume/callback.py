@@ -24,9 +24,9 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks.auto_resume.checkpoint_writer import durable_checkpoints
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, StopRequest, check_signals, redirect_output
-from lightning_tricks.auto_resume.durable_checkpoint_io import durable_checkpoints
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem

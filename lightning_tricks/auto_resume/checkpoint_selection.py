@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,11 +21,9 @@ from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
 from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
+from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
 
 _TRAINER_ENTRIES = {
     "state_dict": "the state_dict of {module}",
@@ -48,7 +46,7 @@ class CheckpointSelection:
         identity: What distinguishes this run from others; it is saved in each manifest.
     """
 
-    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
+    def __init__(self, settings: Settings, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.folder = run_files.folder
         self.identity: Mapping[str, Any] = run_identity(module)

@@ -1,30 +1,32 @@
-"""When a fit is saved, what each checkpoint holds, what it cannot hold, and how far the fit is."""
+"""When a fit is saved, what each checkpoint holds and cannot hold, how far the fit is, and durable writes for all."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserted, checkpoint_ios
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_done
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.checkpoint_selection import describe_object
+from lightning_tricks.auto_resume.core.durable_writing import save_durably
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
-from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint
+from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
+from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
-    from lightning_tricks.auto_resume.run_files import RunFiles
 
 _SECONDS_BETWEEN_STATUSES = 10.0
 
@@ -43,7 +45,7 @@ class CheckpointWriter:
         is_saving: Whether the state of the Trainer is asked for, to be saved here.
     """
 
-    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
+    def __init__(self, settings: Settings, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.final_manifest: Manifest | None = None
         self.is_saving = False
@@ -199,3 +201,47 @@ class CheckpointWriter:
         new = [phrase for phrase in phrases if phrase not in self._reported]
         self._reported.update(new)
         return new
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Write checkpoints as `TorchCheckpointIO` does, but atomically: a local file is complete at any moment.
+
+    Paths of remote file systems (`s3://...`) are written as `TorchCheckpointIO` does.
+
+    Args:
+        before_replace: Called with the path of a local file and its SHA-256 right before the new file replaces the old.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[DurableCheckpointIO()], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, before_replace: Callable[[Path, str], object] | None = None) -> None:
+        self._before_replace = before_replace
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint with `save_durably`."""
+        check_path("path", path, "a checkpoint", takes_address=True)
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        before_replace = self._before_replace
+        save_durably(
+            checkpoint, path, before_replace and (lambda staged, digest, size: before_replace(Path(path), digest))
+        )
+
+
+@contextmanager
+def durable_checkpoints(
+    strategy: Strategy, before_replace: Callable[[Path, str], object] | None = None
+) -> Iterator[None]:
+    """Let a strategy write its checkpoints by a `DurableCheckpointIO` until the context is left.
+
+    It takes the place of Lightning's own `TorchCheckpointIO`; another innermost CheckpointIO, such as a user's, stays.
+    """
+    if type(checkpoint_ios(strategy)[-1]) is not TorchCheckpointIO:
+        yield
+        return
+    with checkpoint_io_inserted(strategy, lambda _: DurableCheckpointIO(before_replace), innermost=True):
+        yield

@@ -84,7 +84,7 @@ def _verify(folders: list[CheckpointFolder]) -> int:
 
 
 def _describe_status(status: dict[str, Any]) -> str:
-    from lightning_tricks.auto_resume.core.directory_lock import has_exited
+    from lightning_tricks._shared.file_locks import has_exited
 
     state = status.get("state", "unknown")
     if state == "running" and has_exited(status):

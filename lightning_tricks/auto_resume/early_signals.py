@@ -9,17 +9,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_tricks._lightning_compat.observers import observe_trainers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
-
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
-    from lightning_tricks.auto_resume.core.signals import StopRequest
+from lightning_tricks.auto_resume.core.signals import StopRequest
 
 
 class EarlySignals:
@@ -32,13 +29,13 @@ class EarlySignals:
 
     def __init__(self) -> None:
         self._noted: list[int] = []
-        self._waiting: weakref.WeakKeyDictionary[AutoResume, StopRequest] = weakref.WeakKeyDictionary()
+        self._waiting: weakref.WeakKeyDictionary[object, StopRequest] = weakref.WeakKeyDictionary()
         self._handlers: dict[int, Any] = {}  # those of the process
         self._process = 0  # a fork that is not a rank has not asked for this
         self._kill_ranks: Callable[[int], None] | None = None
         self._observed = ExitStack()
 
-    def wait(self, callback: AutoResume, request: StopRequest) -> None:
+    def wait(self, callback: object, request: StopRequest) -> None:
         """Note signals from here on, in the main thread: no other one can handle signals."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -63,7 +60,7 @@ class EarlySignals:
                 self._noted.remove(number)
                 request.record(number)
 
-    def leave(self, callback: AutoResume) -> None:
+    def leave(self, callback: object) -> None:
         """Note nothing more for a callback; what was noted is for the next fit."""
         self._waiting.pop(callback, None)
         for number in self._wanted():

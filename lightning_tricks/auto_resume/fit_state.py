@@ -1,24 +1,32 @@
-"""The state of a fit beside the Trainer's own checkpoint: its parts, in which order they are restored, and a report."""
+"""The state of a fit beside the Trainer's own checkpoint: its parts, in which order they are restored, and a report.
+
+What hooks of an epoch's start set outside the model is restored by calling them again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from copy import deepcopy
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import dump_checkpoint
+from lightning_tricks._lightning_compat.fit import dump_checkpoint, repeat_epoch_start_hooks
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners, Attributes, DatasetHolders
+from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.model_parts import Buffers, Gradients, LeftOutTensors, Structure, UnsavedOutline
@@ -131,6 +139,51 @@ class FitState:
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is the same on all ranks and a checkpoint of the Trainer lacks; on rank zero."""
         return {name: value for part in self._parts.values() for name, value in part.capture_shared(checkpoint).items()}
+
+    def replay_epoch_start(self, saved_groups: Sequence[Any], reload_weights: Callable[[], None]) -> None:
+        """Call `on_train_epoch_start` of callbacks and module, and undo its changes to state that was restored already.
+
+        The calls are for what the hooks set outside the model: the epoch of a dataset, the number of accumulated
+        batches, a part of the Trainer. Learning rates, momenta and schedulers are restored afterwards, and so are the
+        weights and the states of the optimizers if the hooks change them. The random state must be that of the epoch's
+        start.
+
+        Args:
+            saved_groups: What `param_group_names` returned before the hooks were first called.
+            reload_weights: Loads weights and optimizer states from the checkpoint once more.
+        """
+        trainer, optimizers = self._trainer, self._trainer.optimizers
+        groups = [[(group, dict(group)) for group in optimizer.param_groups] for optimizer in optimizers]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+        before = [(value, tensor_version(value)) for value in self._tensors()]
+        restore_param_groups(self._owners.module, optimizers, saved_groups)
+        with ExitStack() as muted:
+            for logger in trainer.loggers:  # the values of the epoch's start were logged already
+                muted.enter_context(patched(logger, {"log_metrics": lambda *_, **__: None}))
+            repeat_epoch_start_hooks(trainer)
+        for optimizer, initial_groups in zip(optimizers, groups, strict=True):
+            optimizer.param_groups[:] = [group for group, _ in initial_groups]
+            for group, values in initial_groups:
+                group.clear()
+                group.update(values)
+        for scheduler, state in zip(schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+        now = list(self._tensors())
+        unchanged = len(now) == len(before) and all(
+            value is old and tensor_version(value) == version for value, (old, version) in zip(now, before, strict=True)
+        )
+        if not unchanged:
+            reload_weights()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield parameters, buffers and the tensors of the optimizers' states."""
+        yield from self._owners.module.parameters()
+        yield from self._owners.module.buffers()
+        for optimizer in self._trainer.optimizers:
+            for state in optimizer.state.values():
+                values: Any = state.values() if isinstance(state, dict) else ()
+                yield from (value for value in values if isinstance(value, Tensor))
 
     def differences(self, saved: SavedState, load_saved: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Return the key paths of what is not as it was saved, on this rank; all ranks have to call it.

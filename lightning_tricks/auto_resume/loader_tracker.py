@@ -24,16 +24,19 @@ from lightning_tricks._lightning_compat.loaders import (
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import persistent_iterator
-from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, value_digest
-from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, is_tracked, position_of
+from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers, value_digest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
+from lightning_tricks.auto_resume.core.data.tracked_loader import (
+    POSITION_KEY,
+    TrackedDataLoader,
+    is_tracked,
+    why_not_trackable,
+)
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
 # Keys of a checkpoint; their values are part of its format
 _RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
-_POSITION_KEY = "place"  # the position of a loader
 _SCALE_KEY = "scale"  # of the size of batches that another start changed; never saved
 _FIRST_KEY = "first"  # digest of the first batch of replayed loaders
 
@@ -112,17 +115,17 @@ class LoaderTracker(Part):
         """
         states = []
         for state in saved["train"]:
-            position = state[_POSITION_KEY]
+            position = state[POSITION_KEY]
             if position is not None:
                 # there is nothing to compare: they are other batches
                 none = {"order": "", "first": "", "draws": None, "ended": False}
                 position = {**position, **none, "batches": int(position["batches"] / scale)}
-            states.append({**state, _POSITION_KEY: position})
+            states.append({**state, POSITION_KEY: position})
         return {**saved, "train": states, _SCALE_KEY: scale}
 
     def set_num_batches_done(self, saved: Mapping[str, Any]) -> None:
         """Let the Trainer be at the positions that `with_other_batches` returned."""
-        positions = [state[_POSITION_KEY] for state in saved["train"]]
+        positions = [state[POSITION_KEY] for state in saved["train"]]
         if saved.get(_SCALE_KEY, 1.0) != 1.0 and positions[0] is not None:
             set_num_batches_done(self.trainer, positions[0]["batches"], positions[0]["at_end"])
 
@@ -138,9 +141,9 @@ class LoaderTracker(Part):
         self._validation = self._track(known, "the validation loader")
         saved = self._saved_validation if is_saved else ()
         for loader, state in zip(self._validation, saved, strict=False):
-            if state[_POSITION_KEY] is not None and has_persistent_workers(loader.loader):
+            if state[POSITION_KEY] is not None and has_persistent_workers(loader.loader):
                 with isolated_rng():
-                    loader.resume_from(state[_POSITION_KEY])
+                    loader.resume_from(state[POSITION_KEY])
                     loader.create_persistent_iterator()
             self._compare_fingerprints(loader, state)
             loader.restore_generator_states(state["generators"])
@@ -188,9 +191,9 @@ class LoaderTracker(Part):
         if pending and self._train:
             for loader, state in zip(self._train, saved["train"], strict=True):
                 loader.restore_generator_states(state["generators"])
-                if state[_POSITION_KEY] is None:
+                if state[POSITION_KEY] is None:
                     loader.objects.restore_all(state["objects"])
-                loader.resume_from(state[_POSITION_KEY])
+                loader.resume_from(state[POSITION_KEY])
             recreate_iterators(self.trainer)
         for loader, state in zip(self._validation, saved["validation"], strict=False):
             loader.objects.restore_all(state["objects"])  # hooks that came before may have changed it
@@ -215,7 +218,7 @@ class LoaderTracker(Part):
 
     def state(self, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
-        validation = [_loader_state(loader, persistent_iterator(loader.loader)) for loader in self._validation]
+        validation = [loader.state(persistent_iterator(loader.loader)) for loader in self._validation]
         train = self._train_positions(at_end)
         for loader in (*self._train, *self._validation):
             self._warn_unsaved(loader)
@@ -235,9 +238,9 @@ class LoaderTracker(Part):
         iterators, num_prefetched = train_iterators(self.trainer)
         tracked = [iterator for iterator in iterators if is_tracked(iterator)]
         if len(tracked) != len(self._train):  # none was created, as the epoch was over when the run resumed
-            return [_loader_state(loader, None) for loader in self._train]
+            return [loader.state(None) for loader in self._train]
         pairs = zip(self._train, tracked, strict=True)
-        return [_loader_state(loader, iterator, num_prefetched, at_end) for loader, iterator in pairs]
+        return [loader.state(iterator, num_prefetched, at_end) for loader, iterator in pairs]
 
     def _warn_unsaved(self, loader: TrackedDataLoader) -> None:
         for path, kind in loader.objects.new_unsaved().items():
@@ -264,8 +267,7 @@ class LoaderTracker(Part):
             TrackedDataLoader(
                 loader,
                 prefetches=prefetches,
-                signals=self.stop_request.signal_numbers,
-                stopping=self.stop_request.stopping,
+                stop_request=self.stop_request,
                 name=name,
                 differences=self.data_differences,
                 baselines=self._baselines,
@@ -304,20 +306,6 @@ def _compare_num_workers(loader: TrackedDataLoader, before: int) -> None:
             f"AutoResume: the training loader had num_workers={before} and has {loader.loader.num_workers}. The order "
             "of the samples is the same; random numbers that workers draw differ from those of the stopped run."
         )
-
-
-def _loader_state(
-    loader: TrackedDataLoader, iterator: Any, num_prefetched: int = 0, at_end: bool = True
-) -> dict[str, Any]:
-    position = None if iterator is None else position_of(iterator, num_prefetched, at_end)
-    objects = loader.objects.changes() if position is None else position["objects"]
-    return {
-        "n_workers": loader.loader.num_workers,
-        "generators": loader.generator_states(),
-        "objects": objects,
-        "fingerprint": loader.objects.fingerprint,
-        _POSITION_KEY: position,
-    }
 
 
 def _has_state_dict(loader: Any) -> bool:

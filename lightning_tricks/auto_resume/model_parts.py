@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import ref
@@ -16,23 +17,24 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
+from lightning_tricks._torch_compat.modules import hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
-    ModelStructure,
-    capture_gradients,
+    module_flags,
     module_list_types,
+    param_group_names,
+    pruning_masks,
     resize_to_state_dict,
     restore_flags,
-    restore_gradients,
     restore_module_lists,
     restore_param_groups,
     restore_pruning_masks,
 )
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.attributes.uncheckpointed_structure import Outline, differing_parts, outline
 from lightning_tricks.auto_resume.core.attributes.user_code import reads_gradients
 from lightning_tricks.auto_resume.parts import (
+    ChangedValues,
     ComparedPart,
     Part,
     Phase,
@@ -45,6 +47,14 @@ from lightning_tricks.auto_resume.parts import (
 _SYNC_ATTRIBUTE = "require_forward_param_sync"
 # Batch normalization changes these without another version of the tensor
 _RUNNING_STATISTICS = ("running_mean", "running_var")
+# The keys of an outline, and how their entries are named to users
+_OUTLINE_WORDS = {
+    "hooks": "the hooks of",
+    "tied": "the tied weights",
+    "precisions": "the number of weights in",
+    "optimizers": "the class of optimizer",
+    "schedulers": "the class of learning rate scheduler",
+}
 _TensorVersion = tuple["ref[Tensor]", int]  # an id alone may belong to another tensor later
 
 
@@ -64,39 +74,55 @@ class Structure(Part):
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         super().__init__(trainer, module)
-        self._structure = ModelStructure(modules_of(trainer, module))
+        modules = modules_of(trainer, module)
+        self._flags = {path: ChangedValues(module_flags(part)) for path, part in modules.items()}
+        self._buffers = {name for name, _ in module.named_buffers()}
+        self._parameters = {name for name, _ in module.named_parameters()}
+        self._groups: list[list[list[str]]] = []
+        self._has_other_groups = False
 
     def note(self, phase: Phase) -> None:
         """Note the groups of the optimizers as soon as there are some, and what hooks changed."""
         if phase is Phase.FIT_START:
-            self._structure.record_groups(self.module, self.trainer.optimizers)
+            self._groups = param_group_names(self.module, self.trainer.optimizers)
         elif phase in (Phase.BEFORE_HOOKS, Phase.AFTER_HOOKS):
-            self._changes()
+            self.capture_shared({})
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is other than at first, or was so at an earlier call."""
-        lists = module_list_types(modules_of(self.trainer, self.module))
-        return {**dict(move_to_device(self._changes(), "cpu")), "lists": lists}
+        modules, masks = modules_of(self.trainer, self.module), pruning_masks(self.module)
+        groups = param_group_names(self.module, self.trainer.optimizers)
+        # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
+        self._has_other_groups |= groups != self._groups or bool(masks)
+        return {
+            "flags": {path: self._flags_of(path).changes(module_flags(part)) for path, part in modules.items()},
+            "groups": groups if self._has_other_groups else None,
+            "masks": move_to_device(masks, "cpu"),
+            "buffers": [name for name, _ in self.module.named_buffers() if name not in self._buffers],
+            "lists": module_list_types(modules),
+        }
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
-        """Return the parameters that were added."""
-        return [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
+        """Return the parameters that were added, which a resumed run's module lacks when weights are loaded."""
+        known = self._parameters | {f"{name}_orig" for name in pruning_masks(self.module)}
+        return [f"the parameter {name}" for name, _ in self.module.named_parameters() if name not in known]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the groups before the states of the optimizers are loaded, and later all of it."""
         groups = saved.shared["groups"]
         if phase is not Phase.FIT_START:
-            self._structure.note(saved.shared)
-            modules = modules_of(self.trainer, self.module)
+            modules, flags = modules_of(self.trainer, self.module), saved.shared["flags"]
+            self._has_other_groups |= groups is not None
+            for path, names in flags.items():
+                self._flags_of(path).note(names)
             restore_module_lists(modules, saved.shared["lists"])
             restore_pruning_masks(self.module, saved.shared["masks"])
-            restore_flags(modules, saved.shared)
+            restore_flags(modules, flags)
         if groups:  # after the masks, which replace parameters
             restore_param_groups(self.module, self.trainer.optimizers, groups)
 
-    def _changes(self) -> dict[str, Any]:
-        modules = modules_of(self.trainer, self.module)
-        return self._structure.changes(modules, self.module, self.trainer.optimizers)
+    def _flags_of(self, path: str) -> ChangedValues:
+        return self._flags.setdefault(path, ChangedValues({}))
 
 
 class LeftOutTensors(Part):
@@ -211,12 +237,16 @@ class Gradients(ComparedPart):
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         is_kept = self._may_be_read(walk)
         cleared = set() if is_kept else {id(parameter) for group in groups for parameter in group["params"]}
-        return {"gradients": move_to_device(capture_gradients(self.module, cleared), "cpu")}
+        kept = {name: value.grad for name, value in self.module.named_parameters() if id(value) not in cleared}
+        found = {name: gradient for name, gradient in kept.items() if gradient is not None}
+        return {"gradients": move_to_device(found, "cpu")}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the gradients, and that they are read."""
-        restore_gradients(self.module, saved.rank["gradients"])
-        self._are_read |= bool(saved.rank["gradients"])
+        gradients = saved.rank["gradients"]
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
+        self._are_read |= bool(gradients)
 
     def _may_be_read(self, walk: ObjectWalk) -> bool:
         if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
@@ -233,22 +263,42 @@ class Gradients(ComparedPart):
 
 
 class UnsavedOutline(Part):
-    """What can be compared and not restored: hooks, tied weights, classes of optimizers and schedulers."""
+    """What can be compared and not restored: hooks, tied weights, precisions, classes of optimizers and schedulers."""
 
     name = "outline"
 
-    def now(self) -> Outline:
-        """Return the outline of what there is now."""
+    def now(self) -> dict[str, dict[str, Any]]:
+        """Return the outline of what there is now, as plain values."""
+        optimizers = self.trainer.optimizers
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return outline(modules_of(self.trainer, self.module), self.trainer.optimizers, schedulers)
+        owners = {
+            path: owner
+            for name, module in modules_of(self.trainer, self.module).items()
+            for pairs in (module.named_modules(prefix=name), module.named_parameters(prefix=name))
+            for path, owner in pairs
+        }
+        owners |= {f"optimizer {number}": optimizer for number, optimizer in enumerate(optimizers)}
+        hooks = {path or "the module": _hook_names(owner) for path, owner in owners.items()}
+        parameters = list(self.module.named_parameters(remove_duplicate=False))
+        first = {id(parameter): name for name, parameter in reversed(parameters)}
+        return {
+            "hooks": {path: names for path, names in hooks.items() if names},
+            "tied": {name: first[id(value)] for name, value in parameters if first[id(value)] != name},
+            "precisions": dict(Counter(str(parameter.dtype) for _, parameter in parameters)),
+            "optimizers": {str(number): type(value).__qualname__ for number, value in enumerate(optimizers)},
+            "schedulers": {str(number): type(value).__qualname__ for number, value in enumerate(schedulers)},
+        }
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the outline."""
         return {"outline": self.now()}
 
     def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
-        """Return what differs, in words."""
-        return differing_parts(saved.rank.get("outline", {}), now["outline"])
+        """Yield what differs, in words."""
+        outline, present = saved.rank.get("outline", {}), now["outline"]
+        for kind, words in _OUTLINE_WORDS.items():
+            names = {**outline[kind], **present[kind]} if kind in outline else {}
+            yield from (f"{words} {name}" for name in names if outline[kind].get(name) != present[kind].get(name))
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -288,3 +338,14 @@ def _has_data(value: Any) -> bool:
 def _digest(value: Tensor) -> str:
     flat = value.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha1(flat.view(torch.uint8).numpy().tobytes(), usedforsecurity=False).hexdigest()
+
+
+def _hook_names(owner: Any) -> list[str]:
+    """Return the names of an owner's hooks, without those of this package, which its callbacks register again."""
+    found = []
+    for hook in hooks_of(owner):
+        function = getattr(hook, "func", hook)  # of a partial
+        named = function if hasattr(function, "__qualname__") else type(function)
+        if not str(named.__module__).startswith("lightning_tricks."):
+            found.append(str(named.__qualname__))
+    return sorted(found)

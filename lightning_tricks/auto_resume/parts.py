@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,13 +14,27 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-
-
 IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
+
+
+class Settings(Protocol):
+    """The choices of the user that the fit asks its callback for; see `AutoResume`."""
+
+    every_n_train_steps: int | None
+    every_n_epochs: int | None
+    keep_last: int
+    exit_code: int
+    on_change: str
+    on_failed_save: str
+    allow_pickle: bool
+    was_tuned: bool
+
+    @property
+    def seconds_between_saves(self) -> float:
+        """The `train_time_interval` in seconds; infinity without one."""
 
 
 class SavePoint(Enum):
@@ -162,6 +176,39 @@ class ComparedPart(Part):
     def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
         """Return the key paths of what is not as it was saved."""
         return differing_paths({self.name: saved.rank[self.name]} if self.name in saved.rank else {}, now)
+
+
+class ChangedValues:
+    """Finds which of some named values are, or were when they were looked at, other than at first.
+
+    One that was changed back counts as well: the hooks of a process that resumes may change it again, and not back.
+
+    Args:
+        initial: The values at first, by name.
+
+    Attributes:
+        initial: The values at first.
+
+    Examples:
+        >>> clipping = ChangedValues({"max_norm": 1.0, "norm_type": 2.0})
+        >>> clipping.changes({"max_norm": 0.1, "norm_type": 2.0})
+        {'max_norm': 0.1}
+        >>> clipping.changes({"max_norm": 1.0, "norm_type": 2.0})
+        {'max_norm': 1.0}
+    """
+
+    def __init__(self, initial: Mapping[str, Any]) -> None:
+        self.initial = dict(initial)
+        self._names = set[str]()
+
+    def changes(self, now: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the present values that are, or were once, others."""
+        self.note(name for name, value in now.items() if name not in self.initial or self.initial[name] != value)
+        return {name: value for name, value in now.items() if name in self._names}
+
+    def note(self, names: Iterable[str]) -> None:
+        """Count values as changed, such as those that had changed in the process that is resumed."""
+        self._names.update(names)
 
 
 def state_dict_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,19 +30,13 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.manifests import Manifest
-from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
-from lightning_tricks.auto_resume.core.signals import StopRequest
+from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
-from lightning_tricks.auto_resume.epoch_start_replay import replay_epoch_start
 from lightning_tricks.auto_resume.fit_state import FitState, report_differences
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
-from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint
+from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint, Settings
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
-from lightning_tricks.auto_resume.run_files import raise_for_problem
-
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
-    from lightning_tricks.auto_resume.run_files import RunFiles
+from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
 
 class ResumableFit(FitObserver):
@@ -62,7 +56,7 @@ class ResumableFit(FitObserver):
 
     def __init__(
         self,
-        settings: AutoResume,
+        settings: Settings,
         trainer: Trainer,
         module: LightningModule,
         run_files: RunFiles,
@@ -288,8 +282,7 @@ class ResumableFit(FitObserver):
         self._epoch_start = saved.rank["epoch"]
         if self._epoch_start is not None:
             unpack_rng_state(self._epoch_start[RNG_STATE_KEY])
-            groups = self._epoch_start["groups"]
-            replay_epoch_start(self.trainer, self.module, groups, lambda: self._reload_weights(saved))
+            self.state.replay_epoch_start(self._epoch_start["groups"], lambda: self._reload_weights(saved))
             self.state.restore(saved, Phase.AFTER_HOOKS)
         self.state.note(Phase.AFTER_HOOKS)
         self.state.restore(saved, Phase.BEFORE_BATCH)
@@ -342,7 +335,7 @@ class ResumableFit(FitObserver):
 
     def after_train_end(self) -> None:
         """Save the end of the fit, after all hooks that may change it."""
-        if not self._is_running or self.settings not in callbacks_of(self.trainer):
+        if not self._is_running or id(self.settings) not in map(id, callbacks_of(self.trainer)):
             return  # the fit of a tuner, which leaves the callbacks out
         self._save(SavePoint.FIT_END)
         self.writer.write_status("finished")

@@ -4,65 +4,38 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torchmetrics import Metric, MetricCollection
 
-from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.loaders import given_train_loaders
-from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.configuration import (
     ABSENT,
     Change,
     Configuration,
-    arguments_of,
-    flatten,
+    describe_loaders,
     is_longer,
     numbered,
     plain,
 )
-from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
-from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
-from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
+from lightning_tricks.auto_resume.fit_settings import FitSettings
+from lightning_tricks.auto_resume.parts import Part, Phase, SavedState, Settings
 
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
-
-_TRAINER_SETTINGS = (*SHAPING_SETTINGS, "precision")
 _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
-_OBSERVERS = (
-    callbacks.BasePredictionWriter,
-    callbacks.BatchSizeFinder,
-    callbacks.Checkpoint,
-    callbacks.DeviceStatsMonitor,
-    callbacks.LearningRateFinder,
-    callbacks.LearningRateMonitor,
-    callbacks.ModelSummary,
-    callbacks.ProgressBar,
-    callbacks.ThroughputMonitor,
-    callbacks.Timer,
-)
 # The training loaders as they are given to `fit`, and as the Trainer uses them
 _GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
 # What a Tuner sets before the fit, and what schedules take from it
 _SEARCHED = re.compile(".*lrs?|.*learning_rate|batch_size")
 _MOST_LINES = 20
-# What fits of this process began with, and what they left: owner -> name -> both. Another fit of one object, as in a
-# notebook, is configured with the former, unless somebody has set something else meanwhile.
-_LEFT: WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 class RunConfiguration(Part):
@@ -82,7 +55,7 @@ class RunConfiguration(Part):
 
     name = "configuration"
 
-    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, settings: Settings, trainer: Trainer, module: LightningModule) -> None:
         super().__init__(trainer, module)
         self.settings = settings
         self.changes: list[Change] = []
@@ -90,24 +63,11 @@ class RunConfiguration(Part):
         self.changed_states: dict[str, Any] = {}
         self._saved: SavedState  # where the fit resumes
         self._before: Configuration | None = None
-        # Where values lie that can be set: name -> owner, name in it, and the value of this start
-        self._places: dict[str, tuple[Any, str, Any]] = {}
-        self._began: dict[str, Any] = {}
-        self._found: tuple[list[Change], list[Change]] | None = None  # until more is known
+        self._fit = FitSettings(trainer, module)
+        self._now = self._fit.now
         self._ignored: list[Change] = []
-        self._set_back = ExitStack()  # the Trainer's settings
         self._created: Sequence[Any] = ()  # the optimizers
         self._has_loaders = self._has_optimizers = self._said_incidental = False
-        self._now = Configuration(arguments=dict(self._arguments()))
-        seed = os.environ.get("PL_GLOBAL_SEED", "")
-        self._now.values["seed"] = int(seed) if seed.isdecimal() else None
-        for name in _TRAINER_SETTINGS:
-            self._add_value(f"Trainer.{name}", trainer, name)
-        self._now.values |= {f"Trainer.{name}": value for name, value in self._limits().items()}
-        self._add_layers()
-        self._add_callbacks()
-
-    # -- what there is
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration, with the old values of what is ignored."""
@@ -122,65 +82,9 @@ class RunConfiguration(Part):
                 record["values"] |= {name: value for name, value in values if name.startswith(derived)}
         return {"configuration": record}
 
-    def _limits(self) -> dict[str, Any]:
-        names = ("min_epochs", "max_epochs", "min_steps", "max_steps")
-        return {name: value for name, value in loop_limits(self.trainer).items() if name in names}
-
-    def _add_value(self, label: str, owner: Any, name: str) -> None:
-        value = getattr(owner, name)
-        self._places[label] = owner, name, value
-        with suppress(TypeError):  # not hashable
-            began, left = _LEFT.get(owner, {}).get(name, (value, value))
-            value = began if plain(left) == plain(value) else value
-        self._now.values |= dict(flatten(label, value))
-        self._began[label] = copy.copy(value) if isinstance(value, list | dict) else value
-
     def close(self) -> None:
-        """Note what the fit leaves in the attributes that are compared, and leave the Trainer as it was."""
-        self._set_back.close()
-        for label, value in self._began.items():
-            owner, name, _ = self._places[label]
-            with suppress(Exception):  # not hashable, or gone
-                left = plain(getattr(owner, name))
-                if left != plain(value):
-                    _LEFT.setdefault(owner, {})[name] = value, left
-
-    def _arguments(self) -> Iterator[tuple[str, Any]]:
-        for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
-            if owner is None:
-                continue
-            for name, value in owner.hparams_initial.items():  # a search does not change these
-                yield from flatten(f"{prefix}.{name}", value)
-                self._places[f"{prefix}.{name}"] = owner.hparams, name, value
-
-    def _add_layers(self) -> None:
-        """Add classes and arguments of all layers, as far as they show: rates of dropout, activations, sizes."""
-        for path, layer in self.module.named_modules():
-            name = (
-                path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".") or type(self.module).__name__
-            )
-            if isinstance(layer, Metric | MetricCollection) or path.endswith("_orig_mod"):
-                continue
-            self._now.kinds[name if path else "module"] = type(layer).__name__
-            for argument in arguments_of(layer):
-                if path or f"hparams.{argument}" not in self._now.arguments:
-                    self._add_value(f"{name}.{argument}", layer, argument)
-
-    def _add_callbacks(self) -> None:
-        others = [callback for callback in callbacks_of(self.trainer) if callback is not self.settings]
-        changers = [callback for callback in others if _may_change(callback)]
-        for label, callback in zip(numbered(changers), changers, strict=True):
-            if isinstance(callback, TrickCallback):
-                self._now.kinds[label] = "in use"
-                values = {name: plain(getattr(callback, name)) for name in callback.training_arguments}
-                self._now.values |= {f"{label}.{name}": value for name, value in values.items()}
-                continue
-            if type(callback).__module__.startswith("lightning."):
-                self._now.kinds[label] = "in use"
-            for argument in arguments_of(callback):
-                self._add_value(f"{label}.{argument}", callback, argument)
-
-    # -- what a later start changed
+        """Leave the Trainer as it was."""
+        self._fit.close()
 
     def resume_from(self, saved: SavedState) -> None:
         """Compare with what the run was started with; with `on_change="old"`, set back what can be set."""
@@ -192,7 +96,7 @@ class RunConfiguration(Part):
             f"from {before} to {now} {unit}" for _, (before, now, unit) in self._extensions().items()
         )
         for change in self._find_changes()[0] if self.settings.on_change == "old" else ():
-            if self._set(change):
+            if self._fit.set_back(change):
                 self._ignored.append(change)
 
     def _extensions(self) -> dict[str, tuple[Any, Any, str]]:
@@ -205,12 +109,10 @@ class RunConfiguration(Part):
         }
 
     def _find_changes(self) -> tuple[list[Change], list[Change]]:
-        """Return the changes, and those that do not shape the training; found once for what is known so far."""
-        if self._found is None:
-            self._found = ([], []) if self._before is None else self._compare(self._before)
-        return self._found
-
-    def _compare(self, before: Configuration) -> tuple[list[Change], list[Change]]:
+        """Return the changes, and those that do not shape the training, as far as this start is known."""
+        before = self._before
+        if before is None:
+            return [], []
         extensions = self._extensions()
         lengths = [(old, new) for old, new, _ in extensions.values()]
         extended = {f"Trainer.{name}" for name in extensions}
@@ -276,9 +178,9 @@ class RunConfiguration(Part):
         self._now.groups, self._created = found.groups, list(optimizers)
         for label, config in zip(self._schedule_labels(), configs, strict=True):
             for option in SCHEDULE_OPTIONS:
-                self._places[f"{label}.{option}"] = config, option, getattr(config, option)
-        self._add(found)
-        self._add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
+                self._fit.places[f"{label}.{option}"] = config, option, getattr(config, option)
+        self._fit.add(found)
+        self._fit.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
         self._decide()
         if checkpoint is None or self._before is None or self._before.exchanged:
@@ -312,7 +214,7 @@ class RunConfiguration(Part):
         Returns:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
-        self._add(describe_loaders(loaders, _IN_USE))
+        self._fit.add(describe_loaders(loaders, _IN_USE))
         if not resumes or self._has_loaders:  # those that are reloaded are the fit's
             return None
         self._has_loaders = True
@@ -325,11 +227,6 @@ class RunConfiguration(Part):
         if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
             return 1.0
         return float(sizes[0].now / sizes[0].before)
-
-    def _add(self, found: Configuration) -> None:
-        self._now.kinds |= found.kinds
-        self._now.values |= found.values
-        self._found = None
 
     def _decide(self) -> None:
         """Raise an error for changes that are new, or say what becomes of them."""
@@ -389,7 +286,7 @@ class RunConfiguration(Part):
         restored = {*numbered(self.trainer.optimizers), *self._schedule_labels(), "seed"}
         for change in changes:
             is_restored = change.label in restored and not change.name.endswith("()")  # a function is not saved
-            if change not in self._ignored and (self._set(change) or is_restored):
+            if change not in self._ignored and (self._fit.set_back(change) or is_restored):
                 self._ignored.append(change)
         ignored = [change for change in changes if change in self._ignored]
         same = [(change.before, change.now) for change in ignored]  # an argument that was passed on
@@ -408,29 +305,6 @@ class RunConfiguration(Part):
         ends_early = option == "total_steps" and is_longer(change.before, change.now) and bool(self.extended)
         return is_state or (option == "groups" and kind in numbered(self.trainer.optimizers)) or ends_early
 
-    def _set(self, change: Change) -> bool:
-        """Set a value to what it was at the first start; return whether that is possible."""
-        limit = change.name.removeprefix("Trainer.")
-        if limit in self._limits():
-            set_loop_limits(self.trainer, {limit: change.before})
-            self._set_back.callback(set_loop_limits, self.trainer, {limit: change.now})
-            return True
-        if change.name not in self._places or change.name == "Trainer.precision" or change.before == ABSENT:
-            return False
-        owner, name, value = self._places[change.name]
-        if not isinstance(value, bool | int | float | str | list | tuple | None):
-            return False
-        before = tuple(change.before) if isinstance(value, tuple) else change.before
-        with suppress(Exception):  # read-only mappings, properties
-            if isinstance(owner, Mapping):
-                owner[name] = before  # type: ignore[index]
-            else:
-                setattr(owner, name, before)
-            if owner is self.trainer:
-                self._set_back.callback(setattr, owner, name, value)
-            return True
-        return False
-
     def is_known_change(self, path: str) -> bool:
         """Whether the attribute at a path, such as "module.net.2.p", is among the changes, or what a Tuner found."""
         if self._was_searched() and _SEARCHED.fullmatch(path.rpartition(".")[2]):
@@ -446,18 +320,11 @@ class RunConfiguration(Part):
                 optimizer.load_state_dict(state)
             return
         for change in self.changes if self.settings.on_change == "new" else ():
-            owner, name, value = self._places.get(change.name, (None, "", None))
+            owner, name, value = self._fit.places.get(change.name, (None, "", None))
             if owner is None or isinstance(owner, Trainer | Mapping):
                 continue
             if plain(getattr(owner, name, None)) == change.before:  # else a hook has set it
                 setattr(owner, name, value)
-
-
-def _may_change(callback: Callback) -> bool:
-    """Whether a callback may change the training."""
-    if isinstance(callback, TrickCallback):
-        return bool(callback.training_arguments)
-    return not isinstance(callback, _OBSERVERS)
 
 
 def _is_of_loaders(change: Change) -> bool:

@@ -25,12 +25,12 @@ from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.checks import is_address
+from lightning_tricks._shared.file_locks import DirectoryLock, this_process
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
 from lightning_tricks.auto_resume.core.configuration import plain
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
 from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.logger_state import LoggerState

@@ -21,8 +21,13 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
-from lightning_tricks.auto_resume.core.configuration import arguments_of, is_comparable, numbered, plain
-from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
+from lightning_tricks.auto_resume.core.configuration import (
+    arguments_of,
+    describe_loaders,
+    is_comparable,
+    numbered,
+    plain,
+)
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, describe_optimizers, scheduler_values
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import RunRecord

@@ -38,7 +38,7 @@ def verify(lab: Lab, setting: Setting, callback: type = AutoResume) -> None:
     marker = lab.folder / f"{setting.name} stopped"
     with (
         pytest.raises(SystemExit) as left,
-        patch("lightning_tricks.auto_resume.core.rank_agreement._SECONDS_BETWEEN_EXCHANGES", 0.0),
+        patch("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0),
     ):
         lab.fit([callback(runs), StopsOnce(batch, marker)], setting, net=net)
     assert left.value.code == 75

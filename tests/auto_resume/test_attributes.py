@@ -43,10 +43,10 @@ from torchmetrics.wrappers import (
 )
 
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, decode, encode
+from lightning_tricks.auto_resume.core.attributes.encoding import Decoder, EncodeBudget, encode
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
-from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
+from lightning_tricks.auto_resume.core.data.loader_objects import fingerprints
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 
 Point = namedtuple("Point", "x y")
@@ -138,7 +138,7 @@ def there_and_back(value, path):
     torch.save({"value": encoded}, path)
     read = load_plain_data(path)
     assert not find_objects(read)
-    return decode(read["value"])
+    return Decoder().decode(read["value"])
 
 
 KINDS = [
@@ -731,7 +731,7 @@ def test_class_attributes_are_restored(monkeypatch):
 _DIGESTS = """
 import numpy as np, torch
 from torch.utils.data import TensorDataset, random_split
-from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
+from lightning_tricks.auto_resume.core.data.loader_objects import fingerprints
 class Words:
     def __init__(self, first):
         self.words = {first, "b", "c"}

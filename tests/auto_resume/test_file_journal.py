@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_tricks.auto_resume.core import directory_lock as lock
+from lightning_tricks._shared import file_locks as lock
+from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.file_journal import FileJournal
-from lightning_tricks.auto_resume.core.logged_rows import CsvRowsCopy, newest_event_second
-from lightning_tricks.auto_resume.core.temporary_attributes import patched
+from lightning_tricks.auto_resume.logger_state import CsvRowsCopy, newest_event_second
 
 
 @pytest.fixture
@@ -179,4 +179,4 @@ def test_without_file_locks_the_last_holder_decides(tmp_path):
             assert held.acquire(last) == (True, False)
             held.close()
             held.close()
-    assert lock.LOCKS.held == {}
+    assert lock.DIRECTORY_LOCKS.held == {}

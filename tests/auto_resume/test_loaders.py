@@ -23,7 +23,6 @@ from torch.utils.data import (
 )
 
 from lightning_tricks import AutoResume, isolated_rng
-from lightning_tricks.auto_resume.core.data.loader_position import position_of
 from lightning_tricks.auto_resume.core.data.rng_state import (
     _numpy,
     _set_state,
@@ -31,10 +30,10 @@ from lightning_tricks.auto_resume.core.data.rng_state import (
     pack_rng_state,
     unpack_rng_state,
 )
-from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
+from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, position_of, why_not_trackable
 from lightning_tricks.auto_resume.core.data.workers import WorkerInit, WorkerRngStates
 from lightning_tricks.auto_resume.core.signals import StopRequest
-from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_state
+from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Net, same
 
@@ -468,7 +467,7 @@ def test_attributes_of_other_data_are_named():
     before, loader = tracked(1)
     before.track_train([loader], True, None)
     next(iter(loader))
-    saved = {"train": [_loader_state(before._train[0], None)], "validation": [], "replays": False}
+    saved = {"train": [before._train[0].state(None)], "validation": [], "replays": False}
     for seed in (1, 2):
         fit, loader = tracked(seed)
         fit.track_train([loader], True, saved)
@@ -645,9 +644,9 @@ def test_a_ring_buffer_holds_the_last_states():
             states[count] = torch.get_rng_state()
             recorded.write(1, count)
         assert [recorded.last_count(worker) for worker in (0, 1)] == [0, 11]
-        assert recorded.read(1, 3) is None
+        assert recorded.read(1, 3)[0] is None
         for count in (8, 9, 10, 11):
-            unpack_rng_state(recorded.read(1, count))
+            unpack_rng_state(recorded.read(1, count)[0])
             assert torch.equal(torch.get_rng_state(), states[count])
 
 

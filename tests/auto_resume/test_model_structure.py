@@ -1,6 +1,7 @@
 """The structure that hooks changed is restored in a fresh model: frozen parameters, modes, groups, masks."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -8,14 +9,13 @@ from torch import nn
 from torch.nn.utils import prune
 
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
-    ModelStructure,
-    capture_gradients,
     resize_to_state_dict,
     restore_flags,
-    restore_gradients,
     restore_param_groups,
     restore_pruning_masks,
 )
+from lightning_tricks.auto_resume.model_parts import Structure
+from lightning_tricks.auto_resume.parts import Phase
 
 
 class Model(nn.Module):
@@ -30,20 +30,26 @@ class Model(nn.Module):
         return self.head(self.body(x))
 
 
+def started(model, *optimizers):
+    """The structure of a model, as it is noted at the start of a fit."""
+    structure = Structure(types.SimpleNamespace(optimizers=[*optimizers], callbacks=[]), model)
+    structure.note(Phase.FIT_START)
+    return structure
+
+
 def trained():
     """A model whose structure changed, and the changes that were recorded."""
     torch.manual_seed(3)
     model = Model()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
-    structure = ModelStructure({"": model})
-    structure.record_groups(model, [optimizer])
+    structure = started(model, optimizer)
     model.body[0].weight.requires_grad_(False)
     model.body[1].eval()
     optimizer.add_param_group({"params": [*model.body.parameters()], "lr": 0.01})
     prune.l1_unstructured(model.head, "weight", amount=2)
     model(torch.randn(5, 4)).square().sum().backward()
     optimizer.step()
-    return model, optimizer, structure.changes({"": model}, model, [optimizer])
+    return model, optimizer, structure.capture_shared({})
 
 
 def resumed(changes, model, optimizer):
@@ -54,7 +60,7 @@ def resumed(changes, model, optimizer):
     restore_param_groups(fresh, [copied], changes["groups"])
     copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     restore_pruning_masks(fresh, changes["masks"])
-    restore_flags({"": fresh}, changes)
+    restore_flags({"": fresh}, changes["flags"])
     return fresh, copied
 
 
@@ -77,13 +83,13 @@ def test_a_fresh_model_trains_like_the_changed_one():
 def test_unchanged_values_are_not_saved():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    structure = ModelStructure({"": model})
-    structure.record_groups(model, [optimizer])
-    assert structure.changes({"": model}, model, [optimizer]) == {
+    structure = started(model, optimizer)
+    assert structure.capture_shared({}) == {
         "flags": {"": {}},
         "groups": None,
         "masks": {},
         "buffers": [],
+        "lists": {},
     }
 
 
@@ -123,11 +129,11 @@ def test_buffers_that_grew_or_were_added_or_none_are_loaded():
 
 def test_added_parameters_are_named():
     model = Model()
-    structure = ModelStructure({"": model})
+    structure = started(model)
     prune.random_unstructured(model.head, "weight", amount=1)
-    assert structure.new_parameters(model) == [], "masked parameters are made again"
+    assert structure.unsaved({}) == [], "masked parameters are made again"
     model.extra = nn.Linear(2, 2)
-    assert structure.new_parameters(model) == ["extra.weight", "extra.bias"]
+    assert structure.unsaved({}) == ["the parameter extra.weight", "the parameter extra.bias"]
 
 
 def test_groups_with_foreign_parameters_are_unchanged():
@@ -137,12 +143,3 @@ def test_groups_with_foreign_parameters_are_unchanged():
     before = [*optimizer.param_groups[0]["params"]]
     restore_param_groups(model, [optimizer], [[["head.weight"], [""]]])
     assert all(one is another for one, another in zip(optimizer.param_groups[0]["params"], before, strict=True))
-
-
-def test_gradients_are_restored():
-    model, fresh = Model(), Model()
-    model(torch.randn(5, 4)).sum().backward()
-    restore_gradients(fresh, capture_gradients(model))
-    assert all(
-        torch.equal(one.grad, another.grad) for one, another in zip(model.parameters(), fresh.parameters(), strict=True)
-    )

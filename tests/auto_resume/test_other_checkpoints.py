@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
-from lightning_tricks.auto_resume.core.logged_rows import CsvRowsCopy, event_file_sizes, truncate_event_files
+from lightning_tricks.auto_resume.logger_state import CsvRowsCopy, event_file_sizes, truncate_event_files
 
 NAMES = ("a.ckpt", "b.ckpt", "last.ckpt")
 OPERATIONS = st.tuples(st.sampled_from(("write", "remove", "link", "save", "kill")), st.sampled_from(NAMES))

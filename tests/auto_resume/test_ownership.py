@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import AutoResume, cli
+from lightning_tricks._shared import file_locks as lock
+from lightning_tricks._shared.file_locks import DirectoryLock, has_exited, this_process
 from lightning_tricks.auto_resume import CheckpointFolder
-from lightning_tricks.auto_resume.core import directory_lock as lock
-from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, has_exited, this_process
 from tests.auto_resume.killing import run
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import same
@@ -228,7 +228,7 @@ def test_two_fits_in_one_process(tmp_path):
     assert fit(second, epochs=2).current_epoch == 2
     assert stop(AutoResume(tmp_path), epochs=4, step=3) == 75
     assert fit(AutoResume(tmp_path), epochs=4).current_epoch == 4
-    assert lock.LOCKS.held == {}
+    assert lock.DIRECTORY_LOCKS.held == {}
 
 
 def test_workers_that_outlive_a_killed_run_do_not_hold_the_directory(tmp_path):

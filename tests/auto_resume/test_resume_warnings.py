@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
-from lightning_tricks.auto_resume.core.attributes.unseeded_values import unseeded_values
+from lightning_tricks.auto_resume.attribute_parts import unseeded_values
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import Net, same
 

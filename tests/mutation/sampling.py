@@ -24,7 +24,7 @@ CORES = ("_shared/dry_run/*.py", "_shared/rng.py", "_shared/mean_loss.py", "*/fu
 SHELL = ("run_report/[cr]*.py",)  # what of it the tests of its room meet
 # Without a sample: what the scenarios of killed runs test, minutes for each fault, and what shows or fetches
 LEFT_OUT = re.compile(
-    r"auto_resume/core/(attributes|data|signals|rank)|/(download|plot\w*|autograd_graph|errors|__init__)\.py"
+    r"auto_resume/core/(attributes|data|signals)|/(download|plot\w*|autograd_graph|errors|__init__)\.py"
 )
 PATHS = (path.relative_to(PACKAGE.parent).as_posix() for pattern in CORES + SHELL for path in PACKAGE.glob(pattern))
 FILES = tuple(sorted(path for path in PATHS if not LEFT_OUT.search(path)))

@@ -305,7 +305,7 @@ def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
 
     ddp = {"strategy": "ddp_fork", "devices": 2}
     whole = record(tmp_path / "whole.jsonl", **ddp)
-    at_each_step = patch("lightning_tricks.auto_resume.core.rank_agreement._SECONDS_BETWEEN_EXCHANGES", 0.0)
+    at_each_step = patch("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
     with pytest.raises(SystemExit), at_each_step:
         record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved"), Stops()], **ddp)
     resumed = record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved")], **ddp)

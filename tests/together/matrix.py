@@ -86,7 +86,7 @@ class _Together:
     def resume_stopped(self) -> list[Left]:
         """Let a signal stop the last rank in the second epoch, and run the same again."""
         batch = 13 if self.way.num_ranks == 1 else 8  # of 20, or of 10 on each rank
-        exchanges = "lightning_tricks.auto_resume.core.rank_agreement._SECONDS_BETWEEN_EXCHANGES"
+        exchanges = "lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES"
         with pytest.raises(SystemExit) as left, patch(exchanges, 0.0):
             self.fit(self.names, "stopped", StopsAt(batch))
         assert left.value.code == STOPPED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import platform
 import re
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import IO, Any
 import torch
 
 from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.file_locks import this_process
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
 from lightning_tricks.auto_resume.core.manifests import (
@@ -291,7 +291,7 @@ class CheckpointFolder:
     def write_status(self, **status: Any) -> None:
         """Record the progress of a run for `read_status`, with the process and the time."""
         self.private.mkdir(parents=True, exist_ok=True)
-        values = {"pid": os.getpid(), "host": platform.node(), "time": time.time(), **status}
+        values = {**this_process(), "time": time.time(), **status}
         self._write_json(f"{PRIVATE_DIR}/status.json", values, flush=())  # only people read it
 
     def read_status(self) -> dict[str, Any]:

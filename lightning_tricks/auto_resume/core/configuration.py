@@ -1,4 +1,10 @@
-"""What a run is configured with, as plain values, and what another start of it changed."""
+"""What a run is configured with, as plain values, and what another start of it changed.
+
+This is one of two comparisons. A `Configuration` holds what a start was given, before any hook; it is always saved, as
+each later start has to be compared with the first one. The parts of a fit's state compare with the beginning of the
+same start, by `ChangedValues` or `AttributeTracker`: only what hooks and training changed is saved, so that all else
+may come from the script again.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
 OBJECT = "a "  # begins the text that stands for an object that is not a plain value
 ABSENT = "none"
@@ -41,6 +48,8 @@ _INCIDENTAL_PARTS = frozenset(
 _DATE_OR_ID = re.compile(r"\d{4}[-_.]?[01]\d[-_.]?[0-3]\d|\d\d:\d\d|[0-9a-f]{8,}", re.IGNORECASE)
 _CLOCK_RANGES = ((1.5e9, 2.5e9), (1.5e12, 2.5e12), (1.5e18, 2.5e18))  # seconds, milliseconds and nanoseconds since 1970
 _SMALLEST_DRAWN_SEED = 1_000_000  # people choose smaller ones
+_SHUFFLES = {"RandomSampler": True, "SequentialSampler": False}
+_OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed"})  # arguments of samplers
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,38 @@ def numbered(objects: Sequence[object]) -> list[str]:
     return [f"{kind}[{count}]" if count else kind for kind, count in zip(kinds, counts, strict=True)]
 
 
+def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
+    """Return the batch sizes, orders and samplers of loaders, the same on any number of ranks and workers."""
+    found = Configuration()
+    for number, loader in enumerate(loaders):
+        label = name if len(loaders) == 1 else f"{name}[{number}]"
+        batch_sampler, sampler = (getattr(loader, part, None) for part in ("batch_sampler", "sampler"))
+        # Lightning wraps samplers to split them among ranks
+        sampler = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+        owner = batch_sampler if isinstance(batch_sampler, BatchSampler) else loader
+        for option in ("batch_size", "drop_last"):
+            value = plain(getattr(owner, option, None))
+            if isinstance(value, int):
+                found.values[f"{label}.{option}"] = value
+        kind = type(sampler).__name__
+        shuffle = _SHUFFLES.get(kind, getattr(sampler, "shuffle", None))
+        if isinstance(shuffle, bool):
+            found.values[f"{label}.shuffle"] = shuffle
+        for part, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+            kind = type(value).__name__
+            is_ours = type(value).__module__.startswith("lightning_tricks.")  # it depends on the stage of the fit
+            if value is None or is_ours or kind.startswith("_") or kind in {*_SHUFFLES, "BatchSampler"}:
+                continue
+            if not isinstance(shuffle, bool) or part == "batch_sampler":
+                found.kinds[f"{label}.{part}"] = kind
+            size = _size(getattr(loader, "dataset", None))
+            for option, given in arguments_of(value).items():
+                is_of_the_data = option in _OF_THE_DATA or isinstance(plain(given), list | dict) or given == size
+                if not is_of_the_data and option != "shuffle":
+                    found.values[f"{label}.{part}.{option}"] = plain(given)
+    return found
+
+
 def is_longer(before: Any, now: Any) -> bool:
     """Whether a limit of epochs or steps allows more than another one; None and -1 are not limits."""
     return _as_limit(now) > _as_limit(before)
@@ -235,3 +276,10 @@ def _text(value: Any) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _size(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # not every data set has one
+        return None

@@ -218,9 +218,9 @@ def _with_all_entries(optimizer: Any, state: Mapping[str, Any], instead: Any = N
             missing = {name: entry for name, entry in entries.items() if name not in known}
             if missing and instead is not None:
                 return {**state, "state": instead}
-            for name, one in missing.items():
-                is_full = isinstance(one, torch.Tensor) and one.dim() > 0
-                known = {**known, name: torch.zeros_like(like) if is_full and like is not None else one}
+            for name, entry in missing.items():
+                is_full = isinstance(entry, torch.Tensor) and entry.dim() > 0
+                known = {**known, name: torch.zeros_like(like) if is_full and like is not None else entry}
             states[number] = known
     return {**state, "state": {**state["state"], **states}}
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_tricks._shared.file_locks import DirectoryLock
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.tensors import read_numbers
-from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock
 from lightning_tricks.run_report.core.page import run_page
 from lightning_tricks.run_report.core.record import (
     MOST_KEYS,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import sys
 import types
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -17,11 +19,24 @@ MISSING: Any = object()
 CELL_CONTENTS = "cell_contents"  # the attribute of a cell, which is a variable of a closure
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property)
-_slots_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+Found = TypeVar("Found")
 
 
 class CannotRestoreError(ValueError):
     """A saved value needs something that this process lacks."""
+
+
+def remembered_by_type(function: Callable[[type], Found]) -> Callable[[type], Found]:
+    """Let a function remember what it returned for a type, as long as the type lives."""
+    known: WeakKeyDictionary[type, Found] = WeakKeyDictionary()
+
+    def remembered(kind: type) -> Found:
+        found: Found = known.get(kind, MISSING)
+        if found is MISSING:
+            found = known[kind] = function(kind)
+        return found
+
+    return remembered
 
 
 def is_subclass(kind: type, *bases: type) -> bool:
@@ -124,6 +139,20 @@ def delete_attribute(owner: Any, name: str) -> None:
         del own[name]
 
 
+@contextmanager
+def patched(owner: Any, replaced: Mapping[str, Any]) -> Iterator[None]:
+    """Replace attributes of an object for the length of a block, without calling its `__setattr__`."""
+    own = vars(owner)
+    before = {name: own[name] for name in replaced if name in own}
+    own.update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            own.pop(name, None)
+        own.update(before)
+
+
 def _own_dict(owner: Any, name: str) -> dict[str, Any] | None:
     """Return the dict that holds an attribute; None for an attribute of a class, and for one in `__slots__`."""
     return None if is_subclass(type(owner), type) or name in _slots(type(owner)) else attribute_dict(owner)
@@ -135,15 +164,11 @@ def _is_method(owner: Any, name: str) -> bool:
     return is_subclass(type(found), *_METHODS)
 
 
+@remembered_by_type
 def _slots(kind: type) -> tuple[str, ...]:
-    found = _slots_of.get(kind)
-    if found is None:
-        declared = [vars(part).get("__slots__", ()) for part in kind.__mro__]
-        names = [name for found in declared for name in ((found,) if isinstance(found, str) else found)]
-        slots = [name for name in names if isinstance(name, str) and _is_slot(kind, name)]
-        found = _slots_of[kind] = tuple(dict.fromkeys(slots))
-    return found
-
-
-def _is_slot(kind: type, name: str) -> bool:
-    return isinstance(getattr(kind, name, None), types.MemberDescriptorType)
+    declared = [vars(part).get("__slots__", ()) for part in kind.__mro__]
+    names = [name for found in declared for name in ((found,) if isinstance(found, str) else found)]
+    slots = [name for name in names if isinstance(name, str)]
+    return tuple(
+        name for name in dict.fromkeys(slots) if isinstance(getattr(kind, name, None), types.MemberDescriptorType)
+    )

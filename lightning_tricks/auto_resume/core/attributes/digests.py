@@ -6,7 +6,6 @@ import inspect
 import io
 import itertools
 import logging
-import marshal
 import mmap
 import operator
 import threading
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
+from lightning_tricks.auto_resume.core.attributes.alike_rows import WHOLE_ARRAY, WHOLE_TENSOR, columns, joined
 from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, key_label, type_name
 from lightning_tricks.auto_resume.core.attributes.encoding import MAX_DEPTH, EncodeBudget, encode
 from lightning_tricks.auto_resume.core.attributes.value_kinds import (
@@ -37,7 +37,7 @@ MAX_ENTRIES = 10_000  # of a container; a larger one is sampled
 _SAMPLED_ENTRIES = 1_000
 _MAX_PARTS = 200_000  # of a value, with all that it holds
 _SAMPLED_BYTES = 2**18
-_WHOLE_TENSOR, _WHOLE_ARRAY, _WHOLE_ANYWHERE = 2**18, 2**24, 2**20
+_WHOLE_ANYWHERE = 2**20
 _WHOLE_IN_ALL = 2**24  # bytes of the tensors and arrays of a value; of those behind them, a sample
 _SAMPLED_ELEMENTS = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
@@ -45,12 +45,6 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()))
 _BUFFERS = (memoryview, mmap.mmap, np.memmap)
 _NO_PATHS: Mapping[int, str] = {}
-_SIZE, _SHAPE = operator.attrgetter("nbytes"), operator.attrgetter("shape")
-# these have to be the same for values to be joined
-_TRAITS: Mapping[type, Callable[[Any], Any]] = {
-    Tensor: operator.attrgetter("dtype", "layout", "device", "requires_grad", "is_nested"),
-    np.ndarray: operator.attrgetter("dtype"),
-}
 _never_twice = itertools.count()
 
 
@@ -151,22 +145,21 @@ class ValueDigest:
 
     def _feed_rows(self, rows: Sequence[Any]) -> bool:
         """Add rows of tensors, arrays and numbers, or dicts of them, if they are alike: at once, which costs less."""
-        found = _columns(rows) if len(rows) > 1 else None
-        if found is None or self._parts + len(rows) * (len(found[1]) + 1) > _MAX_PARTS:
+        head, alike = columns(rows) or ("", [])
+        parts = len(rows) * (len(alike) + 1)
+        if not alike or self._parts + parts > _MAX_PARTS:
             return False
-        head, columns = found
-        joined, bytes_left = list[tuple[str, Any]](), self._whole_bytes_left
-        for column in columns:
+        blocks, bytes_left = list[tuple[str, Any]](), self._whole_bytes_left
+        for column in alike:
             are_known = self._paths and not self._paths.keys().isdisjoint(map(id, column))
-            together = None if are_known else _joined(column, bytes_left)
-            if together is None:
+            block = None if are_known else joined(column, bytes_left)
+            if block is None:
                 return False
-            joined.append(together)
-            bytes_left -= getattr(together[1], "nbytes", 0)
-        self._update(head)
-        for text, data in joined:
+            blocks.append(block)
+            bytes_left -= getattr(block[1], "nbytes", 0)
+        for text, data in ((head, b""), *blocks):
             self._update(text, data)
-        self._parts, self._whole_bytes_left = self._parts + len(rows) * (len(columns) + 1), bytes_left
+        self._parts, self._whole_bytes_left = self._parts + parts, bytes_left
         return True
 
     def _feed_set(self, entries: Iterable[tuple[Any, Any]], location: tuple[str, ...]) -> None:
@@ -198,7 +191,7 @@ class ValueDigest:
         if is_subclass(kind, np.memmap, mmap.mmap):
             return self._feed_mapped_file(value)
         if kind in (bytes, bytearray):
-            step = max(1, len(value) // _WHOLE_ARRAY)
+            step = max(1, len(value) // WHOLE_ARRAY)
             if step > 1:
                 self._mark_sampled(value, len(value))
             self._update(f"{kind.__name__} {len(value)}", bytes(value[::step]))
@@ -243,7 +236,7 @@ class ValueDigest:
             self._update(str(tensor_version(value)))
             return True
         data = value.detach().resolve_conj().resolve_neg()
-        if step := self._sampling_step(size, value.numel(), _WHOLE_TENSOR):
+        if step := self._sampling_step(size, value.numel(), WHOLE_TENSOR):
             self._mark_sampled(value, size)
             if self._same_process and not value.is_inference():
                 self._update(str(tensor_version(value)))
@@ -256,7 +249,7 @@ class ValueDigest:
         if not is_plain_dtype(array.dtype):
             return False
         self._update(f"{type(value).__name__} {array.dtype.descr} {array.shape}")
-        if step := self._sampling_step(array.nbytes, array.size, _WHOLE_ARRAY):
+        if step := self._sampling_step(array.nbytes, array.size, WHOLE_ARRAY):
             self._mark_sampled(value, array.nbytes)
             array = array.reshape(-1)[::step] if array.flags.contiguous else array[:1]
         self._hash.update(array.tobytes())
@@ -289,60 +282,14 @@ class ValueDigest:
         if id(value) in self._paths and self._of_parts:
             return  # it is saved as a reference
         content = self._part_digest(of_parts=True)
-        if self._same_process and not self._is_expected(value, kind):
+        # a fresh process has the value at any rate, or it is tracked elsewhere
+        is_expected = is_subclass(kind, *IGNORED_TYPES) or id(value) in self._paths or self._is_walkable(value)
+        if self._same_process and not is_expected:
             with suppress(Exception):  # the value may be of any class, and raise anything
                 content.feed(_identity(value, kind), (*location, "content"))
                 content.feed(_visible_content(value, kind), (*location, "content"))
         self.opaque_values[location, type_name(kind)] = int(content)
         self._update(str(int(content)))
-
-    def _is_expected(self, value: Any, kind: type) -> bool:
-        """Whether a fresh process has a value at any rate, or it is tracked elsewhere."""
-        return is_subclass(kind, *IGNORED_TYPES) or id(value) in self._paths or self._is_walkable(value)
-
-
-def _columns(rows: Sequence[Any]) -> tuple[str, list[Any]] | None:
-    """Return the kind of the rows, and their columns; None if they are not alike. No method of them is called."""
-    kinds = set(map(type, rows))
-    kind = type(rows[0])
-    if kinds not in ({tuple}, {list}, {dict}):
-        return "entries", [rows]
-    if len(set(map(len, rows))) > 1 or not rows[0]:
-        return None
-    if kind is not dict:
-        return kind.__name__, list(zip(*rows, strict=True))
-    if set(map(type, itertools.chain.from_iterable(rows))) != {str} or len(set(map(tuple, rows))) > 1:
-        return None
-    return f"dict {list(rows[0])}", list(zip(*map(dict.values, rows), strict=True))
-
-
-def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
-    """Return the kind of a column's values, and all of them as one block of bytes; None if they are not alike."""
-    kinds, first = set(map(type, column)), column[0]
-    if kinds <= SCALARS:
-        return "scalars", marshal.dumps(list(column), 2)  # later versions also encode which objects are identical
-    if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_TRAITS[type(first)], column))) > 1:
-        return None
-    if type(first) is Tensor and (
-        first.requires_grad or first.is_nested or first.layout is not torch.strided or first.device.type == "meta"
-    ):
-        return None
-    sizes, shapes = list(map(_SIZE, column)), list(map(_SHAPE, column))
-    limit = _WHOLE_TENSOR if type(first) is Tensor else _WHOLE_ARRAY
-    if max(sizes) > limit or sum(sizes) > max_bytes:
-        return None
-    are_equal = shapes.count(shapes[0]) == len(shapes)
-    text = f"{first.dtype} {tuple(shapes[0]) if are_equal else list(map(tuple, shapes))}"
-    if type(first) is np.ndarray:
-        if not is_plain_dtype(first.dtype):
-            return None
-        data = b"".join([array.tobytes() for array in column])
-        return f"arrays {first.dtype.descr} {text}", np.frombuffer(data, np.uint8)
-    try:
-        joined = torch.stack(list(column)) if are_equal else torch.cat([tensor.reshape(-1) for tensor in column])
-        return f"tensors {text}", joined.reshape(-1).cpu().view(torch.uint8).numpy()
-    except RuntimeError:  # such as quantized ones
-        return None
 
 
 def _sample(data: Tensor, step: int) -> Tensor:

@@ -28,12 +28,8 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     set_attribute,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.value_kinds import (
-    ValueKind,
-    is_mutable,
-    kind_named,
-    kind_of,
-)
+from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_mutable, kind_named, kind_of
+from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
 
 KEY = "a key"  # the name of a key of a dict in a path
 MAX_DEPTH = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
@@ -57,8 +53,7 @@ class EncodeBudget:
         path: Path of the value that is encoded; empty if entries that are shared need not be.
         places: Id -> path of objects, and of entries that were encoded, which are encoded as references elsewhere.
         taken: The paths among them.
-        opaque_values: Location of each value that is not plain data, with the name of its type.
-        opaque_types: Name -> type of those values.
+        opaque_values: Location of each value that is not plain data, with the name of its type -> the type.
         open_containers: Ids of the containers that are being encoded, to find cycles.
     """
 
@@ -68,8 +63,7 @@ class EncodeBudget:
     path: str = ""
     places: dict[int, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
-    opaque_values: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
-    opaque_types: dict[str, type] = field(default_factory=dict)
+    opaque_values: dict[tuple[tuple[str, ...], str], type] = field(default_factory=dict)
     open_containers: set[int] = field(default_factory=set)
 
     def place_of(self, value: Any, location: tuple[str, ...]) -> str:
@@ -126,8 +120,7 @@ def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> 
             raise
         except Exception:  # noqa: S110  # the value may be of any class, and raise anything
             pass
-    budget.opaque_values.add((location, type_name(kind)))
-    budget.opaque_types[type_name(kind)] = kind
+    budget.opaque_values[location, type_name(kind)] = kind
     return {"kind": "hole", "type": type_name(kind)}
 
 
@@ -169,9 +162,9 @@ def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: t
     Raises:
         CannotRestoreError: If a part is not plain data, or another value would be made of the parts.
     """
-    budget.consume(64 + found.size(value))
+    budget.consume(64 + (0 if found.is_composite else num_bytes(value)))  # else each part counts itself
     # parts are made for this, and nothing else shares them
-    inner, parts = replace(budget, opaque_values=set(), path=""), found.parts(value)
+    inner, parts = replace(budget, opaque_values={}, path=""), found.parts(value)
     inside = (*location, found.name)
     if not found.is_composite:
         encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts.items()}
@@ -187,8 +180,8 @@ def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: t
     return encoded
 
 
-class ObjectResolver:
-    """Finds what an encoded value refers to in this process; this base class finds nothing but what was decoded.
+class Decoder:
+    """Makes the values that were encoded; this base class knows no objects of this process.
 
     Attributes:
         made: Path -> entry of a container that was decoded.
@@ -218,68 +211,63 @@ class ObjectResolver:
     def note_made(self) -> None:
         """Note that there is a new container that has attributes."""
 
+    def decode(self, encoded: Any, present: Any = MISSING, path: str = "") -> Any:
+        """Return the value that was encoded.
 
-def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None = None, path: str = "") -> Any:
-    """Return the value that was encoded.
+        Args:
+            encoded: What `encode` returned, possibly saved to a file and loaded.
+            present: The value in the same place of this process; it fills holes, and tells classes and devices.
+            path: Path of the value, for others that refer to its entries; empty if none does.
 
-    Args:
-        encoded: What `encode` returned, possibly saved to a file and loaded.
-        present: The value in the same place of this process; it fills holes, and tells classes and devices.
-        resolver: Finds what neither of them holds.
-        path: Path of the value, for others that refer to its entries; empty if none does.
+        Raises:
+            CannotRestoreError: If the value needs something that this process lacks.
+        """
+        if type(encoded) is list:
+            encoded = {"kind": "list", "items": encoded}
+        if type(encoded) is not dict:
+            return encoded
+        kind = encoded["kind"]
+        if kind == "hole":
+            fits = present is not MISSING and encoded["type"] in (type_name(type(present)), function_name(present))
+            return present if fits else self.rebuild(encoded["type"])
+        if kind == "clock":  # a timer of another process is not this one's
+            return present if type(present) is float and is_clock_reading(present) else encoded["value"]
+        if kind == "same":
+            return self.known(encoded["path"])
+        found = kind_named(encoded)
+        if found.container:
+            return self._decode_container(encoded, found, present, path)
+        if found.is_composite:
+            return found.rebuild(self.decode(encoded["parts"]), present)
+        return found.rebuild(
+            {name: part if name == "data" else self.decode(part) for name, part in encoded.items()}, present
+        )
 
-    Raises:
-        CannotRestoreError: If the value needs something that this process lacks.
-    """
-    resolver = resolver or ObjectResolver()
-    if type(encoded) is list:
-        encoded = {"kind": "list", "items": encoded}
-    if type(encoded) is not dict:
-        return encoded
-    kind = encoded["kind"]
-    if kind == "hole":
-        fits = present is not MISSING and encoded["type"] in (type_name(type(present)), function_name(present))
-        return present if fits else resolver.rebuild(encoded["type"])
-    if kind == "clock":  # a timer of another process is not this one's
-        return present if type(present) is float and is_clock_reading(present) else encoded["value"]
-    if kind == "same":
-        return resolver.known(encoded["path"])
-    found = kind_named(encoded)
-    if found.container:
-        return _decode_container(encoded, found, present, resolver, path)
-    if found.is_composite:
-        return found.rebuild(decode(encoded["parts"], resolver=resolver), present)
-    parts = {name: part if name == "data" else decode(part, resolver=resolver) for name, part in encoded.items()}
-    return found.rebuild(parts, present)
+    def _decode_container(self, encoded: dict[str, Any], found: ValueKind, present: Any, path: str) -> Any:
+        base, items = found.container, encoded["items"]
+        kind = find_class(encoded["class"], base, present) if "class" in encoded else base
+        has_places = present is not MISSING and is_subclass(type(present), base) and found.has_order
+        here = dict(found.entries(present)) if has_places else {}
 
+        def entry(key: Any, part: Any) -> Any:
+            inner = f"{path}.{key_label(key)}" if path else ""
+            value = self.decode(part, here.get(key, MISSING), inner)
+            reference = part["kind"] if type(part) is dict else ""
+            if inner and reference != "same" and (reference == "hole" or is_mutable(type(value))):
+                self.made.setdefault(inner, value)
+            return value
 
-def _decode_container(
-    encoded: dict[str, Any], found: ValueKind, present: Any, resolver: ObjectResolver, path: str
-) -> Any:
-    base, items = found.container, encoded["items"]
-    kind = find_class(encoded["class"], base, present) if "class" in encoded else base
-    has_places = present is not MISSING and is_subclass(type(present), base) and found.has_order
-    here = dict(found.entries(present)) if has_places else {}
-
-    def entry(key: Any, part: Any) -> Any:
-        inner = f"{path}.{key_label(key)}" if path else ""
-        value = decode(part, here.get(key, MISSING), resolver, inner)
-        reference = part["kind"] if type(part) is dict else ""
-        if inner and reference != "same" and (reference == "hole" or is_mutable(type(value))):
-            resolver.made.setdefault(inner, value)
+        if found.is_keyed:
+            keys = [self.decode(key) for key, _ in items]
+            items = [(key, entry(key, part)) for key, (_, part) in zip(keys, items, strict=True)]
+        else:
+            items = [entry(number, part) for number, part in enumerate(items)]
+        value = found.rebuild({**encoded, "items": items, "class": kind}, present)
+        if kind is not base and has_attributes(kind):  # they are restored afterwards, where they changed
+            for name, part in attributes(present) if type(present) is kind else ():
+                set_attribute(value, name, part)
+            self.note_made()
         return value
-
-    if found.is_keyed:
-        keys = [decode(key, resolver=resolver) for key, _ in items]
-        items = [(key, entry(key, part)) for key, (_, part) in zip(keys, items, strict=True)]
-    else:
-        items = [entry(number, part) for number, part in enumerate(items)]
-    value = found.rebuild({**encoded, "items": items, "class": kind}, present)
-    if kind is not base and has_attributes(kind):  # they are restored afterwards, where they changed
-        for name, part in attributes(present) if type(present) is kind else ():
-            set_attribute(value, name, part)
-        resolver.note_made()
-    return value
 
 
 def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Changes of a model's structure by hooks: frozen parameters, modes, parameter groups, pruning masks, lists that grow.
+"""The structure of a model that hooks change: frozen parameters, modes, groups, pruning masks, lists that grow.
 
-No state dict holds these. `ModelStructure` records them when a fit starts, and returns what changed since.
+No state dict holds these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from types import SimpleNamespace
@@ -16,60 +16,21 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_tricks._torch_compat.modules import own_buffers, own_modules, own_parameters, pruned_parameters
-from lightning_tricks.auto_resume.core.changed_values import ChangedValues
 
 _OWN_FLAGS = frozenset({"automatic_optimization"})  # of a LightningModule
 
 
-class ModelStructure:
-    """Finds what changed in the structure of modules and optimizers since its creation.
-
-    Args:
-        modules: The modules by the names under which they are found again; the model itself under "".
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._flags = {name: ChangedValues(_module_flags(module)) for name, module in modules.items()}
-        self._buffers = {name: set(dict(module.named_buffers())) for name, module in modules.items()}
-        self._parameters = {name: set(dict(module.named_parameters())) for name, module in modules.items()}
-        self._groups: list[list[list[str]]] = []
-        self._has_other_groups = False
-
-    def record_groups(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """Record which parameters the groups of the optimizers have, as soon as there are optimizers."""
-        self._groups = param_group_names(module, optimizers)
-
-    def changes(self, modules: Mapping[str, nn.Module], module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-        """Return the values that differ from those at first, or did at an earlier call, as tensors and plain values."""
-        groups, masks = param_group_names(module, optimizers), pruning_masks(module)
-        # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
-        self._has_other_groups |= groups != self._groups or bool(masks)
-        return {
-            "flags": {name: self._flags_of(name).changes(_module_flags(part)) for name, part in modules.items()},
-            "groups": groups if self._has_other_groups else None,
-            "masks": masks,
-            "buffers": [name for name, _ in module.named_buffers() if name not in self._buffers[""]],
-        }
-
-    def note(self, changes: Mapping[str, Any]) -> None:
-        """Count the `changes` of another process, which are restored here, as changes of this one."""
-        self._has_other_groups |= changes["groups"] is not None
-        for name, flags in changes["flags"].items():
-            self._flags_of(name).note(flags)
-
-    def _flags_of(self, name: str) -> ChangedValues:
-        return self._flags.setdefault(name, ChangedValues({}))
-
-    def new_parameters(self, module: nn.Module) -> list[str]:
-        """Return the names of added parameters, which a resumed run's module lacks when weights are loaded."""
-        masked = {f"{name}_orig" for name in pruning_masks(module)}
-        return [name for name, _ in module.named_parameters() if name not in self._parameters[""] | masked]
+def module_flags(module: nn.Module) -> dict[str, bool]:
+    """Return which parameters require gradients, which modules are in training mode, and who optimizes."""
+    flags = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()}
+    flags |= {name: getattr(module, name) for name in _OWN_FLAGS if hasattr(module, name)}
+    return flags | {f"{name}.training": part.training for name, part in module.named_modules()}
 
 
-def restore_flags(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> None:
-    """Restore which parameters require gradients, which modules are in training mode, and who optimizes."""
+def restore_flags(modules: Mapping[str, nn.Module], saved: Mapping[str, Mapping[str, bool]]) -> None:
+    """Restore flags, given by the names of the modules."""
     for name, module in modules.items():
-        flags = changes["flags"].get(name, {})
+        flags = saved.get(name, {})
         for own_name in _OWN_FLAGS & flags.keys():
             setattr(module, own_name, flags[own_name])
         for parameter_name, parameter in module.named_parameters():
@@ -180,24 +141,6 @@ def module_device(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def capture_gradients(module: nn.Module, cleared: Collection[int] = ()) -> dict[str, Tensor]:
-    """Return the gradients that parameters hold, except those with the ids `cleared`: name -> gradient."""
-    kept = {name: parameter.grad for name, parameter in module.named_parameters() if id(parameter) not in cleared}
-    return {name: gradient.detach() for name, gradient in kept.items() if gradient is not None}
-
-
-def restore_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Restore what `capture_gradients` returned."""
-    for name, parameter in module.named_parameters():
-        parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
-
-
-def _module_flags(module: nn.Module) -> dict[str, bool]:
-    flags = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()}
-    flags |= {name: getattr(module, name) for name in _OWN_FLAGS if hasattr(module, name)}
-    return flags | {f"{name}.training": part.training for name, part in module.named_modules()}
-
-
 def _masked_parameters(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
     """Yield the masked parameters: prefix of the name, module, name in the module."""
     for part_name, part in module.named_modules():
@@ -250,8 +193,8 @@ def module_list_types(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     return {name: [_type_name(part) for part in module_list] for name, module_list in _module_lists(modules)}
 
 
-def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str]]) -> list[str]:
-    """Restore the lengths of lists, with copies of modules that they hold.
+def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str]]) -> None:
+    """Restore the lengths of lists, with copies of modules that they hold, as far as there is one to copy.
 
     The attributes of the copies are restored afterwards, as those of all modules. A module with parameters is not
     copied, as no optimizer would have the new parameters.
@@ -259,11 +202,7 @@ def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, l
     Args:
         modules: The modules whose lists were saved, under the same names.
         saved: What `module_list_types` returned.
-
-    Returns:
-        The names of lists that still lack modules, as there was nothing to copy.
     """
-    incomplete = []
     for name, module_list in _module_lists(modules):
         saved_types = saved.get(name, [_type_name(part) for part in module_list])
         registered = own_modules(module_list)
@@ -274,10 +213,8 @@ def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, l
             same_type = {key: part for key, part in registered.items() if part is not None and _type_name(part) == kind}
             template = find_template(same_type)
             if not template:
-                incomplete.append(name)
                 break
             module_list.append(deepcopy(registered[template]))
-    return incomplete
 
 
 def find_template(same_type: Mapping[str, nn.Module]) -> str:

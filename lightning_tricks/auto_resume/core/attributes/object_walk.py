@@ -284,7 +284,7 @@ class ObjectWalk:
         """Add an object that is not walked, by its state."""
         if "state_dict" not in self.skipped(value) and id(value) not in self.paths:
             self.paths[id(value)] = path
-            self.stateful[path] = as_stateful(value)
+            self.stateful[path] = InPlaceOptimizerState(value) if is_subclass(type(value), Optimizer) else value
 
 
 def is_skipped(owner: Any, name: str, skipped: SkippedNames) -> bool:
@@ -324,10 +324,11 @@ class UnsavedModuleState:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors themselves: name -> tensor."""
         tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if self._is_unsaved(tensor)}
-
-    def _is_unsaved(self, tensor: Tensor) -> bool:
-        return id(tensor) not in self._saved and not is_lazy(tensor) and tensor.device.type != "meta"
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if id(tensor) not in self._saved and not is_lazy(tensor) and tensor.device.type != "meta"
+        }
 
 
 class InPlaceOptimizerState:
@@ -360,11 +361,6 @@ class InPlaceOptimizerState:
 def has_own_state_dict(kind: type) -> bool:
     """Whether objects of a type are tracked by their states alone: optimizers and schedulers."""
     return is_subclass(kind, Optimizer, LRScheduler)
-
-
-def as_stateful(value: Any) -> Any:
-    """Return an object that captures and loads the state of an optimizer or a scheduler."""
-    return InPlaceOptimizerState(value) if is_subclass(type(value), Optimizer) else value
 
 
 def get_state(stateful: Any) -> Any:

@@ -18,7 +18,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     set_attribute,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.encoding import ObjectResolver, decode
+from lightning_tricks.auto_resume.core.attributes.encoding import Decoder
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     STATE_KEY,
     AttributeSlot,
@@ -82,7 +82,7 @@ def _kind(change: Mapping[str, Any]) -> str:
     return str(value.get("kind", "")) if isinstance(value, dict) else ""
 
 
-class _Restoration(ObjectResolver):
+class _Restoration(Decoder):
     """Restores changes one after another, and finds the values that they refer to in this process.
 
     Attributes:
@@ -140,7 +140,7 @@ class _Restoration(ObjectResolver):
             if present is not MISSING:
                 delete_attribute(self._owner, name)
             return
-        value = decode(change["value"], present, self, path)
+        value = self.decode(change["value"], present, path)
         if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
             return
         if not name:
@@ -154,7 +154,7 @@ class _Restoration(ObjectResolver):
 
     def load_state(self, path: str, change: Any) -> None:
         """Load the state of a whole object."""
-        self.walk.stateful[change["of"]].load_state_dict(decode(change["value"]))
+        self.walk.stateful[change["of"]].load_state_dict(Decoder().decode(change["value"]))
 
     def known(self, path: str) -> Any:
         """Return the value that a change refers to by its path."""

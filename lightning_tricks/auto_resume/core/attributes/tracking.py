@@ -32,7 +32,6 @@ from lightning_tricks.auto_resume.core.attributes.encoding import (
 from lightning_tricks.auto_resume.core.attributes.model_structure import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     STATE_KEY,
-    AttributeSlot,
     InPlaceOptimizerState,
     ObjectWalk,
     SkippedNames,
@@ -42,7 +41,7 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     nothing_skipped,
 )
 from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
-from lightning_tricks.auto_resume.core.attributes.value_kinds import is_generator, is_mutable
+from lightning_tricks.auto_resume.core.attributes.value_kinds import is_mutable
 
 MAX_BYTES = 64 * 2**20  # of all changed attributes
 
@@ -134,18 +133,24 @@ class _FoundChanges:
     """The changes of attributes as they are found.
 
     Attributes:
+        walk: A walk over the objects as they are now.
         lost: Path -> why a change cannot be saved.
-        stateful: Paths of objects whose states are saved.
+        known: `id` of values that a fresh process has, or has restored before it comes to a later path -> path.
         values: Path -> change.
         sizes: Path -> size of the change in bytes.
         copied: Paths of modules that are restored as copies of others.
+        places: `id` of objects and of entries that were encoded -> path.
     """
 
+    walk: ObjectWalk
     lost: dict[str, str]
-    stateful: set[str]
+    known: dict[int, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.places, self._taken = dict(self.walk.paths), {*self.walk.paths.values()}
 
     def add(
         self, path: str, location: tuple[str, str], value: Any, size: int = 0, in_place: bool = False, **by_hooks: bool
@@ -154,6 +159,10 @@ class _FoundChanges:
         owner, name = location
         self.values[path] = {"of": owner, "name": name, "value": value, "in_place": in_place, **by_hooks}
         self.sizes[path] = size
+
+    def budget(self, path: str) -> EncodeBudget:
+        """Return the budget of an attribute's value."""
+        return EncodeBudget(MAX_BYTES, self.walk.registered, self.known, path, self.places, self._taken)
 
     def encode(self, path: str, value: Any, budget: EncodeBudget) -> Any:
         """Return an encoded value; `MISSING`, and why it cannot be saved in `lost`, if it is too large."""
@@ -207,7 +216,7 @@ class AttributeTracker:
             state.
         with_code: Whether to track what functions of the user's code keep values in as well: bound objects, closures,
             default arguments, and the global variables that they name.
-        with_generators: Whether to save random generators that did not change as well, as they may have no seed.
+        saves_unchanged: Whether to save an attribute's value that did not change as well.
 
     Examples:
         >>> from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
@@ -228,10 +237,10 @@ class AttributeTracker:
         *,
         skipped: SkippedNames = nothing_skipped,
         with_code: bool = True,
-        with_generators: bool = False,
+        saves_unchanged: Callable[[Any], bool] = lambda value: False,
     ) -> None:
         self._roots, self._skipped, self._with_code = roots, skipped, with_code
-        self._with_generators = with_generators
+        self._saves_unchanged = saves_unchanged
         walk = self._walk()
         self._snapshots = _take_snapshots(walk, dict(walk.paths))
         self._state_digests = {path: _state_digest(value) for path, value in walk.stateful.items()}
@@ -255,22 +264,20 @@ class AttributeTracker:
                 such call.
         """
         walk = self._walk()
-        found = _FoundChanges(_newly_truncated(walk, self._truncated), set(walk.stateful))
-        self._compare_modules(walk, found)
+        found = _FoundChanges(walk, _newly_truncated(walk, self._truncated))
+        self._compare_modules(found)
         self._forget_exchanged(walk)
-        # values that a fresh process has, or has restored before it comes to a later path
-        known = {number: path for number, path in walk.paths.items() if path in self._owners}
-        known |= {number: path for number, path in walk.registered.items() if path.rpartition(".")[0] in self._owners}
-        snapshots = _take_snapshots(walk, known)
+        known = self._owners.keys()
+        found.known |= {number: path for number, path in walk.paths.items() if path in known}
+        found.known |= {number: path for number, path in walk.registered.items() if path.rpartition(".")[0] in known}
+        snapshots = _take_snapshots(walk, found.known)
         if after_hooks and self._made_by_hooks is None:
             self._made_by_hooks = {path: snapshot for path, snapshot in snapshots.items() if snapshot.opaque_values}
-        places, taken = dict(walk.paths), {*walk.paths.values()}
         for path, snapshot in snapshots.items():
-            budget = EncodeBudget(MAX_BYTES, walk.registered, known, path, places, taken)
-            self._compare_attribute(path, walk.slots[path], snapshot, budget, found)
-        self._compare_deleted(walk, found)
-        for path, stateful in walk.stateful.items():
-            self._compare_state(path, stateful, found)
+            self._compare_attribute(path, snapshot, found)
+        self._compare_deleted(found)
+        for path in walk.stateful:
+            self._compare_state(path, found)
         return found.within_limit()
 
     def _forget_exchanged(self, walk: ObjectWalk) -> None:
@@ -286,16 +293,15 @@ class AttributeTracker:
         roots = self._roots() if callable(self._roots) else self._roots
         return ObjectWalk.from_roots(roots, self._skipped, with_code=self._with_code)
 
-    def _compare_attribute(
-        self, path: str, slot: AttributeSlot, now: _Snapshot, budget: EncodeBudget, found: _FoundChanges
-    ) -> None:
+    def _compare_attribute(self, path: str, now: _Snapshot, found: _FoundChanges) -> None:
         """Add an attribute to the changes if it changed, or was changed and changed back."""
-        before, value, kind = self._snapshots.get(path), slot.value, type(slot.value)
+        before, slot = self._snapshots.get(path), found.walk.slots[path]
+        value, kind = slot.value, type(slot.value)
         if is_subclass(kind, *IGNORED_TYPES) or has_own_state_dict(kind):
             return
         if before is None or before.differs(now, value):
             self._seen_changed[path] = now.location
-        elif path not in self._seen_changed and not (self._with_generators and is_generator(value)):
+        elif path not in self._seen_changed and not self._saves_unchanged(value):
             return
         elif now.is_opaque or slot.target == path:
             found.add(path, now.location, {"kind": "initial"})  # an object that a fresh process has as well
@@ -307,27 +313,25 @@ class AttributeTracker:
         elif kind is float and is_clock_reading(value):
             found.add(path, now.location, {"kind": "clock", "value": value})
         else:
-            self._encode_change(path, slot, budget, now, found)
+            self._encode_change(path, now, found)
 
-    def _encode_change(
-        self, path: str, slot: AttributeSlot, budget: EncodeBudget, now: _Snapshot, found: _FoundChanges
-    ) -> None:
-        before, is_copied = self._snapshots.get(path), found.is_copied(slot.owner_path)
-        made = (self._made_by_hooks or {}).get(path)
+    def _encode_change(self, path: str, now: _Snapshot, found: _FoundChanges) -> None:
+        before, slot, budget = self._snapshots.get(path), found.walk.slots[path], found.budget(path)
+        is_copied, made = found.is_copied(slot.owner_path), (self._made_by_hooks or {}).get(path)
         encoded = found.encode(path, slot.value, budget)
         if encoded is MISSING:
             return
         # holes are filled with what a fresh process has in the same place: only a new one is a loss
         is_expected = is_copied or bool(slot.target) or (before and not before.is_complete)
         kept = before.opaque_values.items() & now.opaque_values.items() if before else ()
-        new = set() if is_expected else budget.opaque_values - {hole for hole, _ in kept}
+        new = set() if is_expected else budget.opaque_values.keys() - {hole for hole, _ in kept}
         by_hooks = {hole for hole in new if made and made.opaque_values.get(hole) == now.opaque_values.get(hole)}
-        new = {hole for hole in new - by_hooks if ".".join((path, *hole[0])) not in found.stateful}
-        new = {hole for hole in new if not can_be_rebuilt(budget.opaque_types.get(hole[1], object), slot.owner)}
+        new = {hole for hole in new - by_hooks if ".".join((path, *hole[0])) not in found.walk.stateful}
+        new = {hole for hole in new if not can_be_rebuilt(budget.opaque_values[hole], slot.owner)}
         filled_by_hooks = {"by_hooks": True} if by_hooks else {}
         function = function_name(slot.value) if before is None else ""
         # a function or a stateful object is likely to be set again by a hook at the start of the fit
-        if now.is_opaque and (path in found.stateful or function or (made and made.digest == now.digest)):
+        if now.is_opaque and (path in found.walk.stateful or function or (made and made.digest == now.digest)):
             hole = {"kind": "hole", "type": function or type_name(type(slot.value))}
             found.add(path, now.location, hole, **filled_by_hooks)
         elif now.is_opaque and not is_copied:
@@ -339,8 +343,8 @@ class AttributeTracker:
             in_place = before is not None and before.is_value(slot.value)
             found.add(path, now.location, encoded, MAX_BYTES - budget.bytes_left, in_place, **filled_by_hooks)
 
-    def _compare_deleted(self, walk: ObjectWalk, found: _FoundChanges) -> None:
-        initial = {path: snapshot.location for path, snapshot in self._snapshots.items()}
+    def _compare_deleted(self, found: _FoundChanges) -> None:
+        walk, initial = found.walk, {path: snapshot.location for path, snapshot in self._snapshots.items()}
         for path, (owner, name) in {**self._seen_changed, **initial}.items():
             if path in walk.slots or owner not in walk.owners or name == STATE_KEY:
                 continue
@@ -350,11 +354,13 @@ class AttributeTracker:
             else:
                 found.lost[path] = type_name(type(replaced))
 
-    def _compare_state(self, path: str, stateful: Any, found: _FoundChanges) -> None:
-        state, state_path = get_state(stateful), f"{path}.{STATE_KEY}"
+    def _compare_state(self, path: str, found: _FoundChanges) -> None:
+        stateful, state_path = found.walk.stateful[path], f"{path}.{STATE_KEY}"
+        state = get_state(stateful)
         if state is MISSING:
             return
-        if state != {} and _state_digest(stateful) != self._state_digests.get(path):
+        is_other = self._saves_unchanged(stateful) or _state_digest(stateful) != self._state_digests.get(path)
+        if state != {} and is_other:
             self._seen_changed[state_path] = path, STATE_KEY
         elif state_path not in self._seen_changed:
             return
@@ -366,12 +372,13 @@ class AttributeTracker:
         elif encoded is not MISSING:
             found.add(state_path, (path, STATE_KEY), encoded, 0 if is_large else MAX_BYTES - budget.bytes_left)
 
-    def _compare_modules(self, walk: ObjectWalk, found: _FoundChanges) -> None:
+    def _compare_modules(self, found: _FoundChanges) -> None:
         """Find modules that were added and removed.
 
         A module without weights is an object like others, and is made again from its attributes. What is not plain data
         in it has to come from this process: so it is made as a copy of a sibling of its type.
         """
+        walk = found.walk
         for path, (parent, name) in walk.modules.items():
             module, kind = walk.owners[path], type_name(type(walk.owners[path]))
             if parent not in self._owners or self._owners.get(path) == kind:
@@ -390,12 +397,10 @@ class AttributeTracker:
                 found.lost[path] = f"{self._owners[path]} that was removed in the fit"
 
 
-def all_values(
-    roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped, with_code: bool = True
-) -> AttributeChanges:
+def all_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> AttributeChanges:
     """Return the values of all attributes of objects, as `AttributeTracker.changes` does if all of them changed."""
     present: dict[str, Any] = {}
-    tracker = AttributeTracker(lambda: present, skipped=skipped, with_code=with_code)
+    tracker = AttributeTracker(lambda: present, skipped=skipped)
     present.update(roots)
     return tracker.changes()
 

@@ -21,7 +21,6 @@ import types
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,7 +29,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_tricks.auto_resume.core.attributes.attribute_access import has_attributes, is_subclass
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    has_attributes,
+    is_subclass,
+    remembered_by_type,
+)
 from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind
 
 _IS_HEAP_TYPE = 1 << 9  # the flag of types that a class statement made
@@ -60,7 +63,6 @@ _HOOKS_THAT_MAY_READ = {
 # Functions of torch and Lightning that read the gradients of parameters
 _READERS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients", "grad_norm"}
 _MAX_ENTRIES = 1_000  # of a container that is searched for readers
-_walkable_types: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def is_never_walked(kind: type) -> bool:
@@ -68,15 +70,9 @@ def is_never_walked(kind: type) -> bool:
     return is_subclass(kind, *_NEVER_WALKED)
 
 
+@remembered_by_type
 def is_walkable(kind: type) -> bool:
     """Whether objects of a type are walked: modules, and objects of classes that no known library defines."""
-    found = _walkable_types.get(kind)
-    if found is None:
-        found = _walkable_types[kind] = _is_walkable(kind)
-    return found
-
-
-def _is_walkable(kind: type) -> bool:
     if is_subclass(kind, *_NEVER_WALKED) or container_kind(kind) is not None:
         return False
     if is_subclass(kind, nn.Module) or is_subclass(kind, *_NAMESPACE_TYPES):

@@ -1,6 +1,6 @@
 """The kinds of values that a checkpoint holds: how each is taken apart, made again, and changed in place.
 
-Digests, `encode`, `decode`, `replace_contents` and the walk over objects all look here: a kind that is added to
+Digests, `encode`, `Decoder`, `replace_contents` and the walk over objects all look here: a kind that is added to
 `VALUE_KINDS` is compared, saved and restored.
 """
 
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,9 +28,9 @@ from torch import Tensor, nn
 
 from lightning_tricks.auto_resume.core.attributes import value_parts
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
-    MISSING,
     CannotRestoreError,
     is_subclass,
+    remembered_by_type,
 )
 
 # also those without data, and of other classes
@@ -53,7 +52,6 @@ class ValueKind:
         fill: Replaces the contents of a value by those of another one, or raises; None for what never changes in place.
         bases: Types whose subclasses are of the kind as well.
         accepts: Whether a subclass is of the kind.
-        size: Returns how many bytes `parts` copies.
         is_composite: Whether the parts are values of other kinds, which are digested, encoded and decoded in turn.
         sample: Returns the value, or a smaller one of it if it has more than a number of bytes.
         container: The class whose methods read the entries of a container; None for other kinds. The parts of which a
@@ -67,7 +65,6 @@ class ValueKind:
     fill: Callable[[Any, Any], object] | None = None
     bases: tuple[type, ...] = ()
     accepts: Callable[[type], bool] = lambda kind: True
-    size: Callable[[Any], int] = lambda value: 0
     is_composite: bool = False
     sample: Callable[[Any, int], Any] = lambda value, max_bytes: value
     container: Any = None
@@ -89,12 +86,14 @@ class ValueKind:
 
 def kind_of_type(kind: type) -> ValueKind | None:
     """Return the kind of the values of a type; None if they are not plain data."""
-    found = _of_types.get(kind, MISSING)
-    if found is MISSING:
-        found = _of_other_types.get(kind, MISSING)
-    if found is MISSING:
-        found = _of_other_types[kind] = _find_kind(kind)
-    return found  # type: ignore[no-any-return]
+    return _of_types.get(kind) or _kind_of_other_type(kind)
+
+
+@remembered_by_type
+def _kind_of_other_type(kind: type) -> ValueKind | None:
+    name = f"{str(kind.__module__).partition('.')[0]}.{kind.__qualname__}"
+    candidates = (found for found in VALUE_KINDS if is_subclass(kind, *found.bases) and found.accepts(kind))
+    return _of_types.get(name) or next(candidates, None)
 
 
 def kind_of(value: Any) -> ValueKind | None:
@@ -141,13 +140,6 @@ def replace_contents(target: Any, value: Any) -> bool:
     except Exception:  # it is of another size, or the library that it is from cannot
         return False
     return True
-
-
-def _find_kind(kind: type) -> ValueKind | None:
-    name = f"{str(kind.__module__).partition('.')[0]}.{kind.__qualname__}"
-    return _of_types.get(name) or next(
-        (found for found in VALUE_KINDS if is_subclass(kind, *found.bases) and found.accepts(kind)), None
-    )
 
 
 def _container(
@@ -205,15 +197,6 @@ def _set_factory(made: Any, parts: Any, present: Any) -> None:
     defaultdict.__init__(made, factory)
 
 
-def _data(name: str, kinds: tuple[type, ...], take: Any, make: Any, fill: Any = None, **options: Any) -> ValueKind:
-    """Return the kind of values that are a block of bytes."""
-
-    def size(value: Any) -> int:
-        return len(value) if type(value) in (bytes, bytearray) else int(value.nbytes)
-
-    return ValueKind(name, kinds, take, make, fill, size=size, **options)
-
-
 def _times(kind: Any) -> ValueKind:
     def write(value: Any) -> str:
         if getattr(value, "tzinfo", None) is not None and type(value.tzinfo) is not datetime.timezone:
@@ -245,6 +228,7 @@ def _has_data(kind: type) -> bool:
 
 
 _SUBCLASS = (value_parts.take_subclass, value_parts.make_subclass, value_parts.fill_subclass)
+_PARAMETER = (value_parts.take_tensor, value_parts.make_parameter, value_parts.fill_tensor)
 _TABLE = {"fill": value_parts.fill_table, "sample": value_parts.sample_table}
 _OBJECTS = _composite(
     "objects",
@@ -276,12 +260,12 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
         lambda made, parts, present: deque.__init__(made, (), parts["maxlen"]),
     ),
     _container(tuple, accepts=lambda kind: hasattr(kind, "_fields")),
-    _data("tensor", (Tensor,), value_parts.take_tensor, value_parts.make_tensor, value_parts.fill_tensor),
-    _data("parameter", (nn.Parameter,), value_parts.take_tensor, value_parts.make_parameter, value_parts.fill_tensor),
-    _data("array", (np.ndarray,), value_parts.take_array, value_parts.make_array, value_parts.fill_array),
-    _data("scalar", (), value_parts.take_array, value_parts.make_number, bases=(np.generic,)),
-    _data("bytes", (bytes,), value_parts.take_bytes, value_parts.make_bytes),
-    _data("bytearray", (bytearray,), value_parts.take_bytes, value_parts.make_bytearray, value_parts.fill_all),
+    ValueKind("tensor", (Tensor,), value_parts.take_tensor, value_parts.make_tensor, value_parts.fill_tensor),
+    ValueKind("parameter", (nn.Parameter,), *_PARAMETER),
+    ValueKind("array", (np.ndarray,), value_parts.take_array, value_parts.make_array, value_parts.fill_array),
+    ValueKind("scalar", (), value_parts.take_array, value_parts.make_number, bases=(np.generic,)),
+    ValueKind("bytes", (bytes,), value_parts.take_bytes, value_parts.make_bytes),
+    ValueKind("bytearray", (bytearray,), value_parts.take_bytes, value_parts.make_bytearray, value_parts.fill_all),
     _GENERATOR,
     ValueKind("enum", (), value_parts.take_member, value_parts.make_member, bases=(enum.Enum,)),
     _scalar("int", (int,), hex, lambda text: int(text, 16)),
@@ -347,4 +331,3 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
 )
 _BY_NAME = {("parts", kind.name) if kind.is_composite else (kind.name, ""): kind for kind in VALUE_KINDS}
 _of_types: dict[type | str, ValueKind] = {name: kind for kind in VALUE_KINDS for name in kind.types}
-_of_other_types: WeakKeyDictionary[type, ValueKind | None] = WeakKeyDictionary()

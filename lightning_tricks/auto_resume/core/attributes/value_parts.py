@@ -23,8 +23,6 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
 )
 
 _MAX_ROWS, _SAMPLED_ROWS = 10_000, 1_000  # of a table with columns of other than numbers, which is sampled if larger
-
-
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
@@ -53,12 +51,26 @@ def make_parameter(parts: Any, present: Any) -> nn.Parameter:
     return nn.Parameter(make_tensor(parts | {"requires_grad": False}, present), bool(parts["requires_grad"]))
 
 
+def _require_same(names: str, target: Any, value: Any) -> None:
+    for name in names.split():
+        if getattr(target, name) != getattr(value, name):
+            raise ValueError(f"of another {name}")
+
+
 def fill_tensor(target: Tensor, value: Tensor) -> None:
     """Copy a tensor into another one, as far as it allows that."""
-    if (target.shape, target.dtype, target.requires_grad) != (value.shape, value.dtype, value.requires_grad):
-        raise ValueError("of another shape or dtype")
+    _require_same("shape dtype requires_grad", target, value)
     with torch.no_grad():
         target.copy_(value)  # raises an error for tensors of inference mode and expanded ones
+
+
+def num_bytes(value: Any) -> int:
+    """Return the size of a block of data, such as a tensor or a string, in bytes; 0 for other values."""
+    if is_subclass(type(value), str, bytes, bytearray):
+        return len(value)
+    if is_subclass(type(value), Tensor):
+        return int(value.numel() * value.element_size())
+    return int(value.nbytes) if is_subclass(type(value), np.ndarray, np.generic) else 0
 
 
 def is_plain_dtype(dtype: Any) -> bool:
@@ -83,8 +95,7 @@ def make_array(parts: Any, present: Any) -> Any:
 
 def fill_array(target: Any, value: Any) -> None:
     """Copy an array into another one."""
-    if (target.shape, target.dtype) != (value.shape, value.dtype):
-        raise ValueError("of another shape or dtype")
+    _require_same("shape dtype", target, value)
     np.copyto(target, value)
 
 
@@ -222,8 +233,7 @@ def _set_attributes(value: Any, own: dict[str, Any]) -> None:
 def fill_subclass(target: Any, value: Any) -> None:
     """Copy data and attributes of an array or a tensor into another one."""
     (plain, _, _), (other, _, own) = take_subclass(target), take_subclass(value)
-    if (plain.shape, plain.dtype) != (other.shape, other.dtype):
-        raise ValueError("of another shape")
+    _require_same("shape dtype", plain, other)
     plain[...] = other
     _set_attributes(target, own)
 
@@ -238,8 +248,7 @@ def make_objects(parts: Any) -> Any:
 
 def fill_objects(target: Any, value: Any) -> None:
     """Copy the entries of an array of objects into another one."""
-    if target.shape != value.shape:
-        raise ValueError("of another shape")
+    _require_same("shape", target, value)
     target[...] = value
 
 
@@ -360,8 +369,7 @@ def make_image(parts: Any) -> Any:
 
 def fill_image(target: Any, value: Any) -> None:
     """Make a PIL image the same as another one, in place."""
-    if (target.mode, target.size) != (value.mode, value.size):
-        raise ValueError("of another size")
+    _require_same("mode size", target, value)
     target.paste(value)
     target.palette, target.info = value.palette, value.info
 

@@ -1,82 +1,53 @@
-"""The objects that a DataLoader reads from (dataset, samplers, collate function), and how their attributes change."""
+"""The objects that a DataLoader reads from: how their attributes change, and snapshots with the random states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 from weakref import ref
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.object_walk import SkippedNames
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
-from lightning_tricks.auto_resume.core.attributes.unseeded_values import fingerprints
+from lightning_tricks.auto_resume.core.data.rng_state import (
+    global_states,
+    pack_rng_state,
+    set_global_states,
+    unpack_rng_state,
+)
 
 # packages whose objects are handles to data, which a fresh process opens again
-_DATA_HANDLE_PACKAGES = (
-    "h5py",
-    "lmdb",
-    "zarr",
-    "PIL",
-    "pandas",
-    "pyarrow",
-    "polars",
-    "cv2",
-    "fsspec",
-    "s3fs",
-    "boto3",
-    "sqlalchemy",
+_DATA_HANDLE_PACKAGES = frozenset(
+    "h5py lmdb zarr PIL pandas pyarrow polars cv2 fsspec s3fs boto3 sqlalchemy".split()  # noqa: SIM905 - a list of names
 )
 _MAX_PATHS = 500  # of a fingerprint
 DATA_PARTS = ("dataset", "collate_fn")
-Kept = TypeVar("Kept")
-
-
-def loader_parts(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a loader's dataset, samplers and collate function, each once."""
-    found: dict[str, Any] = {}
-    for name in ("dataset", "collate_fn", "sampler", "batch_sampler"):
-        value = getattr(loader, name, None)
-        if value is not None and all(value is not other for other in found.values()):
-            found[name] = value
-    return found
 
 
 class ObjectBaselines:
     """Remembers the state of objects when they were first seen, also if another loader reads from them later."""
 
     def __init__(self) -> None:
-        self._trackers: dict[int, tuple[Any, AttributeTracker]] = {}
-        self._fingerprints: dict[int, tuple[Any, dict[str, int]]] = {}
+        self._known: dict[tuple[str, int], tuple[Any, AttributeTracker, dict[str, int]]] = {}
 
-    def tracker_of(self, name: str, value: Any, skipped: SkippedNames) -> AttributeTracker:
-        """Return the tracker of an object since it was first seen."""
-
-        def make(get: Callable[[], Any]) -> AttributeTracker:
-            return AttributeTracker(lambda: {name: get()}, skipped=skipped)
-
-        return _remembered(self._trackers, value, make)
-
-    def fingerprint(self, value: Any, skipped: SkippedNames) -> dict[str, int]:
-        """Return the digests of an object's attributes when it was first seen: path -> digest."""
-        return _remembered(
-            self._fingerprints, value, lambda _: _merged_digests(fingerprints({"dataset": value}, skipped=skipped))
-        )
-
-
-def _remembered(known: dict[int, tuple[Any, Kept]], value: Any, make: Callable[[Callable[[], Any]], Kept]) -> Kept:
-    """Return what was made for an object before, or make it, given what returns the object."""
-    reference, kept = known.get(id(value), (None, None))
-    if reference is not None and reference() is value:
-        return kept  # type: ignore[return-value]
-    try:
-        reference = ref(value)
-    except TypeError:  # an object such as a list, to which there are no weak references
-        return make(lambda: value)
-    known[id(value)] = reference, make(reference)
-    return known[id(value)][1]
+    def of(self, name: str, value: Any, skipped: SkippedNames) -> tuple[AttributeTracker, dict[str, int]]:
+        """Return the tracker of an object since it was first seen, and digests of the attributes of a dataset then."""
+        known, reference = self._known.get((name, id(value))), None
+        if known is not None and known[0]() is value:
+            return known[1:]
+        with suppress(TypeError):  # an object such as a list, to which there are no weak references
+            reference = ref(value)
+        get = reference or (lambda: value)
+        tracker = AttributeTracker(lambda: {name: get()}, skipped=skipped)
+        digests = _merged_digests(fingerprints({name: value}, skipped=skipped)) if name == "dataset" else {}
+        if reference is not None:
+            self._known[name, id(value)] = reference, tracker, digests
+        return tracker, digests
 
 
 class LoaderObjects:
@@ -92,21 +63,27 @@ class LoaderObjects:
     """
 
     def __init__(self, loader: DataLoader[Any], baselines: ObjectBaselines) -> None:
-        objects = loader_parts(loader)
         self._loader = ref(loader)
-        self._attributes = {
-            name: baselines.tracker_of(name, value, _skip_other_parts(objects, value))
-            for name, value in objects.items()
-        }
-        self.fingerprint = baselines.fingerprint(loader.dataset, _skip_other_parts(objects, loader.dataset))
+        objects = self._objects()
+        found = {name: baselines.of(name, value, _skip_other_parts(objects, value)) for name, value in objects.items()}
+        self._attributes = {name: tracker for name, (tracker, _) in found.items()}
+        _, self.fingerprint = found["dataset"]
         self.failed = dict[str, str]()
         self._unsaved, self._reported = dict[str, str](), set[str]()
         self._values: dict[str, AttributeChanges] = {}  # of all attributes, once they are remembered
 
+    def _objects(self) -> dict[str, Any]:
+        """Return the loader's dataset, samplers and collate function, each once."""
+        loader, found = self._loader(), dict[str, Any]()
+        for name in ("dataset", "collate_fn", "sampler", "batch_sampler"):
+            value = getattr(loader, name, None)
+            if value is not None and all(value is not other for other in found.values()):
+                found[name] = value
+        return found
+
     def remember_values(self) -> None:
         """Keep copies of all attributes as they are now, before anything changes them, for `undo_changes`."""
-        loader = self._loader()
-        objects = {} if loader is None else loader_parts(loader)
+        objects = self._objects()
         for name, value in objects.items():
             skipped = _skip_other_parts(objects, value)
             self._values[name] = all_values({name: value}, skipped=skipped)
@@ -145,8 +122,7 @@ class LoaderObjects:
 
     def restore_changes(self, saved: Mapping[str, Any], names: Collection[str] = ()) -> None:
         """Restore what `changes` returned in the stopped run."""
-        loader = self._loader()
-        objects = {} if loader is None else loader_parts(loader)
+        objects = self._objects()
         for name, changes in saved.items():
             if name in objects and (not names or name in names):
                 self._attributes[name].note(changes)
@@ -164,6 +140,66 @@ class LoaderObjects:
         new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
         self._reported |= new.keys()
         return new
+
+
+class LoaderSnapshot:
+    """The global random state of the process, a loader's generators and its objects, at one moment.
+
+    Args:
+        loader: The loader whose generators are captured.
+        objects: The objects of the loader; None leaves them out.
+        report_unsaved: See `LoaderObjects.changes`.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], objects: LoaderObjects | None = None, report_unsaved: bool = True
+    ) -> None:
+        self._packed: torch.Tensor | None = None
+        self._global_states: Any = global_states()
+        self.generators = [generator.get_state() for generator in loader_generators(loader)]
+        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes(report_unsaved=report_unsaved)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> LoaderSnapshot:
+        """Return the snapshot that `as_dict` wrote."""
+        snapshot = cls.__new__(cls)
+        snapshot._packed, snapshot._global_states, snapshot.generators = saved["process"], None, saved["generators"]
+        snapshot.objects = saved.get("objects", {})
+        return snapshot
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the snapshot as tensors and plain values."""
+        if self._packed is None:  # packed only if the snapshot is saved: few of the snapshots of an epoch are
+            self._packed = pack_rng_state(self._global_states)
+        return {"process": self._packed, "generators": self.generators, "objects": self.objects}
+
+    def restore(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
+        """Restore the global random state, the generators and, if they are given, the objects."""
+        if objects is not None:
+            objects.restore_changes(self.objects)
+        if self._packed is None:
+            set_global_states(self._global_states)
+        else:
+            unpack_rng_state(self._packed)
+        for generator, state in zip(loader_generators(loader), self.generators, strict=False):
+            generator.set_state(state)
+
+
+def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
+    """Return a digest of each attribute that is the same in every process.
+
+    What is not plain data, and random generators, count by their types; of values over 1 MiB, and of containers with
+    more than 10,000 entries, a sample counts.
+
+    Args:
+        roots: Objects by name.
+        skipped: Returns the names of attributes to leave out of an object.
+
+    Returns:
+        Path -> digest of 64 bits.
+    """
+    walk = ObjectWalk.from_roots(roots, skipped)
+    return {path: int(walk.digest(slot.value, same_process=False)) for path, slot in walk.slots.items()}
 
 
 def value_digest(batch: Any) -> str:
@@ -216,3 +252,16 @@ def _skip_other_parts(objects: Mapping[str, Any], value: Any) -> SkippedNames:
         return ["state_dict", *(name for name, value in held if id(value) in numbers)]
 
     return skipped
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a loader keeps its workers, and with them their random state, from one iteration to the next."""
+    return bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
+
+
+def loader_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators from which a loader and its samplers draw, each once."""
+    batches = loader.batch_sampler
+    owners = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list(dict.fromkeys(value for value in found if isinstance(value, torch.Generator)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -20,6 +20,9 @@ _GENERATORS_KEY = "streams"  # which generator each record is of; part of the fo
 
 Result = TypeVar("Result")
 
+# The fields of a packed state beside the words of a generator
+_PYTHON_NUMBERS = ("python_has_gauss", "python_gauss")
+_NUMPY_NUMBERS = ("numpy_place", "numpy_has_gauss", "numpy_gauss")
 # The generators by number: 0 is Python's, 1 numpy's, 2 torch's
 _SETTERS: tuple[Callable[[Any], object], ...] = (random.setstate, np.random.set_state, torch.set_rng_state)
 
@@ -49,11 +52,9 @@ def pack_rng_state(states: Any = None) -> Tensor:
 def unpack_rng_state(packed: Tensor) -> None:
     """Restore the random state that `pack_rng_state` returned."""
     record = packed.contiguous().numpy().view(record_dtype())[0]
-    words = tuple(record["python"].tolist())
-    python_state = (3, words, float(record["python_gauss"]) if record["python_has_gauss"] else None)
-    cached = (int(record["numpy_place"]), int(record["numpy_has_gauss"]), float(record["numpy_gauss"]))
-    numpy_state = ("MT19937", record["numpy"], *cached)
-    set_global_states((python_state, numpy_state, torch.from_numpy(record["torch"].copy())))
+    of_python = _joined(0, record["python"], [record[name] for name in _PYTHON_NUMBERS])
+    of_numpy = _joined(1, record["numpy"], [record[name] for name in _NUMPY_NUMBERS])
+    set_global_states((of_python, of_numpy, torch.from_numpy(record["torch"].copy())))
 
 
 @cache
@@ -81,15 +82,16 @@ def write_rng_state(record: Any, states: Any = None) -> None:
     Raises:
         ValueError: If numpy's global generator is another one than its default.
     """
-    (_, words, gauss), numpy_state, torch_state = global_states() if states is None else states
-    record["python"] = words
-    record["python_has_gauss"], record["python_gauss"] = gauss is not None, gauss or 0.0
+    python_state, numpy_state, torch_state = global_states() if states is None else states
     if not isinstance(numpy_state, tuple):
         raise ValueError(
             f"numpy's global generator is {numpy_state['bit_generator']}; its state can be saved only when it is "
             "numpy's default, MT19937 (np.random.set_bit_generator chooses it)."
         )
-    _, record["numpy"], record["numpy_place"], record["numpy_has_gauss"], record["numpy_gauss"] = numpy_state
+    record["python"], numbers = _split(0, python_state)
+    record["numpy"], others = _split(1, numpy_state)
+    for name, number in zip((*_PYTHON_NUMBERS, *_NUMPY_NUMBERS), (*numbers, *others), strict=True):
+        record[name] = number
     record["torch"] = torch_state.numpy()
 
 
@@ -229,45 +231,44 @@ def _read_states() -> list[Any]:
     return [random.getstate(), _numpy.read(), torch.get_rng_state()]
 
 
-def _same_python(before: Any, now: Any) -> bool:
+# Whether two states of a generator are the same
+_IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (
     # position, cached deviate and some words are enough: all words change when the buffer is generated again
-    return bool(before[1][-1] == now[1][-1] and before[2] == now[2] and before[1][:4] == now[1][:4])
-
-
-def _same_numpy(before: Any, now: Any) -> bool:
-    return before is now or bool(before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes())
-
-
-def _same_torch(before: Tensor, now: Tensor) -> bool:
-    return before.numpy().tobytes() == now.numpy().tobytes()
-
-
-_IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (_same_python, _same_numpy, _same_torch)
+    lambda before, now: before[1][-1] == now[1][-1] and before[2] == now[2] and before[1][:4] == now[1][:4],
+    lambda before, now: before is now or (before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes()),
+    lambda before, now: before.numpy().tobytes() == now.numpy().tobytes(),
+)
 
 
 def _state_bytes(generator: int, state: Any) -> np.ndarray[Any, Any]:
     """Return the state of a generator as a row of bytes."""
     if generator == 2:
         return np.asarray(state.numpy())
-    words, numbers = (
-        (state[1], (state[2] is not None, state[2] or 0.0)) if generator == 0 else (state[1], tuple(state[2:]))
-    )
+    words, numbers = _split(generator, state)
     return np.concatenate([np.asarray(words, np.uint32).view(np.uint8), np.asarray(numbers, np.float64).view(np.uint8)])
 
 
 def _set_state(generator: int, row: np.ndarray[Any, Any]) -> None:
-    state: Any
     if generator == 2:
-        state = torch.from_numpy(row.copy())
-    else:
-        size = 4 * (625 if generator == 0 else 624)
-        words, numbers = row[:size].copy().view(np.uint32), row[size:].copy().view(np.float64).tolist()
-        if generator == 0:
-            state = (3, tuple(words.tolist()), numbers[1] if numbers[0] else None)
-        else:
-            state = ("MT19937", words, int(numbers[0]), int(numbers[1]), numbers[2])
-            _numpy.invalidate()
-    _SETTERS[generator](state)
+        _SETTERS[2](torch.from_numpy(row.copy()))
+        return
+    size = 4 * (625 if generator == 0 else 624)
+    words, numbers = row[:size].copy().view(np.uint32), row[size:].copy().view(np.float64)
+    _SETTERS[generator](_joined(generator, words, numbers))
+    if generator == 1:
+        _numpy.invalidate()
+
+
+def _split(generator: int, state: Any) -> tuple[Any, Sequence[Any]]:
+    """Return the words of a state of Python's generator or numpy's, and the numbers that belong to them."""
+    return state[1], (state[2] is not None, state[2] or 0.0) if generator == 0 else state[2:]
+
+
+def _joined(generator: int, words: Any, numbers: Sequence[Any]) -> Any:
+    """Return the state that `_split` took apart."""
+    if generator == 0:
+        return 3, tuple(words.tolist()), float(numbers[1]) if numbers[0] else None
+    return "MT19937", words, int(numbers[0]), int(numbers[1]), float(numbers[2])
 
 
 def _decode_states(saved: Mapping[str, Any]) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:

@@ -6,30 +6,44 @@ restored. An iterable dataset is read again up to the position, as only it knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._torch_compat import loaders as private
-from lightning_tricks.auto_resume.core.data.iterator_tracker import IteratorTracker, TrackedFetcher
+from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
+from lightning_tricks.auto_resume.core.data.iterator_parts import (
+    DeferredSampler,
+    OrderDigest,
+    TrackedFetcher,
+    TrackedSamplerIterator,
+    draws_only_once,
+)
 from lightning_tricks.auto_resume.core.data.loader_objects import (
     DATA_PARTS,
     LoaderObjects,
+    LoaderSnapshot,
     ObjectBaselines,
     changed_paths,
-)
-from lightning_tricks.auto_resume.core.data.loader_position import (
-    LoaderPosition,
-    LoaderSnapshot,
     has_persistent_workers,
     loader_generators,
+    value_digest,
 )
+from lightning_tricks.auto_resume.core.data.rng_state import RecordedDraws
+from lightning_tricks.auto_resume.core.data.workers import RecordingCollate, WorkerInit, WorkerPositions
+from lightning_tricks.auto_resume.core.signals import StopRequest
+
+POSITION_KEY = "place"  # of a loader's position in its state; part of the format of checkpoints
+_SNAPSHOTS = ("created", "started", "before_last")  # the keys of a position under which there are snapshots
+# Keys of a position that older releases did not write
+_ADDED_KEYS: Mapping[str, Any] = {"data": (), "draws": None, "order": "", "first": "", "ended": False, "objects": {}}
+_TRACKER_ATTRIBUTE = "_lightning_tricks_place"  # the attribute of a tracked iterator that knows its position
 
 
 def why_not_trackable(loader: Any) -> str:
@@ -50,8 +64,7 @@ class TrackedDataLoader:
         loader: A loader for which `why_not_trackable` returns nothing. A weak reference is kept.
         prefetches: Whether the training loop fetches a batch before it trains on the one before, as Lightning does
             where the number of batches is unknown.
-        signals: Numbers of the signals that the workers ignore, see `WorkerInit`.
-        stopping: A shared byte that tells the workers whether the run stops, see `WorkerInit`.
+        stop_request: The signals that the workers ignore, and whether the run stops; see `WorkerInit`.
         name: The name of the loader in messages.
         differences: Takes a sentence for each difference that a resumed iteration finds.
         baselines: Knows what the dataset and the samplers were at the start of the fit.
@@ -65,18 +78,17 @@ class TrackedDataLoader:
         loader: DataLoader[Any],
         *,
         prefetches: bool = False,
-        signals: Sequence[int] = (),
-        stopping: Any = None,
+        stop_request: StopRequest | None = None,
         name: str = "the loader",
         differences: list[str] | None = None,
         baselines: ObjectBaselines | None = None,
     ) -> None:
         # a weak reference: in a cycle of references, iterators would end late, or in a worker that was forked meanwhile
         self._loader = ref(loader)
-        self.prefetches, self.signals, self.stopping = prefetches, signals, stopping
+        self.prefetches, self.stop_request = prefetches, stop_request or StopRequest(())
         self.name, self.differences = name, [] if differences is None else differences
         self.objects = LoaderObjects(loader, baselines or ObjectBaselines())
-        self._resume_position: LoaderPosition | None = None
+        self._resume_position: Mapping[str, Any] | None = None
         self._iterator_deferred = False
         self._installed = ExitStack()
         self._installed.enter_context(private.overridden_iterator_factory(loader, self._create_iterator))
@@ -101,6 +113,17 @@ class TrackedDataLoader:
         """Return the states of the generators from which the loader and its samplers draw."""
         return [generator.get_state() for generator in loader_generators(self.loader)]
 
+    def state(self, iterator: Any, num_prefetched: int = 0, at_end: bool = True) -> dict[str, Any]:
+        """Return the state of the loader in a checkpoint, with the position of an iterator; None for none."""
+        position = None if iterator is None else position_of(iterator, num_prefetched, at_end)
+        return {
+            "n_workers": self.loader.num_workers,
+            "generators": self.generator_states(),
+            "objects": self.objects.changes() if position is None else position["objects"],
+            "fingerprint": self.objects.fingerprint,
+            POSITION_KEY: position,
+        }
+
     def restore_generator_states(self, states: Sequence[torch.Tensor]) -> None:
         """Restore what `generator_states` returned."""
         for generator, state in zip(loader_generators(self.loader), states, strict=False):
@@ -116,7 +139,7 @@ class TrackedDataLoader:
         Args:
             position: What `position_of` returned; None for the start of an epoch.
         """
-        self._resume_position = None if position is None else LoaderPosition.from_dict(position)
+        self._resume_position = None if position is None else {**_ADDED_KEYS, **position}
         self._iterator_deferred = False
         if has_persistent_workers(self.loader):
             private.set_persistent_iterator(self.loader, None)
@@ -130,69 +153,246 @@ class TrackedDataLoader:
         self.differences.append(f"{self.name} {what}.")
 
     def _create_iterator(self) -> Any:
-        position, self._resume_position = self._resume_position, None
+        saved, self._resume_position = self._resume_position, None
         if self._iterator_deferred:
             return iter(())
-        if position is None:
-            return _create_iterator(self)
-        if position.at_end and not has_persistent_workers(self.loader):
-            self.objects.restore_all(position.objects)
+        if saved is None:
+            tracker = IteratorTracker(self, LoaderSnapshot(self.loader, self.objects))
+            iterator, deferred = tracker.create()
+            tracker.track(iterator, deferred)
+            if deferred is not None:
+                tracker.fill_prefetch_queues(iterator)
+            return iterator
+        if saved["at_end"] and not has_persistent_workers(self.loader):
+            self.objects.restore_all(saved["objects"])
             return iter(())  # no workers are started: the next epoch creates an iterator of its own
-        return _resume_iterator(self, position)
+        return _resume_iterator(self, saved)
 
 
-def _create_iterator(tracked: TrackedDataLoader) -> Any:
-    """Create a tracked iterator at the start of an epoch."""
-    tracker = IteratorTracker(tracked, LoaderSnapshot(tracked.loader, tracked.objects))
-    iterator, deferred = tracker.create()
-    tracker.track(iterator, None if deferred is None else deferred.iterator)
-    if deferred is not None:
-        tracker.fill_prefetch_queues(iterator)
-    return iterator
+class IteratorTracker:
+    """Knows what is needed to create an iterator again, at the position that it has.
+
+    Args:
+        tracked: The loader of the iterator.
+        at_creation: The state right before the iterator is created.
+
+    Attributes:
+        at_start: The state right before the sampler is first asked, where that is another moment than the creation.
+        before_prefetched: The state before the batch that was fetched last, where the training loop prefetches.
+        replays_data: Whether a position is reached by reading the data again, as only an iterable dataset knows its
+            order.
+        workers: The positions of the workers.
+        draws: What the sampler, or an iterable dataset in this process, draws; None where nothing has to be recorded.
+        order: Digest of the indices.
+        first_digest: Digest of the first batch; empty before it, and where batches are made by workers from indices.
+    """
+
+    def __init__(self, tracked: TrackedDataLoader, at_creation: LoaderSnapshot) -> None:
+        loader = tracked.loader
+        self.tracked, self.at_creation = tracked, at_creation
+        self.at_start: LoaderSnapshot | None = None
+        self.before_prefetched: LoaderSnapshot | None = None
+        self.replays_data = isinstance(loader.dataset, IterableDataset)
+        self.workers = WorkerPositions(loader, self.replays_data)
+        self.draws: RecordedDraws | None = None
+        self.order = OrderDigest()
+        self.first_digest = ""
+
+    def create(self) -> tuple[Any, DeferredSampler | None]:
+        """Let the loader create an iterator whose workers record their states, and wait for work at a sampler.
+
+        Returns:
+            The iterator and, unless the dataset is iterable, the sampler whose indices it is to be given.
+        """
+        loader = self.tracked.loader
+        replaced: dict[str, Any] = {}
+        deferred = None
+        if self.workers.count:
+            recording = RecordingCollate(loader.collate_fn, self.workers.rng_states, self.workers.iteration_starts)
+            request = self.tracked.stop_request
+            numbers, stopping = request.signal_numbers, request.stopping
+            init = WorkerInit(loader.worker_init_fn, numbers, stopping, recording, self.workers.initial)
+            replaced |= {"collate_fn": recording, "worker_init_fn": init}
+        if not self.replays_data:
+            has_batches = loader.batch_sampler is not None
+            deferred = DeferredSampler(loader.batch_sampler if has_batches else loader.sampler)
+            replaced["batch_sampler" if has_batches else "sampler"] = deferred
+        with patched(loader, replaced):
+            iterator = private.class_iterator(loader)
+        if deferred is not None:
+            private.set_index_sampler(iterator, deferred.sampler)
+        return iterator, deferred
+
+    def track(self, iterator: Any, deferred: DeferredSampler | None, draws: Mapping[str, Any] | None = None) -> None:
+        """Track an iterator from now on.
+
+        Args:
+            iterator: The iterator that `create` returned.
+            deferred: The sampler that `create` returned, with the iterator of the indices.
+            draws: What was recorded of the draws before, which are to be repeated.
+        """
+        self._record_draws(iterator, None if deferred is None else deferred.iterator, draws)
+        setattr(iterator, _TRACKER_ATTRIBUTE, self)
+        if has_persistent_workers(self.tracked.loader):
+            reference = ref(iterator)  # the workers end with the last reference to it
+            private.override_reset(iterator, lambda loader, first_iter=False: self._restart(reference()))
+        if self.workers.count:
+            return
+        if self.tracked.prefetches:
+            private.call_before_each_batch(iterator, self._record_before_prefetched)
+        if self.at_start is None:
+            private.call_before_next_batch(iterator, self._record_start)
+
+    def _record_draws(
+        self, iterator: Any, indices: Iterator[Any] | None, draws: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record what is drawn between other draws from the same random state."""
+        if indices is None:
+            self.draws = None if self.workers.count else RecordedDraws(draws)
+        else:
+            self.draws = None if draws_only_once(private.index_sampler(iterator)) else RecordedDraws(draws)
+            self.order = OrderDigest(max_ahead=self.workers.count * self.workers.prefetch)
+            private.set_sampler_iterator(iterator, TrackedSamplerIterator(indices, self.draws, self.order))
+        if not self.workers.count:
+            draws_of_data = self.draws if self.replays_data else None
+            fetcher = TrackedFetcher(private.dataset_fetcher(iterator), draws_of_data, self.record_first_batch)
+            private.set_dataset_fetcher(iterator, fetcher)
+        elif indices is None:
+            private.call_after_next_batch(iterator, self.record_first_batch)
+        if self.draws is not None:
+            self.draws.start()
+
+    def _record_before_prefetched(self) -> None:
+        objects = None if self.replays_data else self.tracked.objects
+        self.before_prefetched = LoaderSnapshot(self.tracked.loader, objects)
+
+    def _record_start(self) -> None:
+        # what an iterable changes in itself comes again with its data: nothing of that is unsaved
+        self.at_start = LoaderSnapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self.replays_data)
+        if self.draws is not None:
+            self.draws.start()
+
+    def record_first_batch(self, batch: Any) -> None:
+        """Record the first batch of the iteration."""
+        self.first_digest = value_digest(batch)
+
+    def position(self, iterator: Any, num_prefetched: int, at_end: bool) -> dict[str, Any]:
+        """Return what another process needs to continue after the batches that were trained on; its keys are a format.
+
+        - "batches": the batches of the epoch that were trained on; "at_end": whether the epoch is over.
+        - "created": the moment when the iterator was created; its workers' seed comes from there. "started": when its
+          sampler was first asked, None where that is the same moment. "before_last": before the batch that was fetched
+          last, None unless the loop prefetches. Each is a `LoaderSnapshot`.
+        - "workers": for each worker, its packed random state, None for the one with which it starts; "data": what its
+          copy of the data changed, None for nothing.
+        - "draws": what the sampler, or an iterable dataset in the training process, drew; see `RecordedDraws.as_dict`.
+        - "order" and "first": digests of the indices so far and of the first batch, empty where they are not known.
+        - "ended": whether the data were asked for more than they had.
+        - "objects": what changed in the objects that the loader reads from; see `LoaderObjects.changes`.
+        """
+        batches = private.num_yielded(iterator) - num_prefetched
+        ended = False
+        if not (self.workers.count or num_prefetched):
+            part = private.dataset_fetcher(iterator) if self.replays_data else private.sampler_iterator(iterator)
+            ended = part.exhausted
+        worker_states = [self.workers.state(worker, batches) for worker in range(self.workers.count)]
+        for _, data in worker_states:
+            self.tracked.objects.add_unsaved({} if data is None else data["lost"])
+        snapshots = {
+            "created": self.at_creation,
+            "started": self.at_start,
+            "before_last": self.before_prefetched if num_prefetched else None,
+        }
+        return {
+            "batches": batches,
+            "at_end": at_end,
+            **{name: None if snapshot is None else snapshot.as_dict() for name, snapshot in snapshots.items()},
+            "workers": [rng_state for rng_state, _ in worker_states],
+            "data": [data for _, data in worker_states],
+            "draws": self.draws and self.draws.as_dict(None if self.workers.count else batches + ended),
+            "order": self.order.digest(batches),
+            "first": self.first_digest,
+            "ended": ended,
+            "objects": self.tracked.objects.changes(report_unsaved=not self.replays_data),
+        }
+
+    def _restart(self, iterator: Any) -> None:
+        """Start the next iteration of a persistent iterator, in the place of its own method."""
+        self._record_start()
+        private.reset_without_prefetching(iterator, self.tracked.loader)
+        self.workers.start_iteration()  # while they are idle, as they have no indices yet
+        self._record_draws(iterator, None if self.replays_data else private.sampler_iterator(iterator))
+        self.fill_prefetch_queues(iterator)
+
+    def fill_prefetch_queues(self, iterator: Any) -> None:
+        """Give the workers their first batches; each gets those that an uninterrupted epoch would have given it."""
+        for _ in range(self.workers.offset % max(1, self.workers.count)):
+            private.skip_worker(iterator)
+        for _ in range(self.workers.prefetch * self.workers.count):
+            private.request_batch(iterator)
 
 
-def _resume_iterator(tracked: TrackedDataLoader, saved: LoaderPosition) -> Any:
+def is_tracked(iterator: Any) -> bool:
+    """Whether a `TrackedDataLoader` created an iterator."""
+    return getattr(iterator, _TRACKER_ATTRIBUTE, None) is not None
+
+
+def position_of(iterator: Any, num_prefetched: int = 0, at_end: bool = False) -> dict[str, Any] | None:
+    """Return the position of a tracked loader's iterator under the keys of a checkpoint; None if it is not tracked.
+
+    Args:
+        iterator: An iterator that a `TrackedDataLoader` created.
+        num_prefetched: Batches that were fetched and not yet trained on.
+        at_end: Whether the epoch is over.
+    """
+    tracker: IteratorTracker | None = getattr(iterator, _TRACKER_ATTRIBUTE, None)
+    return None if tracker is None else tracker.position(iterator, num_prefetched, at_end)
+
+
+def _resume_iterator(tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> Any:
     """Create a tracked iterator that continues at a saved position.
 
     Raises:
         RuntimeError: If the loader has fewer batches than were read before.
     """
     loader, objects = tracked.loader, tracked.objects
+    snapshots = {name: saved[name] and LoaderSnapshot.from_dict(saved[name]) for name in _SNAPSHOTS}
+    at_creation, at_start, before_prefetched = snapshots.values()
     # from the state of then, torch draws the same seed for the workers, and the sampler the same order
-    objects.undo_changes(kept=saved.at_creation.objects)  # of hooks that came after it, and now came before
-    saved.at_creation.restore(loader, objects)
-    tracker = IteratorTracker(tracked, saved.at_creation)
-    tracker.workers.restore(saved)
+    objects.undo_changes(kept=at_creation.objects)  # of hooks that came after it, and now came before
+    at_creation.restore(loader, objects)
+    tracker = IteratorTracker(tracked, at_creation)
+    tracker.workers.restore(saved["workers"], saved["data"])
     iterator, deferred = tracker.create()
-    if saved.at_start is not None:
-        tracker.at_start = saved.at_start
-        tracker.at_start.restore(loader, objects)
+    if at_start is not None:
+        tracker.at_start = at_start
+        at_start.restore(loader, objects)
         if deferred is not None and loader.num_workers:
             # persistent workers: the epoch is a later one than the first, and its order is drawn at its start
             deferred.iterator = iter(deferred.sampler)
-    tracker.track(iterator, None if deferred is None else deferred.iterator, saved.draws)
+    tracker.track(iterator, deferred, saved["draws"])
     _skip_batches(tracker, iterator, saved)
     _report_differences(tracker, saved)
     _restore_objects(tracker, saved)
     if deferred is not None:
         tracker.fill_prefetch_queues(iterator)  # only now, as the workers shall read what comes after the position
-    if (before_prefetched := saved.before_prefetched) is not None:
+    if before_prefetched is not None:
         private.call_before_next_batch(iterator, lambda: before_prefetched.restore(loader, objects))
     return iterator
 
 
-def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: LoaderPosition) -> None:
+def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: Mapping[str, Any]) -> None:
     """Skip the batches that were read before: at the sampler or, without one, by reading them again."""
     indices_or_batches = iterator if tracker.replays_data else private.sampler_iterator(iterator)
-    batches, num_read = int(saved.batches), 0
+    batches, num_read = int(saved["batches"]), 0
     for indices in islice(indices_or_batches, batches):
         if num_read == 0 and not (tracker.replays_data or tracker.workers.count):
-            _read_first_batch(tracker, private.dataset_fetcher(iterator), indices, saved.first_digest)
+            _read_first_batch(tracker, private.dataset_fetcher(iterator), indices, saved["first"])
         num_read += 1
     if not tracker.replays_data:
         tracker.workers.offset = batches
         private.set_num_yielded(iterator, batches)
-    if saved.exhausted:
+    if saved["ended"]:
         next(indices_or_batches, None)  # what runs after the last item, such as draws, belongs to the epoch as well
     if num_read < batches:
         raise RuntimeError(
@@ -220,35 +420,35 @@ def _read_first_batch(tracker: IteratorTracker, fetcher: TrackedFetcher, indices
     snapshot.restore(loader)
 
 
-def _restore_objects(tracker: IteratorTracker, saved: LoaderPosition) -> None:
+def _restore_objects(tracker: IteratorTracker, saved: Mapping[str, Any]) -> None:
     """Restore the data as they were at the save; the samplers got there by themselves, with what they gave ahead."""
     objects = tracker.tracked.objects
-    if saved.before_prefetched is not None:
+    if saved["before_last"] is not None:
         return  # restored with the batch that is fetched once more
     if tracker.replays_data and not tracker.workers.count:
-        others = changed_paths(objects.changes(DATA_PARTS, report_unsaved=False), saved.objects)
+        others = changed_paths(objects.changes(DATA_PARTS, report_unsaved=False), saved["objects"])
         if others:
             tracker.tracked.report_difference(
                 f"was read again up to its position, and {others[0]} is not what it was, as something changed it "
                 "between the batches. Let nothing but the data change it"
             )
-    objects.restore_changes(saved.objects, DATA_PARTS)
+    objects.restore_changes(saved["objects"], DATA_PARTS)
 
 
-def _report_differences(tracker: IteratorTracker, saved: LoaderPosition) -> None:
+def _report_differences(tracker: IteratorTracker, saved: Mapping[str, Any]) -> None:
     """Report where the epoch differs from the stopped run's."""
     report = tracker.tracked.report_difference
-    if saved.draws and saved.draws["full"]:
+    if saved["draws"] and saved["draws"]["full"]:
         report(
             "drew from the global random state more often than could be saved, and continues with other data. Let the "
             "data draw from a generator of its own, or read it with num_workers=1"
         )
-    if saved.first_digest and tracker.first_digest and tracker.first_digest != saved.first_digest:
+    if saved["first"] and tracker.first_digest and tracker.first_digest != saved["first"]:
         report(
             "gives another first batch of the epoch than before. Let its data depend on nothing but its index and the "
             "random state, and split it with a generator=torch.Generator().manual_seed(...)"
         )
-    elif saved.order and tracker.order.digest(int(saved.batches)) != saved.order:
+    elif saved["order"] and tracker.order.digest(int(saved["batches"])) != saved["order"]:
         report(
             "gives the samples in another order than before. Seed its sampler (generator=), or call seed_everything "
             "before the data is made"

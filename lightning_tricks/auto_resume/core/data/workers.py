@@ -21,7 +21,7 @@ from lightning_tricks._torch_compat.loaders import call_on_iteration_start
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
-from lightning_tricks.auto_resume.core.data.loader_position import LoaderPosition
+from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
 from lightning_tricks.auto_resume.core.data.rng_state import record_dtype, unpack_rng_state, write_rng_state
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
@@ -31,6 +31,8 @@ NOTE_BYTES = 64 * 1024  # the largest size of a note
 _MAX_ENTRIES = 1000
 _MAX_SECONDS_PER_NOTE = 0.02  # time that the worker may spend on a note, on average
 _MIN_TIMED_NOTES = 8
+# The packed random state of a worker, and the changes of its copy of the data; None for what is not known
+WorkerState = tuple[Tensor | None, AttributeChanges | None]
 _TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
 
 
@@ -44,8 +46,8 @@ class WorkerPositions:
 
     Attributes:
         count: Number of workers; 0 where the training process makes the batches.
-        initial_rng_states: The workers' random states at the start of the iteration; None for fresh ones.
-        initial_data: What the workers' copies of the data had changed then; None for fresh ones.
+        initial: For each worker, its random state at the start of the iteration, and what its copy of the data had
+            changed then; None for a fresh one.
         rng_states: Where the workers record their random states after each batch.
         iteration_starts: Where they record those of the start of an iteration; None unless data are replayed.
         iteration: Number of the iteration, from 1.
@@ -57,43 +59,38 @@ class WorkerPositions:
         self.count = loader.num_workers
         self.prefetch = loader.prefetch_factor or 0
         self._replays_data = replays_data
-        self.initial_rng_states: list[torch.Tensor | None] = [None] * self.count
-        self.initial_data: list[Any] = [None] * self.count
-        self.rng_states = WorkerRngStates(self.count, self.prefetch, note_bytes=NOTE_BYTES)
-        self.iteration_starts = WorkerRngStates(self.count, 0, note_bytes=NOTE_BYTES) if replays_data else None
+        self.initial: list[WorkerState] = [(None, None)] * self.count
+        self.rng_states = WorkerRngStates(self.count, self.prefetch)
+        self.iteration_starts = WorkerRngStates(self.count, 0) if replays_data else None
         self.iteration = 1
         self.batches_before = [0] * self.count
         self.offset = 0
 
-    def restore(self, saved: LoaderPosition) -> None:
+    def restore(self, rng_states: Sequence[Tensor | None], data: Sequence[Any]) -> None:
         """Let the workers start from where those of a saved position were, if there are as many of them."""
-        if len(saved.worker_rng_states) == self.count:
-            self.initial_rng_states = list(saved.worker_rng_states)
-        if len(saved.worker_data) == self.count:
-            self.initial_data = list(saved.worker_data)
+        if len(rng_states) == self.count:
+            self.initial = list(zip(rng_states, data or [None] * self.count, strict=True))
 
     def start_iteration(self) -> None:
         """Record where the workers of a persistent iterator are, which are idle, before its next iteration."""
         for worker in range(self.count):
             made = self.rng_states.last_count(worker)
             if made and not self._replays_data:
-                self.initial_rng_states[worker] = self.rng_states.read(worker, made)
-                self.initial_data[worker] = read_note(self.rng_states.read_note(worker, made))
+                self.initial[worker] = self.rng_states.read(worker, made)
             self.batches_before[worker] = made
         self.offset = 0
         self.iteration += 1
 
-    def state(self, worker: int, batches: int) -> tuple[torch.Tensor | None, Any]:
+    def state(self, worker: int, batches: int) -> WorkerState:
         """Return a worker's random state, and what its copy of the data changed, after `batches` of the epoch."""
         if self._replays_data:  # the worker of a resumed run reads from the start of its iteration
             self._read_iteration_start(worker)
-            return self.initial_rng_states[worker], self.initial_data[worker]
+            return self.initial[worker]
         # workers take turns: this one has made every `count`-th batch since the offset, from its first turn on
         made = len(range(self.offset + (worker - self.offset) % self.count, batches, self.count))
         if not made:
-            return self.initial_rng_states[worker], self.initial_data[worker]
-        number = self.batches_before[worker] + made
-        state, data = self.rng_states.read(worker, number), read_note(self.rng_states.read_note(worker, number))
+            return self.initial[worker]
+        state, data = self.rng_states.read(worker, self.batches_before[worker] + made)
         if state is None:
             warnings.warn(
                 f"worker {worker} of a DataLoader is further ahead than its prefetch_factor allows: its random state "
@@ -107,12 +104,9 @@ class WorkerPositions:
         if self.iteration_starts is None or self.iteration == 1:
             return
         until = time.monotonic() + _SECONDS_TO_START
-        state = self.iteration_starts.read(worker, self.iteration)
-        while state is None and time.monotonic() < until:
+        while (found := self.iteration_starts.read(worker, self.iteration))[0] is None and time.monotonic() < until:
             time.sleep(0.001)
-            state = self.iteration_starts.read(worker, self.iteration)
-        self.initial_rng_states[worker] = state
-        self.initial_data[worker] = read_note(self.iteration_starts.read_note(worker, self.iteration))
+        self.initial[worker] = found
 
 
 class WorkerRngStates:
@@ -124,12 +118,11 @@ class WorkerRngStates:
     Args:
         n_workers: Number of workers.
         prefetch: Number of batches that a worker prefetches (`prefetch_factor`).
-        note_bytes: Size of a note beside the random state.
     """
 
-    def __init__(self, n_workers: int, prefetch: int, note_bytes: int = 0) -> None:
+    def __init__(self, n_workers: int, prefetch: int) -> None:
         self.slots = prefetch + 3
-        self.notes = torch.zeros(n_workers, self.slots, 8 + note_bytes, dtype=torch.uint8)
+        self.notes = torch.zeros(n_workers, self.slots, 8 + NOTE_BYTES, dtype=torch.uint8)
         self.memory = torch.zeros(n_workers, self.slots, record_dtype().itemsize, dtype=torch.uint8)
         if n_workers:
             self.memory.share_memory_()
@@ -145,17 +138,14 @@ class WorkerRngStates:
         row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
         record["count"] = count  # last: marks the record as complete
 
-    def read(self, worker: int, count: int) -> Tensor | None:
-        """Return a worker's random state after its `count`-th batch; None if it is not or no longer there."""
-        record = self._records(worker)[count % self.slots]
-        packed = self.memory[worker, count % self.slots].clone()
-        return packed if record["count"] == count else None
-
-    def read_note(self, worker: int, count: int) -> bytes:
-        """Return the note of a worker after its `count`-th batch; empty if it is not or no longer there."""
-        record, row = self._records(worker)[count % self.slots], self.notes[worker, count % self.slots].numpy().copy()
+    def read(self, worker: int, count: int) -> WorkerState:
+        """Return a worker's random state after its `count`-th batch, and its note; None if that is not there."""
+        record, slot = self._records(worker)[count % self.slots], (worker, count % self.slots)
+        packed, row = self.memory[slot].clone(), self.notes[slot].numpy().copy()
+        if record["count"] != count:  # not yet, or no longer
+            return None, None
         note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
-        return note if record["count"] == count else b""
+        return packed, pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
 
     def last_count(self, worker: int) -> int:
         """Return the number of batches that a worker has made."""
@@ -190,24 +180,23 @@ class WorkerInit:
 
     Args:
         wrapped: The loader's own function.
-        states: What `pack_rng_state` returned, for each worker; None keeps its fresh random state.
         signals: Numbers of the signals to ignore.
         stopping: A shared byte: one of `signals.RUNNING`, `STOPPING` and `LEAVING`.
         recording: The collate function that records the state of the worker.
-        data: Changes of the workers' copies of the data, see `TrackedWorkerData`; None for none.
+        initial: For each worker, its packed random state and the changes of its copy of the data, see
+            `TrackedWorkerData`; None for fresh ones.
     """
 
     def __init__(
         self,
         wrapped: Callable[[int], None] | None,
-        states: Sequence[Tensor | None] = (),
         signals: Sequence[int] = (),
         stopping: Any = None,
         recording: RecordingCollate | None = None,
-        data: Sequence[Any] = (),
+        initial: Sequence[WorkerState] = (),
     ) -> None:
-        self.wrapped, self.states, self.signals, self.stopping = wrapped, list(states), list(signals), stopping
-        self.recording, self.data = recording, list(data)
+        self.wrapped, self.signals, self.stopping = wrapped, list(signals), stopping
+        self.recording, self.initial = recording, list(initial)
 
     def __call__(self, worker: int) -> None:
         """Initialize a worker, in its process."""
@@ -216,9 +205,9 @@ class WorkerInit:
             self.wrapped(worker)
         for number in self.signals:
             signal.signal(number, self._on_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
+        state, data = self.initial[worker] if self.initial else (None, None)
         if self.recording is not None:
-            self.recording.start_worker(self.data[worker] if worker < len(self.data) else None)
-        state = self.states[worker] if worker < len(self.states) else None
+            self.recording.start_worker(data)
         if state is not None:
             unpack_rng_state(state)
 
@@ -308,7 +297,7 @@ class TrackedWorkerData:
         restore_changes(self._roots, changes, skipped=self._skipped_names)
 
     def note(self) -> bytes:
-        """Return what changed since the start of the worker, as bytes for `read_note`; empty if nothing changed."""
+        """Return what changed since the start of the worker, pickled; empty if nothing changed."""
         if self._attributes is None:
             return _pickle_note({"values": {}, "lost": self._unsaved})
         start = time.thread_time()
@@ -339,12 +328,6 @@ class TrackedWorkerData:
         return names
 
 
-def read_note(note: bytes) -> AttributeChanges | None:
-    """Return the changes that a worker of this process recorded; None for an empty note."""
-    found: AttributeChanges | None = pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
-    return found
-
-
 def _pickle_note(found: Mapping[str, Any]) -> bytes:
     return pickle.dumps(found, pickle.HIGHEST_PROTOCOL) if "values" not in found or any(found.values()) else b""
 
@@ -359,13 +342,5 @@ def _is_large(value: Any) -> bool:
         if len(value) > _MAX_ENTRIES:
             return True
         parts = value.values() if isinstance(value, dict) else value
-        return sum(_num_bytes(part) for part in parts) > NOTE_BYTES
-    return _num_bytes(value) > NOTE_BYTES
-
-
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    return len(value) if isinstance(value, str | bytes | bytearray) else 0
+        return sum(num_bytes(part) for part in parts) > NOTE_BYTES
+    return num_bytes(value) > NOTE_BYTES
