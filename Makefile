@@ -74,6 +74,7 @@ coverage: $(VENV)/installed-coverage ## Run the tests, and list which share of t
 	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(BIN)/python -m coverage run -m pytest --thorough"
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m tests.coverage.table tests/coverage/result.md
+
 foreign: $(VENV)/installed-test ## Install modules that others publish, and train them with and without the callbacks
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.foreign.run --folder $(VENV)/foreign --result tests/foreign/result.md
 

@@ -49,6 +49,8 @@ def outcome(model: Architecture, file: File) -> tuple[str, list[str]]:
         found = align(dict(model.tensors), tensors)
     except AmbiguousAlignmentError:
         return REFUSED, []
+    except Exception as error:  # no file may cause it, and the sweep goes on
+        return WRONG, [f"{type(error).__name__}: {error}"[:200]]
     wrong, matched = [], set()
     for match in found.matches:
         names = tuple(map(found.name_in_file, match.sources))

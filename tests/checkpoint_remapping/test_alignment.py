@@ -578,3 +578,17 @@ def test_a_word_before_a_number_is_one():
     )
     with pytest.raises(AmbiguousAlignmentError):  # `branch` is a word of both
         align(own, spelled)
+
+
+def test_a_proposal_that_would_give_two_tensors_one_name_is_not_made():
+    def tensors(conv, query, key, value, out):
+        net = nn.ModuleDict({"skip": nn.BatchNorm2d(4), conv: nn.Conv2d(4, 4, (1, 11), groups=4, bias=False)})
+        net["bn_conv"] = nn.BatchNorm2d(4)
+        cross = nn.ModuleDict({name: nn.Linear(4, 4) for name in (query, key, value, out)})
+        decoder = nn.ModuleDict({"self_attn": nn.ModuleDict({out: nn.Linear(4, 4)}), "text_cross_attn": cross})
+        parts = {"encoder": nn.ModuleDict({"2": net}), "decoder": nn.ModuleDict({"2": decoder})}
+        return nn.ModuleDict(parts).state_dict()
+
+    model, file = tensors("conv", "q_proj", "k_proj", "v_proj", "o_proj"), tensors("conv2d", "q", "k", "v", "to_out")
+    with pytest.raises(AmbiguousAlignmentError, match="ambiguous which of"):
+        align(model, file)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
 from lightning_tricks._shared.text import format_shape
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 from lightning_tricks.checkpoint_remapping.core.remapping import FUSION, remap_keys
 from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
@@ -175,7 +176,10 @@ class Proposals:
 
     def _fits(self, source: str, target: str) -> bool:
         """Whether a rule leads from tensors without a match to tensors of their shapes without one."""
-        made = remap_keys(dict(self.sources), [RemapRule(source, target)])
+        try:
+            made = remap_keys(dict(self.sources), [RemapRule(source, target)])
+        except CheckpointError:  # it would give two of them one name
+            return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
         return bool(ruled) and all(self.targets.get(name) == made[name] for name in ruled)
 
