@@ -98,7 +98,7 @@ def _be_a_script(
     def work() -> None:
         torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
         worker.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds, not 5, until workers see that their rank was killed
-        if "SIGKILL" in (options.get("kill") or ()):
+        if "SIGKILL" in str(options.get("kill")):
             _wait_less_for_ranks()
         if not on_terminal:
             os.setpgid(0, 0)  # a signal to its process group is not for us

@@ -433,10 +433,10 @@ INTERRUPT = """
     from lightning_tricks.devices.core import gpu_locks
     from lightning_tricks.devices.core.result import state
     from lightning_tricks.devices.testing import FakeGpu, FakeNvml
-from tests.devices.boards import LOST
 
     FILES = ("select.py", "gpu_locks.py", "file_locks.py", "result.py", "rank_handoff.py", "visible_devices.py")
-    fake = FakeNvml([FakeGpu(fails=LOST), FakeGpu(), FakeGpu()])
+    lost = FakeGpu(fails={"nvmlDeviceGetHandleByIndex": "GPU_IS_LOST"})
+    fake = FakeNvml([lost, FakeGpu(), FakeGpu()])
     gpu_locks.LONGEST_CHOICE = 0.0
     sys.unraisablehook = lambda _: None  # an interrupt while a generator is closed
 

@@ -337,12 +337,11 @@ def test_ranks_of_a_forked_child_find_the_selection_of_its_parent():
 
 @pytest.mark.parametrize("before", [None, "1,2"])
 def test_a_job_sees_what_its_parent_saw_before_it_selected(before, monkeypatch):
-    fake = "FakeNvml([FakeGpu(fails=LOST), FakeGpu(), FakeGpu()])"
+    fake = f"FakeNvml([FakeGpu(fails={LOST}), FakeGpu(), FakeGpu()])"
     code = f"""
 import os
 from lightning_tricks.devices import select_gpus
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
-from tests.devices.boards import LOST
 before = os.environ["CUDA_VISIBLE_DEVICES"]
 selection = select_gpus(nvml={fake})
 print(before, selection.gpus[0].index, os.environ["CUDA_VISIBLE_DEVICES"] == selection.gpus[0].uuid)
