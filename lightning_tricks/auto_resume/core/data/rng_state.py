@@ -264,7 +264,7 @@ def _split(generator: int, state: Any) -> tuple[Any, Sequence[Any]]:
     return state[1], (state[2] is not None, state[2] or 0.0) if generator == 0 else state[2:]
 
 
-def _joined(generator: int, words: Any, numbers: Sequence[Any]) -> Any:
+def _joined(generator: int, words: Any, numbers: Sequence[Any] | np.ndarray[Any, Any]) -> Any:
     """Return the state that `_split` took apart."""
     if generator == 0:
         return 3, tuple(words.tolist()), float(numbers[1]) if numbers[0] else None
