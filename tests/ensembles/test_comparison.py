@@ -74,6 +74,11 @@ def _banked(net, h):
     return h
 
 
+def _banked_in_small_numbers(net, h):
+    net.kept.append(1e-10 * h.detach().mean(0))
+    return h
+
+
 def _annealed(net, h):
     net.seen += len(h)
     return h
@@ -118,6 +123,7 @@ MIXING = {
     "backward": lambda net, h: _OverRows.apply(h),
     "statistics of the past": _centred_by_the_past,
     "memory bank": _banked,
+    "memory bank of small numbers": _banked_in_small_numbers,
     "count of rows": _annealed,
 }  # fmt: skip
 

@@ -196,7 +196,7 @@ def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bo
         ("gradients", at_once.gradients, alone.gradients),
         ("buffers", at_once.state, alone.state),
     ):
-        off = relative_difference(ours, theirs)
+        off = relative_difference(ours, theirs, floor=1e-6)
         if off > tolerance:
             return f"the model mixes rows of a batch outside its layers ({kind} are {off:.2g} of the largest off)"
     for name in dict.fromkeys(name for changed in (*at_once.changed, *alone.changed) for name in changed):

@@ -76,8 +76,8 @@ def same_or_rows_of(value: Any, parts: Sequence[Any], tolerance: float) -> bool:
     return all(_is_same(value, part, set()) for part in parts)
 
 
-def relative_difference(given: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest difference of tensors of the same shapes, as a share of the largest value."""
+def relative_difference(given: Sequence[Tensor], expected: Sequence[Tensor], floor: float = 0.0) -> float:
+    """Return the largest difference of tensors of the same shapes, as a share of the largest value, or of `floor`."""
     off = largest = 0.0
     for ours, theirs in zip(given, expected, strict=True):
         if not ours.numel():
@@ -88,7 +88,10 @@ def relative_difference(given: Sequence[Tensor], expected: Sequence[Tensor]) -> 
             continue
         ours, theirs = (value.detach().nan_to_num(0.0, 0.0, 0.0).float() for value in (ours, theirs))
         off, largest = max(off, float((ours - theirs).abs().max())), max(largest, float(theirs.abs().max()))
-    return off / max(largest, 1e-6)
+    largest = max(largest, floor)
+    if not largest:
+        return math.inf if off else 0.0
+    return off / largest
 
 
 def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:

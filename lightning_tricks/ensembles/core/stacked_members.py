@@ -212,12 +212,14 @@ class StackedMembers(Members):
             return
         self._is_released = True
         for skeleton in self.skeletons:
-            vars(skeleton).pop("log", None)
+            for part in skeleton.modules():
+                vars(part).pop("log", None)
             empty: dict[str, Tensor] = {
                 name: nn.Parameter(torch.empty_like(value, device="meta"), value.requires_grad)
-                for name, value in skeleton.named_parameters()
+                for name, value in skeleton.named_parameters(remove_duplicate=False)
             }
-            empty |= {name: torch.empty_like(value, device="meta") for name, value in skeleton.named_buffers()}
+            buffers = skeleton.named_buffers(remove_duplicate=False)
+            empty |= {name: torch.empty_like(value, device="meta") for name, value in buffers}
             place_tensors(skeleton, empty)
 
     def _copied_skeleton(self, index: int) -> nn.Module:
