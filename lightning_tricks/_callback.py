@@ -15,10 +15,19 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, other_impor
 from lightning_tricks._shared.pictures import can_log_images
 from lightning_tricks._shared.report_parts import ReportPart
 
-_STEPS = ("train", "validation", "test", "predict")
 _STEP_HOOKS = (
-    *(f"on_{step}_batch_{moment}" for step in _STEPS for moment in ("start", "end")),
-    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
 )
 
 

@@ -6,6 +6,15 @@ from collections.abc import Iterator
 
 from torch import nn
 
+RECORD_KEY = "trainable_checkpoint"  # the entry of a checkpoint that describes the tensors that were left out
+
+# An empty tensor of this name is among the weights, so that whoever loads them without the base reads the remedy in the
+# error of `load_state_dict`. It has no dots: it is not a name of a submodule.
+NOTE = (
+    "(this file holds only the trained tensors: load it with TrainableCheckpoint among the Trainer's callbacks, or "
+    "with load_trainable)"
+)
+
 
 class AddedParameters(nn.Module):
     """The base of modules that hold parameters which were added to a pretrained model."""
@@ -39,13 +48,3 @@ def _names_within(model: nn.Module, modules: list[str]) -> set[str]:
 def _is_peft_layer(module: nn.Module) -> bool:
     bases = ((base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__)
     return ("peft", "BaseTunerLayer") in bases
-
-
-RECORD_KEY = "trainable_checkpoint"  # the entry of a checkpoint that describes the tensors that were left out
-
-# An empty tensor of this name is among the weights, so that whoever loads them without the base reads the remedy in the
-# error of `load_state_dict`. It has no dots: it is not a name of a submodule.
-NOTE = (
-    "(this file holds only the trained tensors: load it with TrainableCheckpoint among the Trainer's callbacks, or "
-    "with load_trainable)"
-)

@@ -12,6 +12,8 @@ from lightning_tricks._shared.files import open_file
 
 _COPY_RATE = 1 << 28  # bytes per second, at least
 _CHECK_INTERVAL = 1 << 16  # charged bytes between two checks of the clock
+_LARGEST_YAML = 1 << 20  # bytes
+_YAML_TUPLE = "tag:yaml.org,2002:python/tuple"
 
 
 class OverBudgetError(ValueError):
@@ -85,10 +87,6 @@ def parse_json(data: str | bytes, budget: Budget) -> Any:
         raise ValueError("its lists and mappings are nested too deeply") from None
 
 
-_LARGEST = 1 << 20  # bytes
-_TUPLE = "tag:yaml.org,2002:python/tuple"
-
-
 def read_yaml(
     path: str | os.PathLike[str], *, max_depth: int, max_scalar_length: int, allow_tuples: bool = False
 ) -> Any:
@@ -108,15 +106,15 @@ def read_yaml(
     import yaml
 
     with open_file(path) as stream:
-        data = stream.read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST:,} bytes.")
+        data = stream.read(_LARGEST_YAML + 1)
+    if len(data) > _LARGEST_YAML:
+        raise ValueError(f"it has more than {_LARGEST_YAML:,} bytes.")
     text = data.decode("utf-8-sig")
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    _check(yaml.parse(text, safe), Budget(len(data)), max_depth, max_scalar_length)
+    _check_events(yaml.parse(text, safe), Budget(len(data)), max_depth, max_scalar_length)
     loader: Any = type("PlainLoader", (safe,), {})
     if allow_tuples:
-        yaml.add_constructor(_TUPLE, _make_tuple, loader)
+        yaml.add_constructor(_YAML_TUPLE, _make_tuple, loader)
     return yaml.load(text, loader)  # noqa: S506  # a safe one
 
 
@@ -124,7 +122,7 @@ def _make_tuple(loader: Any, node: Any) -> tuple[Any, ...]:
     return tuple(loader.construct_sequence(node, deep=True))
 
 
-def _check(events: Iterable[Any], budget: Budget, max_depth: int, max_scalar_length: int) -> None:
+def _check_events(events: Iterable[Any], budget: Budget, max_depth: int, max_scalar_length: int) -> None:
     depth = -2  # the stream and the document
     for event in events:
         budget.spend(512)

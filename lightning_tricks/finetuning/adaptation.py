@@ -234,7 +234,7 @@ class CoverageCheckingCallback(AdaptationCallback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Report modules that were not called, and parameters without a gradient."""
         self._end("training", _TRAINING)
-        super().on_train_batch_end(trainer, pl_module, *args)
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Report modules that were not called."""

@@ -386,6 +386,11 @@ def test_a_second_fit_sees_no_trace(lab):
         module = _Scheduled(_SCHEDULERS["cosine"], (3, 9))
         lab.fit([callback], module=module, probe=False)
     assert callback.report_parts(None)[0].skipped == 4
+    scheduler = module.trainer.lr_scheduler_configs[0].scheduler
+    scheduler.last_epoch += 7
+    stepped = copy.deepcopy(scheduler.state_dict())
+    callback.on_train_batch_end(module.trainer, module, None, None, 0)
+    assert scheduler.state_dict() == stepped, "no scheduler is held any more"
     assert not module.trainer.optimizers[0]._optimizer_step_post_hooks
 
 

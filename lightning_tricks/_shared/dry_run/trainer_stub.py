@@ -84,9 +84,19 @@ class ReadOnlyTrainer:
 
     _NO_OPS = frozenset(
         [
-            *("logger", "loggers", "strategy", "profiler", "callbacks", "checkpoint_callback", "checkpoint_callbacks"),
-            *("early_stopping_callback", "early_stopping_callbacks", "lr_scheduler_configs", "save_checkpoint"),
-            *("print", "should_stop"),
+            "logger",
+            "loggers",
+            "strategy",
+            "profiler",
+            "callbacks",
+            "checkpoint_callback",
+            "checkpoint_callbacks",
+            "early_stopping_callback",
+            "early_stopping_callbacks",
+            "lr_scheduler_configs",
+            "save_checkpoint",
+            "print",
+            "should_stop",
         ]
     )
 

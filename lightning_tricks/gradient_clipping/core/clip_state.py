@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +89,8 @@ class ClipState:
         self._forget_fit()
 
     def _forget_fit(self) -> None:
-        self._held_schedulers = ExitStack()  # restores those of a skipped step
-        self._skipped_step = ExitStack()  # ends the skipping
+        self._restore_schedulers: Callable[[], None] = _do_nothing  # of a skipped step
+        self._end_skip: Callable[[], None] = _do_nothing
         self.finite_at_skip: Tensor | None = None
         self._parameter_ids: list[int] = []
         self._groups: list[ClipGroup] = []
@@ -104,7 +103,8 @@ class ClipState:
 
     def end_skip(self) -> None:
         """End the skipping of a step, if one was skipped: it is over, or never came."""
-        self._skipped_step.close()
+        end, self._end_skip = self._end_skip, _do_nothing
+        end()
 
     def skip_step_(
         self, optimizer: Optimizer, nonfinite: Tensor, *, by_scaler: bool, schedulers: list[Any] | None
@@ -123,23 +123,20 @@ class ClipState:
         on_device = by_scaler or skips_on_device(optimizer)
         if on_device and schedulers is None:
             if not by_scaler:
-                self._skip(skip_step_on_device_(optimizer, nonfinite))
+                self._end_skip = skip_step_on_device_(optimizer, nonfinite)
             return False
         if not nonfinite:
             return False
         if schedulers is not None:
-            self._held_schedulers.callback(hold_schedulers(optimizer, schedulers))
+            self._restore_schedulers = hold_schedulers(optimizer, schedulers)
         if not by_scaler:
-            self._skip(skip_step_(optimizer))
+            self._end_skip = skip_step_(optimizer)
         return True
-
-    def _skip(self, end: Callable[[], None]) -> None:
-        self._skipped_step = ExitStack()  # a new skip has taken the place of one whose step never came
-        self._skipped_step.callback(end)
 
     def restore_schedulers(self) -> None:
         """Restore the schedulers of a skipped step."""
-        self._held_schedulers.close()
+        restore, self._restore_schedulers = self._restore_schedulers, _do_nothing
+        restore()
 
     def clip_(
         self,
@@ -208,6 +205,9 @@ class ClipState:
         copy = ClipState()
         copy.counts, copy.thresholds = self.counts, self.thresholds
         return vars(copy)
+
+
+def _do_nothing() -> None: ...
 
 
 def states_to_dict(states: Mapping[int, ClipState]) -> dict[str, Any]:

@@ -51,15 +51,15 @@ def make_parameter(parts: Any, present: Any) -> nn.Parameter:
     return nn.Parameter(make_tensor(parts | {"requires_grad": False}, present), bool(parts["requires_grad"]))
 
 
-def _require_same(names: str, target: Any, value: Any) -> None:
-    for name in names.split():
+def _require_same(target: Any, value: Any, *names: str) -> None:
+    for name in names:
         if getattr(target, name) != getattr(value, name):
             raise ValueError(f"of another {name}")
 
 
 def fill_tensor(target: Tensor, value: Tensor) -> None:
     """Copy a tensor into another one, as far as it allows that."""
-    _require_same("shape dtype requires_grad", target, value)
+    _require_same(target, value, "shape", "dtype", "requires_grad")
     with torch.no_grad():
         target.copy_(value)  # raises an error for tensors of inference mode and expanded ones
 
@@ -95,7 +95,7 @@ def make_array(parts: Any, present: Any) -> Any:
 
 def fill_array(target: Any, value: Any) -> None:
     """Copy an array into another one."""
-    _require_same("shape dtype", target, value)
+    _require_same(target, value, "shape", "dtype")
     np.copyto(target, value)
 
 
@@ -233,7 +233,7 @@ def _set_attributes(value: Any, own: dict[str, Any]) -> None:
 def fill_subclass(target: Any, value: Any) -> None:
     """Copy data and attributes of an array or a tensor into another one."""
     (plain, _, _), (other, _, own) = take_subclass(target), take_subclass(value)
-    _require_same("shape dtype", plain, other)
+    _require_same(plain, other, "shape", "dtype")
     plain[...] = other
     _set_attributes(target, own)
 
@@ -248,7 +248,7 @@ def make_objects(parts: Any) -> Any:
 
 def fill_objects(target: Any, value: Any) -> None:
     """Copy the entries of an array of objects into another one."""
-    _require_same("shape", target, value)
+    _require_same(target, value, "shape")
     target[...] = value
 
 
@@ -369,7 +369,7 @@ def make_image(parts: Any) -> Any:
 
 def fill_image(target: Any, value: Any) -> None:
     """Make a PIL image the same as another one, in place."""
-    _require_same("mode size", target, value)
+    _require_same(target, value, "mode", "size")
     target.paste(value)
     target.palette, target.info = value.palette, value.info
 

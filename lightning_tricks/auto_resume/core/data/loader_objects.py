@@ -23,7 +23,7 @@ from lightning_tricks.auto_resume.core.data.rng_state import (
 
 # packages whose objects are handles to data, which a fresh process opens again
 _DATA_HANDLE_PACKAGES = frozenset(
-    "h5py lmdb zarr PIL pandas pyarrow polars cv2 fsspec s3fs boto3 sqlalchemy".split()  # noqa: SIM905 - a list of names
+    {"h5py", "lmdb", "zarr", "PIL", "pandas", "pyarrow", "polars", "cv2", "fsspec", "s3fs", "boto3", "sqlalchemy"}
 )
 _MAX_PATHS = 500  # of a fingerprint
 DATA_PARTS = ("dataset", "collate_fn")
