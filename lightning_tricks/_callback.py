@@ -10,8 +10,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_tricks._lightning_compat.trainer import callbacks_of, other_import_style
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type, other_import_style
+from lightning_tricks._shared.console import is_verbose, print_report
 from lightning_tricks._shared.pictures import can_log_images
 from lightning_tricks._shared.report_parts import ReportPart
 
@@ -50,6 +52,7 @@ class TrickCallback(Callback):
         training_arguments: The names of the arguments that shape the training; `AutoResume` compares their values with
             those with which a run was started. Empty for a callback that only observes.
         takes_report_parts: Whether it shows what the callbacks of its Trainer return from `report_parts`.
+        verbose: Whether its tables are printed; None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE`.
     """
 
     allows_several = False
@@ -57,6 +60,8 @@ class TrickCallback(Callback):
     takes_report_parts = False
     path_arguments: tuple[str, ...] = ()
     training_arguments: tuple[str, ...] = ()
+    verbose: bool | None = None
+    _lines: tuple[str, ...] = ()
 
     @classmethod
     def find_path_arguments(cls, arguments: Mapping[str, Any], texts: Collection[str]) -> list[str]:
@@ -135,9 +140,44 @@ class TrickCallback(Callback):
                 "would repeat the work of the first. Remove one."
             )
 
+        self._lines = ()
         for name in _STEP_HOOKS:
             vars(self).pop(name, None)
         self.skip_hooks(*(name for name in _STEP_HOOKS if getattr(type(self), name) is getattr(Callback, name)))
+
+    def say(self, line: str) -> None:
+        """Say something in the next block of lines: that at the start of training, or that at the end of the fit.
+
+        A block has the lines of all tricks. What went wrong is a warning instead, and comes at once.
+
+        Args:
+            line: What is to be said, with its number, after the name of the callback; three in a fit at most.
+        """
+        self._lines = (*self._lines, line)
+
+    def show_table(self, table: Any) -> None:
+        """Print a table if this callback or the environment asks for tables."""
+        if is_verbose(self.verbose):
+            print_report(type(self).__name__, table)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what the tricks have to say, once the last of them has started; overrides call it at their end."""
+        self._print_block(trainer, "Tricks at the start:")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what the tricks have to say, once the last of them has ended; overrides call it at their end."""
+        self._print_block(trainer, "Tricks at the end:")
+
+    def _print_block(self, trainer: Trainer, title: str) -> None:
+        tricks = callbacks_of_type(trainer, TrickCallback)
+        if tricks and self is not tricks[-1]:
+            return
+        said = [(type(trick).__name__, line) for trick in tricks for line in trick._lines]
+        for trick in tricks:
+            trick._lines = ()
+        if said:
+            width = max(len(name) for name, _ in said)
+            rank_zero_info("\n".join([title, *(f"  {name:{width}}  {line}" for name, line in said)]))
 
     def skip_hooks(self, *names: str) -> None:
         """Let Lightning skip hooks of a step until the next `setup`, as they have nothing to do.

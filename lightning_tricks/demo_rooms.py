@@ -51,7 +51,7 @@ def demo_fields(seed: int, out: Path) -> dict[str, Any]:
         "checkpoint_remapping": {"clean_on_save": True},
         "device_monitor": {"every_n_train_steps": 20} if find_spec("psutil") else None,
         "flops": {"backward": True, "depth": 2},
-        "gradient_clipping": {"max_norm": _MAX_NORM, "log_layers": True},
+        "gradient_clipping": {"max_norm": _MAX_NORM, "log": "all", "log_layers": True},
         "images": {"n": 16, "every_n_epochs": 5},
         "metrics": {"metrics": preset, "class_names": _DIGITS, "best": {"val/f1": "max"}},
         "model_report": {"graph": False, "depth": 2},

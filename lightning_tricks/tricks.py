@@ -71,6 +71,8 @@ class Tricks:
         nvtx_ranges: `NvtxRanges`: marks of the parts of a step for Nsight Systems.
         optimizer: The optimizer, of a module without `configure_optimizers`.
         schedule: The learning rate schedule of this optimizer.
+        verbose: Whether the callbacks print their tables. None leaves that to them, and to the variable
+            `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     Raises:
         TypeError: If a field has another type, or a dict names an argument that does not exist.
@@ -110,9 +112,12 @@ class Tricks:
     nvtx_ranges: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "NvtxRanges"})
     optimizer: OptimizerSpec | bool | dict[str, Any] | None = None
     schedule: ScheduleSpec | bool | dict[str, Any] | None = None
+    verbose: bool | None = None
 
     def __post_init__(self) -> None:
-        for trick in fields(self):
+        if not isinstance(self.verbose, bool | None):
+            raise TypeError(f"Tricks(verbose=...) must be True, False or None, got {self.verbose!r}.")
+        for trick in (trick for trick in fields(self) if trick.name != "verbose"):
             object.__setattr__(self, trick.name, _copied(_checked_arguments(trick, getattr(self, trick.name))))
         self.callbacks()  # raises where an argument is wrong
         for name, spec in (("optimizer", OptimizerSpec), ("schedule", ScheduleSpec)):
@@ -175,11 +180,15 @@ class Tricks:
 
     def callbacks(self) -> list[TrickCallback]:
         """Return a new callback for each field that is not None."""
-        return [
+        callbacks = [
             _build_callback(trick.name, getattr(lightning_tricks, trick.metadata["callback"]), value)
             for trick in fields(self)
             if "callback" in trick.metadata and (value := getattr(self, trick.name)) is not None
         ]
+        for callback in callbacks:
+            if callback.verbose is None:
+                callback.verbose = self.verbose
+        return callbacks
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values; `Tricks(**values)` is equal to this object."""

@@ -22,10 +22,11 @@ def evaluation_loaders(trainer: Trainer) -> list[Any]:
 
 
 @needs_private("MetricsMonitor with several loaders")
-def evaluation_loader_name(trainer: Trainer, index: int) -> str | None:
-    """Return the key of a loader of the validation or test that runs, if its loaders were given as a dict."""
-    given = trainer._evaluation_loop._combined_loader.iterables  # type: ignore[union-attr]
-    return str(list(given)[index]) if isinstance(given, Mapping) and index < len(given) else None
+def evaluation_loader_names(trainer: Trainer) -> list[str]:
+    """Return the names of the loaders of the validation or test that runs, if they were given as a dict."""
+    combined = trainer._evaluation_loop._combined_loader
+    given = None if combined is None else combined.iterables
+    return list(map(str, given)) if isinstance(given, Mapping) else []
 
 
 @contextmanager

@@ -37,11 +37,11 @@ def log_step_values(trainer: Trainer, source: str, values: Mapping[str, Tensor])
                 results.log(source, name, value, on_step=True, on_epoch=False, batch_size=1)
 
 
-def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> None:
+def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor, *, to_loggers: bool = True) -> None:
     """Log a value of an epoch that is equal on all ranks, from a callback's hook at the end of the epoch.
 
     `LightningModule.log` would average it with what the module logs under this name in the same hook. It would also
-    warn that the value is not synchronised, or synchronise it, with a rounding error.
+    warn that the value is not synchronised, or synchronise it, with a rounding error. Callbacks see it in any case.
     """
     with needs_private(f"logging by {source}", TypeError):
         results: Any = trainer._results
@@ -49,9 +49,8 @@ def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> 
         if known is not None and known.value.device == value.device:
             results.update_metrics(f"{source}.{name}", value, 1)  # takes a tenth of the time
         else:
-            results.log(
-                source, name, value, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True
-            )
+            of_epoch = {"on_step": False, "on_epoch": True, "batch_size": 1}
+            results.log(source, name, value, logger=to_loggers, sync_dist=True, rank_zero_only=True, **of_epoch)
 
 
 def keys_logged_by_others(trainer: Trainer, source: str, *, include_reset: bool = False) -> dict[str, str]:

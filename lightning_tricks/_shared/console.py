@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from rich.console import Console
+
+VERBOSE_VARIABLE = "LIGHTNING_TRICKS_VERBOSE"
 
 
 class _EncodableOutput:
@@ -46,6 +49,20 @@ def make_console(**options: Any) -> Console:
     if not console.width:  # COLUMNS=0: nobody knows it, and rich would print nothing
         console.width = 80
     return console
+
+
+def is_verbose(verbose: bool | None) -> bool:
+    """Whether tables are printed: as an argument says, or else the variable `LIGHTNING_TRICKS_VERBOSE`.
+
+    Raises:
+        ValueError: If the variable is neither 0 nor 1.
+    """
+    if verbose is not None:
+        return verbose
+    given = os.environ.get(VERBOSE_VARIABLE, "")
+    if given not in ("", "0", "1"):
+        raise ValueError(f"{VERBOSE_VARIABLE} must be 0 or 1, got {given!r}.")
+    return given == "1"
 
 
 def print_report(trick: str, report: Any) -> None:

@@ -109,17 +109,17 @@ _LOADING_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "
 def loads_as_torch_does(module: nn.Module) -> bool:
     """Whether neither a module nor its submodules have methods or hooks of others for their state dicts."""
     with needs_private("CheckpointRemapping"):
-        methods = {name: getattr(nn.Module, name) for name in _LOADING}
         return not any(
             any(getattr(part, hooks) for hooks in _LOADING_HOOKS)
-            or any(name in vars(part) or _is_of_others(type(part), name, method) for name, method in methods.items())
+            or any(name in vars(part) or _is_of_others(type(part), name) for name in _LOADING)
             for part in module.modules()
         )
 
 
-def _is_of_others(cls: type[nn.Module], name: str, method: object) -> bool:
-    own = getattr(cls, name)
-    return own is not method and getattr(own, "__module__", "").partition(".")[0] != "torch"
+def _is_of_others(cls: type[nn.Module], name: str) -> bool:
+    """Whether a class or one of its bases has a method of its own; that of the mixin calls torch's."""
+    owners = (base.__module__ for base in cls.__mro__ if name in vars(base))
+    return any(owner.partition(".")[0] != "torch" and owner != "lightning_tricks.mixin" for owner in owners)
 
 
 def has_forward_pre_hook(module: nn.Module, hook: Any) -> bool:

@@ -214,7 +214,7 @@ class AutoResume(TrickCallback):
             self._close()
             return
         if is_fast_dev_run(trainer):
-            rank_zero_info("AutoResume: a fast_dev_run is neither saved nor resumed.")
+            self.say("a fast_dev_run is neither saved nor resumed")
             return
         if is_tuning(trainer):
             self.was_tuned = True
@@ -242,12 +242,15 @@ class AutoResume(TrickCallback):
         """Continue after the end of a fit that was given more epochs."""
         if self._fit is not None:
             self._fit.on_train_start()
+            self.say(f"saves to {os.fspath(self.dirpath)} {self._cadence()}")
+        super().on_train_start(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what was logged after the end, and count the fit."""
         if self._fit is not None:
             self._fit.on_fit_end()
             self._num_fits_done += 1
+        super().on_fit_end(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
@@ -270,14 +273,14 @@ class AutoResume(TrickCallback):
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return where and how often the fit is saved."""
-        cadence = {
-            "steps": self.every_n_train_steps,
-            "epochs": self.every_n_epochs,
-            "seconds": None if math.isinf(self.seconds_between_saves) else f"{self.seconds_between_saves:g}",
-        }
-        often = ", ".join(f"every {number} {unit}" for unit, number in cadence.items() if number is not None)
-        facts = [("directory", os.fspath(self.dirpath)), ("saves", often or "at its end")]
+        facts = [("directory", os.fspath(self.dirpath)), ("saves", self._cadence())]
         return [Facts(title="Saves of AutoResume", facts=facts)]
+
+    def _cadence(self) -> str:
+        seconds = None if math.isinf(self.seconds_between_saves) else self.seconds_between_saves
+        units = (("step", self.every_n_train_steps), ("epoch", self.every_n_epochs), ("second", seconds))
+        often = (f"every {unit}" if n == 1 else f"every {n:g} {unit}s" for unit, n in units if n is not None)
+        return ", ".join(often) or "at its end"
 
     @property
     def seconds_between_saves(self) -> float:

@@ -128,19 +128,17 @@ class CheckpointRemapping(TrickCallback):
         if self.path is None or trainer.global_step > 0:
             return
         if trainer.ckpt_path is not None:
-            rank_zero_info(f"CheckpointRemapping: {self.path} is not loaded: the fit resumes from {trainer.ckpt_path}.")
+            self.say(f"{self.path} is not loaded: the fit resumes from {trainer.ckpt_path}")
             return
         if self.added_by_mixin and getattr(pl_module, "load_report", None) is not None:
-            rank_zero_info(
-                f"CheckpointRemapping: {self.path} is not loaded: the module comes from load_from_checkpoint."
-            )
+            self.say(f"{self.path} is not loaded: the module comes from load_from_checkpoint")
             return
         module = self._submodule_of(pl_module)
         self.report = _load_on_all_ranks(
             trainer, module, lambda: plan_loading(module, self.path or "", **self.load_options())
         )
         if self.report is not None:
-            rank_zero_info(f"CheckpointRemapping: loaded {self.path}. {self.report}")
+            self.say(f"loaded {self.path}. {self.report}")
 
     def load_pretrained(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Load the weights of `path` on this rank, where a checkpoint holds only what was trained since."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step, log_to_loggers
@@ -126,10 +126,7 @@ class CudaMemory(TrickCallback):
         self._installed.enter_context(observed)
         device = trainer.strategy.root_device
         if device.type != "cuda":
-            rank_zero_info(
-                f"CudaMemory: the Trainer runs on {device}, so that no CUDA memory is logged, limited or recorded; "
-                "reports are still made when memory runs out."
-            )
+            self.say(f"logs, limits and records nothing on {device}; reports when memory runs out")
             return
         if self.limit is not None:
             limit_memory(self.limit, device)
@@ -144,6 +141,7 @@ class CudaMemory(TrickCallback):
         if self._peaks is not None:
             self._peaks.take()
         self._enter("train")  # where training resumes in the middle of an epoch, no epoch starts
+        super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to look for the peak of training."""
@@ -201,6 +199,9 @@ class CudaMemory(TrickCallback):
             self.report = self._make_report(trainer, pl_module, trainer.strategy.root_device)
         except Exception as problem:  # of a module or an optimizer that is unlike others: the fit itself is fine
             rank_zero_warn(f"CudaMemory could not report on the memory at the end of the fit: {problem!r}")
+        if self._peaks is not None and self.report is not None and self.report.peak_allocated is not None:
+            self.say(f"peak {format_bytes(self.report.peak_allocated)} of {self.report.device}")
+        super().on_fit_end(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what the memory is used for if it has run out outside of the loops, and undo what was installed."""

@@ -3,48 +3,63 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import log_to_loggers, logger_step
-from lightning_tricks._shared.checks import check_count, check_number
-from lightning_tricks._shared.console import print_report
+from lightning_tricks._shared.checks import check_choice, check_count, check_number
 from lightning_tricks._shared.report_parts import DeviceUse
 from lightning_tricks._shared.tensors import gather_objects
-from lightning_tricks.devices.core.device_summary import DeviceSummary, check_keys, device_report, device_use
+from lightning_tricks.devices.core.device_summary import (
+    LOGGED_KEYS,
+    DeviceSummary,
+    check_keys,
+    describe_devices,
+    device_report,
+    device_use,
+    generic_key,
+)
 from lightning_tricks.devices.monitored_run import MonitoredRun
+
+_STAGES = ("train", "val", "test", "predict")
 
 
 class DeviceMonitor(TrickCallback):
     """Log a few readable numbers about GPUs, CPU and loaders, and say at the end what the run waited for.
 
     A thread measures the devices every `interval` seconds, so that no step waits for it; the values since the last log
-    are logged every `every_n_train_steps` steps, and at the end of each validation, test or prediction:
+    are logged every `every_n_train_steps` steps:
 
-    * `gpu0/utilization` (%), `gpu0/memory_used_gib` (all processes), `gpu0/peak_memory_gib` (tensors of this process),
-      `gpu0/temperature` (°C) and `gpu0/power_w`, for each GPU of the Trainer on rank zero's machine, by CUDA's index;
-    * `host/cpu_utilization` (%), `host/ram_used_gib` and `host/data_wait`: the share of the time, in %, in which rank
-      zero waited for batches, and for worker processes that start. The wait for the very first batch does not count.
+    * `gpu0/utilization` (%) and `gpu0/memory_used_gib` (all processes), for each GPU of the Trainer on rank zero's
+      machine, by CUDA's index;
+    * `host/cpu_utilization` (%) and `host/data_wait`: the share of the time, in %, in which rank zero waited for
+      batches, and for worker processes that start. The wait for the very first batch does not count.
 
-    Those of validation are called `gpu0/val_utilization` and so on. A value that a driver does not report is left out.
+    Those of other `stages`, logged at their end, are called `gpu0/val_utilization` and so on. A value that a driver
+    does not report is left out.
 
-    At the end of a fit a table shows mean and maximum of each rank, the energy in kWh and a verdict: whether the loader
-    was the bottleneck, with the number of workers that would keep up, and whether GPUs were slowed down by heat or a
-    power limit. On a GPU the verdict counts the time in which the device had nothing to do while the host waited,
-    measured by CUDA events without any synchronization.
+    At the end of a fit a line has the energy in kWh and a verdict: whether the loader was the bottleneck, with the
+    number of workers that would keep up, and whether GPUs were slowed down by heat or a power limit. A table, which a
+    `RunReport` shows too, has mean and maximum of each rank, also of `gpu0/peak_memory_gib` (tensors of this process),
+    `gpu0/temperature` (°C), `gpu0/power_w` and `host/ram_used_gib`. On a GPU the verdict counts the time in which the
+    device had nothing to do while the host waited, measured by CUDA events without any synchronization.
 
     Needs the extra `devices`. Without a GPU, only the keys of the host are logged.
 
     Args:
         every_n_train_steps: Log every n-th optimizer step, at the end of its batch; at least 1.
-        keys: "default", or a list of names: those above, written "gpu/utilization" and "host/data_wait", and
+        keys: "default", or a list of names that are logged and shown: those above, written "gpu/utilization", and
             "gpu/data_wait" (% of the time in which the GPU was idle for want of data), "gpu/throttled" (% of the time),
             "gpu/memory_utilization", "gpu/sm_clock_mhz", "gpu/fan" and "host/process_ram_gib".
         warn_temperature: Warn once about each GPU that reaches so many degrees Celsius; None never warns.
         interval: The seconds between two measurements, > 0.
+        stages: Which of "train", "val", "test" and "predict" are logged.
+        verbose: Whether to print the table. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     Attributes:
         summary: The `DeviceSummary` of each rank after a run, on all ranks; that of this rank alone if it was
@@ -66,6 +81,8 @@ class DeviceMonitor(TrickCallback):
         keys: Literal["default"] | list[str] = "default",
         warn_temperature: float | None = 85,
         interval: float = 1.0,
+        stages: Sequence[str] = ("train",),
+        verbose: bool | None = None,
     ) -> None:
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.keys = keys
@@ -74,6 +91,12 @@ class DeviceMonitor(TrickCallback):
         if warn_temperature is not None:
             check_number("warn_temperature", warn_temperature, above=0)
         self.interval = check_number("interval", interval, above=0, at_most=3600)
+        if isinstance(stages, str):
+            raise TypeError(f"stages must be a list of names, got {stages!r}.")
+        for stage in stages:
+            check_choice("stages", stage, _STAGES)
+        self.stages = stages
+        self.verbose = verbose
         self.summary: list[DeviceSummary] | None = None
         self._run: MonitoredRun | None = None
         self._last_step = 0
@@ -92,6 +115,7 @@ class DeviceMonitor(TrickCallback):
         """Measure training from now on: where it resumes in the middle of an epoch, no epoch starts."""
         self._last_step = trainer.global_step
         self._running.wait.enter("train")
+        super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure training from now on."""
@@ -113,6 +137,7 @@ class DeviceMonitor(TrickCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the table."""
         self._finish(trainer, "train")
+        super().on_fit_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure validation, the test or the prediction from now on; the time of training stands still."""
@@ -138,7 +163,9 @@ class DeviceMonitor(TrickCallback):
         try:
             if run is not None and not isinstance(exception, Exception) and "train" in run.wait.totals:
                 self.summary = [run.summarize(trainer, "train", [])]
-                self._show(trainer)
+                if trainer.is_global_zero:
+                    self.show_table(device_report(self.summary))
+                rank_zero_info(f"DeviceMonitor: {describe_devices(self.summary)}")
         finally:
             self._close()
 
@@ -163,7 +190,10 @@ class DeviceMonitor(TrickCallback):
             run.close()
 
     def _log(self, trainer: Trainer, stage: str) -> None:
-        values = self._running.take(stage)
+        logged = LOGGED_KEYS if self.keys == "default" else self.keys
+        values = {key: value for key, value in self._running.take(stage).items() if generic_key(key) in logged}
+        if stage not in self.stages:
+            return
         if stage != "train":
             values = {key.replace("/", f"/{stage}_"): value for key, value in values.items()}
         log_to_loggers(trainer, values, logger_step(trainer))
@@ -186,7 +216,9 @@ class DeviceMonitor(TrickCallback):
 
     def _show(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self.summary:
-            print_report("DeviceMonitor", device_report(self.summary))
+            self.show_table(device_report(self.summary))
+            if line := describe_devices(self.summary):
+                self.say(line)
 
 
 def _stage_of(trainer: Trainer) -> str:

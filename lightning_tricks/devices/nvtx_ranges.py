@@ -128,6 +128,7 @@ class NvtxRanges(TrickCallback):
             if hasattr(optimizer, "register_step_post_hook"):  # wrappers of some strategies have none
                 hook = optimizer.register_step_post_hook(lambda *_: self._end_phase(pl_module))
                 self._installed.callback(hook.remove)
+        super().on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Open the step and its forward pass."""

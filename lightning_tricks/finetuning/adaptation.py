@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
@@ -148,7 +148,7 @@ class AdaptationCallback(GradientCheckingCallback):
                 self.report = self.adapt(pl_module)
         except ValueError as error:
             raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
-        rank_zero_info(f"{type(self).__name__}: {self.report}")
+        self.say(str(self.report))
         if is_new and _is_lost_after_fit(pl_module.trainer):
             _log.warning(
                 "%s: this strategy trains in processes that it spawns or forks, and what they add to the module does "
@@ -174,6 +174,7 @@ class AdaptationCallback(GradientCheckingCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to look for parameters without a gradient."""
         self._expect_gradients({strip_compile_prefix(name): weight for name, weight in pl_module.named_parameters()})
+        super().on_train_start(trainer, pl_module)
 
 
 class CoverageCheckingCallback(AdaptationCallback):
@@ -198,9 +199,7 @@ class CoverageCheckingCallback(AdaptationCallback):
 
     def _start(self, pl_module: LightningModule) -> None:
         if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
-            rank_zero_info(
-                f"{type(self).__name__}: whether all adapted modules are called is not checked in a compiled module."
-            )
+            self.say("whether all adapted modules are called is not checked in a compiled module")
             return
         if self._watch is not None:
             self._watch.close()  # a batch that the module skips has no end

@@ -139,13 +139,13 @@ class GradualUnfreezing(GradientCheckingCallback):
         if trainer.strategy.restore_checkpoint_after_setup:
             load = self._freezing_before(trainer.strategy.load_checkpoint, pl_module, plan)
             self._installed.enter_context(overriding(trainer.strategy, load_checkpoint=load))
-        lines = "\n  ".join(plan.lines(self._patterns, self.unit))
-        rank_zero_info(f"GradualUnfreezing trains {ParameterCount.of(plan.starts)}:\n  {lines}")
+        self.say("; ".join(plan.lines(self._patterns, self.unit)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freeze the parameters that do not train yet, now that a resumed run knows its epoch and step."""
         self._key = None
         self._apply(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release the parameters that train from this epoch on."""
@@ -158,10 +158,8 @@ class GradualUnfreezing(GradientCheckingCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log which parameters the run was too short to release."""
         if self._plan is not None and self._key is not None and (late := self._plan.released_after(self._key)):
-            rank_zero_info(
-                f"GradualUnfreezing: the run ended before {self.unit} {min(self._plan.starts[p] for p in late)}, so "
-                f"{ParameterCount.of(late)} never trained."
-            )
+            start = min(self._plan.starts[parameter] for parameter in late)
+            self.say(f"the run ended before {self.unit} {start}, so {ParameterCount.of(late)} never trained")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save under FSDP which parameters train, so that a resumed run knows whose optimizer state to load."""

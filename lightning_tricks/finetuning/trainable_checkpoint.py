@@ -153,7 +153,11 @@ class TrainableCheckpoint(TrickCallback):
         leave_out_base(checkpoint, module, base.records)
         if not base.is_reported:
             base.is_reported = True
-            _report(whole, _sizes(checkpoint))
+            line = _describe(whole, _sizes(checkpoint))
+            if self._is_installed:
+                self.say(line)
+            else:  # the fit is over
+                rank_zero_info(f"TrainableCheckpoint: {line}")
 
     def _close(self) -> None:
         self._is_installed = False
@@ -219,12 +223,10 @@ def _sizes(checkpoint: dict[str, Any]) -> list[int]:
     return [tensor.nbytes for _, _, tensor in weights_of(checkpoint)]
 
 
-def _report(whole: list[int], saved: list[int]) -> None:
+def _describe(whole: list[int], saved: list[int]) -> str:
     if len(saved) == len(whole):
-        rank_zero_info(f"TrainableCheckpoint: saves all {len(whole):,} tensors, as none stays frozen and as it was.")
-        return
-    rank_zero_info(
-        f"TrainableCheckpoint: saves {len(saved):,} of {len(whole):,} tensors, {format_bytes(sum(saved))} of "
-        f"{format_bytes(sum(whole))}. The others are taken from a module that is built with the same weights as this "
-        "one; an empty tensor in the file, whose name says so, is not counted."
+        return f"saves all {len(whole):,} tensors, as none stays frozen and as it was"
+    return (
+        f"saves {len(saved):,} of {len(whole):,} tensors, {format_bytes(sum(saved))} of {format_bytes(sum(whole))}; "
+        "the others come from the module that loads it"
     )

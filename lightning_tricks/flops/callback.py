@@ -16,7 +16,6 @@ from lightning_tricks._lightning_compat.callbacks import providing_flops_per_bat
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
-from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
 from lightning_tricks._shared.dry_run.runner import NoGradientError
 from lightning_tricks._shared.report_parts import Facts
@@ -27,16 +26,14 @@ from lightning_tricks.flops.mfu import MfuMeter, start_meter
 
 
 class FlopsReport(TrickCallback):
-    """Print the FLOPs of each module, log the totals and, with `backward=True`, the model FLOPs utilization.
+    """Count the FLOPs of each module, and log, with `backward=True`, the model FLOPs utilization.
 
     The FLOPs are counted once in a fit: those of the model's call with `inputs` or with the module's
     `example_input_array`, or else those of its `training_step` with the first batch, which is not consumed. Training
     stays bit-identical. If the call with `inputs` or the example fails, the error stops the fit before it starts; if
     the training step cannot be counted, a warning is given and training continues.
 
-    Logs, once, `flops/forward` and, with `backward=True`, `flops/train_step`, both for one call on one rank, as well as
-    `params/total` and `params/trainable`. With `backward=True` the training step with the first batch is always
-    measured, and
+    With `backward=True` the training step with the first batch is always measured, and
 
     * Lightning's `ThroughputMonitor`, if there is one, gets the result as `flops_per_batch`, unless the module has an
       attribute of this name. It then reports FLOPs per second and MFU without any code in the module. Validation
@@ -56,6 +53,9 @@ class FlopsReport(TrickCallback):
         compare: Whether to show the counts of the other backend as well.
         peak_flops: The peak of one device, in FLOPs per second, > 0; needs `backward=True`. None for the peak in
             Lightning's table of devices and precisions. The peak that is used is logged.
+        log_totals: Whether to log, once, `flops/forward` and, with `backward=True`, `flops/train_step`, both for one
+            call on one rank, as well as `params/total` and `params/trainable`.
+        verbose: Whether to print the table. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     Attributes:
         count: The `FlopsCount` of the last fit; None before the first.
@@ -81,6 +81,8 @@ class FlopsReport(TrickCallback):
         path: str | Path | None = None,
         compare: bool = False,
         peak_flops: float | None = None,
+        log_totals: bool = False,
+        verbose: bool | None = None,
     ) -> None:
         self.inputs = inputs
         self.backend = backend
@@ -88,6 +90,8 @@ class FlopsReport(TrickCallback):
         self.depth = check_count("depth", depth, minimum=0)
         self.path = path
         self.compare = compare
+        self.log_totals = log_totals
+        self.verbose = verbose
         self.peak_flops = None if peak_flops is None else check_number("peak_flops", peak_flops, above=0)
 
         check_backend(backend, backward)
@@ -102,14 +106,7 @@ class FlopsReport(TrickCallback):
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return the totals of the count."""
         count = self.count
-        if count is None:
-            return []
-        facts = [("forward", format_si(count.flops, "FLOP")), ("parameters", format_si(count.params))]
-        if count.train_step_flops is not None:
-            facts.insert(1, ("training step", format_si(count.train_step_flops, "FLOP")))
-        if count.trainable_params != count.params:
-            facts.append(("trainable parameters", format_si(count.trainable_params)))
-        return [Facts(title="FLOPs", facts=facts, sentences=list(count.notes)[:10])]
+        return [] if count is None else [Facts(title="FLOPs", facts=_totals(count), sentences=list(count.notes)[:10])]
 
     def _close(self) -> None:
         """Undo what was installed for a fit, and forget what belongs to it."""
@@ -164,7 +161,7 @@ class FlopsReport(TrickCallback):
         self._log_totals(trainer, pl_module)
         if self._flops_per_batch is not None:
             self._fill_monitors(trainer, pl_module, self._flops_per_batch)
-            self._meter = start_meter(trainer, self._flops_per_batch, self.peak_flops)
+            self._meter = start_meter(trainer, self._flops_per_batch, self.peak_flops, self.say)
         if self._meter is None:
             self.skip_hooks("on_train_batch_end")
 
@@ -210,7 +207,8 @@ class FlopsReport(TrickCallback):
         if not trainer.is_global_zero or self.count is None:
             return
 
-        print_report("FlopsReport", self.count.table(self.depth))
+        self.show_table(self.count.table(self.depth))
+        self.say(", ".join(f"{name} {number}" for name, number in _totals(self.count)))
         if self.path is not None:
             try:
                 self.count.write(self.path)
@@ -218,7 +216,7 @@ class FlopsReport(TrickCallback):
                 rank_zero_warn(f"FlopsReport wrote no file: path={str(self.path)!r} cannot be written ({error}).")
 
     def _log_totals(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.count is None or trainer.barebones or self._has_logged_totals:
+        if not self.log_totals or self.count is None or trainer.barebones or self._has_logged_totals:
             return
         self._has_logged_totals = True
         step = self.count.train_step_flops if self.count.train_step_flops is not None else self._flops_per_batch
@@ -239,3 +237,12 @@ class FlopsReport(TrickCallback):
         if monitors and not hasattr(pl_module, "flops_per_batch"):
             self._installed.enter_context(providing_flops_per_batch(pl_module, flops_per_batch, monitors))
             self._provides_flops = True
+
+
+def _totals(count: FlopsCount) -> list[tuple[str, str]]:
+    totals = [("forward", format_si(count.flops, "FLOP")), ("parameters", format_si(count.params))]
+    if count.train_step_flops is not None:
+        totals.insert(1, ("training step", format_si(count.train_step_flops, "FLOP")))
+    if count.trainable_params != count.params:
+        totals.append(("trainable parameters", format_si(count.trainable_params)))
+    return totals

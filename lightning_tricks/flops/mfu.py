@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._lightning_compat.callbacks import device_peak_flops
 from lightning_tricks._shared.text import format_si
@@ -59,13 +59,16 @@ class MfuMeter:
         self._start += time.perf_counter() - self._paused_at
 
 
-def start_meter(trainer: Trainer, flops_per_batch: float, peak_flops: float | None) -> MfuMeter | None:
-    """Return a running meter for this rank's device, and log the peak that it uses.
+def start_meter(
+    trainer: Trainer, flops_per_batch: float, peak_flops: float | None, say: Callable[[str], None]
+) -> MfuMeter | None:
+    """Return a running meter for this rank's device, and say which peak it uses.
 
     Args:
         trainer: The Trainer.
         flops_per_batch: The FLOPs of one training step.
         peak_flops: The peak of the device, in FLOPs per second; None for that in Lightning's table.
+        say: Is called with the sentence.
 
     Returns:
         The meter; None on other ranks than zero, in barebones mode, or if the peak is unknown.
@@ -78,11 +81,7 @@ def start_meter(trainer: Trainer, flops_per_batch: float, peak_flops: float | No
         peak, origin = device_peak_flops(trainer), "by Lightning's table"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
     if peak is None:
-        rank_zero_info(
-            f"FlopsReport does not know the peak FLOP/s of {name} and logs no flops/mfu. Pass peak_flops to log it."
-        )
+        say(f"no flops/mfu, as the peak FLOP/s of {name} is not known: pass peak_flops to log it")
         return None
-    rank_zero_info(
-        f"FlopsReport: flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}."
-    )
+    say(f"flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}")
     return MfuMeter(float(peak), flops_per_batch, trainer.global_step)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,9 +48,9 @@ class GradientClipping(TrickCallback):
     clipped at each evaluation of its closure. The Trainer's own `gradient_clip_val` is not needed beside it. A module's
     own `on_before_optimizer_step` runs later and receives the clipped gradients.
 
-    Logs `grad_norm/pre_clip`, `grad_norm/post_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in
-    which something was clipped) and, with `on_nonfinite="skip"`, `grad_norm/skipped_steps`; with several optimizers
-    `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
+    Logs `grad_norm/pre_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in which something was
+    clipped), with `log="all"` also `grad_norm/post_clip`, and with `on_nonfinite="skip"` `grad_norm/skipped_steps`;
+    with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
 
     Args:
         max_norm: The largest norm allowed, > 0. `float("inf")` logs the norms without clipping.
@@ -70,7 +70,8 @@ class GradientClipping(TrickCallback):
             steps.
         hold_lr_on_skip: With "skip": do not step the learning rate schedulers of an optimizer whose step is skipped.
             Lightning's `global_step` advances all the same, and so do schedulers that count epochs.
-        log: Whether to log the norms, without a host read beyond the logger's own.
+        log: Whether to log the norm before clipping and the share of clipped steps, without a host read beyond the
+            logger's own; "all" logs the norm after clipping as well.
         log_layers: Whether to log `grad_norm/<qualified name>` of each parameter tensor as well, every
             `log_every_n_steps`; the norms come from the pass that clips.
 
@@ -101,7 +102,7 @@ class GradientClipping(TrickCallback):
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         max_consecutive_skips: int | None = None,
         hold_lr_on_skip: bool = False,
-        log: bool = True,
+        log: bool | Literal["all"] = True,
         log_layers: bool = False,
     ) -> None:
         self.max_norm = check_bound("max_norm", max_norm)
@@ -150,9 +151,15 @@ class GradientClipping(TrickCallback):
         if not self._clip_groups.is_single:
             sizes = {name: parameter.numel() for parameter, name in self._names.items()}
             try:
-                rank_zero_info(f"GradientClipping clips by group: {self._clip_groups.report(sizes)}.")
+                self.say(f"clips by group: {self._clip_groups.report(sizes)}")
             except ValueError as error:
                 raise MisconfigurationException(f"GradientClipping: {error}") from error
+        elif self.method is None and self.max_norm == math.inf:
+            self.say("measures the norm of all gradients, and clips none")
+        else:
+            self.say(
+                f"clips by {self.method}" if self.method else f"clips the norm of all gradients to {self.max_norm:g}"
+            )
         self._installed.enter_context(
             refuse_unseen_steps(
                 trainer, lambda index: self._states[index].end_skip(), refuse_repeated=self.on_nonfinite == "skip"
@@ -222,6 +229,17 @@ class GradientClipping(TrickCallback):
                 "their gradients. Check that they are stepped, and that their parameters have gradients."
             )
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say how many steps were clipped."""
+        counts = [
+            f"{part.clipped:,} of {part.steps:,} steps{f' of optimizer {part.optimizer}' * (len(self._states) > 1)}"
+            f" clipped{f', {part.skipped:,} skipped' * bool(part.skipped)}"
+            for part in self.report_parts(trainer)
+        ]
+        if counts:
+            self.say("; ".join(counts))
+        super().on_fit_end(trainer, pl_module)
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks."""
         self._close()
@@ -283,8 +301,9 @@ class GradientClipping(TrickCallback):
         if self._log and not trainer.barebones:
             counts = self._states[index].counts
             prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"
-            values = {"pre_clip": norms.total, "post_clip": norm_after}
-            values["clipped_fraction"] = counts.clipped / counts.steps
+            values = {"pre_clip": norms.total, "clipped_fraction": counts.clipped / counts.steps}
+            if self._log == "all":
+                values["post_clip"] = norm_after
             if self.on_nonfinite == "skip":
                 values["skipped_steps"] = counts.skipped
             log_step_values(trainer, type(self).__name__, {f"{prefix}/{name}": value for name, value in values.items()})

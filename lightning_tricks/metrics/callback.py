@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,15 +11,13 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import StepsCallback, is_reported
-from lightning_tricks._lightning_compat.loaders import evaluation_loader_name
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.console import print_report
-from lightning_tricks._shared.report_parts import ReportPart
+from lightning_tricks._shared.report_parts import Facts, ReportPart
 from lightning_tricks.metrics.core.history import EpochRecord, History
-from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix, expected_names
-from lightning_tricks.metrics.core.metric_table import is_number, stack_numbers
+from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix, expected_names, is_loss_of
+from lightning_tricks.metrics.core.metric_table import is_number, per_class_names, seldom_plotted, stack_numbers
 from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics, EvaluationPlots
@@ -29,7 +27,7 @@ from lightning_tricks.metrics.key_checks import (
     MetricsError,
     UnmeasuredBatches,
     check_not_empty,
-    num_batches,
+    loader_names,
     refuse_same_keys,
 )
 
@@ -42,10 +40,12 @@ class MetricsMonitor(StepsCallback):
 
     The steps return `{"loss": ..., "preds": ..., "target": ...}`, and further arguments of metrics, such as `indexes`,
     by name. At the end of each epoch each metric is logged once, as `val/acc`, with `class_names` also as
-    `val/f1_<class>`, with several loaders as `val/0/acc`, `val/1/acc`. `val/loss`, the mean over the samples, is logged
-    too, unless the module logs it (it is exact under DDP if the step returns the loss of each sample). ModelCheckpoint,
-    EarlyStopping and schedulers see these values wherever this callback stands in the list. Each stage and loader has
-    metrics of its own. Sanity checking does not count, and the module's `state_dict` contains no metric.
+    `val/f1_<class>`, with several loaders as `val/0/acc` or, where they are in a dict, `val/<name>/acc`. `val/loss`,
+    the mean over the samples, is logged too (it is exact under DDP if the step returns the loss of each sample).
+    ModelCheckpoint, EarlyStopping and schedulers see these values wherever this callback stands in the list. Loggers
+    get what people plot: of a preset the main metrics, averages over the classes, and the loss unless the module logs
+    it itself, under whatever name; the others are in the table and in a `RunReport`. Each stage and loader has metrics
+    of its own. Sanity checking does not count, and the module's `state_dict` contains no metric.
 
     On several ranks, the states of all of them are merged. In validation and testing, the samples that Lightning's
     DistributedSampler repeats to make all ranks equally long do not count, so that the values are those of one process.
@@ -69,6 +69,10 @@ class MetricsMonitor(StepsCallback):
             whose steps return something else.
         prefix: The first part of every logged key, such as "ema" in `ema/val/acc`; several monitors need different
             ones. None adds nothing. A checkpoint holds the state of each prefix separately.
+        log_all: Whether the loggers get all metrics of a preset in a fit, not only those that people plot.
+        log_classes: Whether the loggers get the values of single classes too. Callbacks, the table and a `RunReport`
+            have all values in any case.
+        verbose: Whether to print the table. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     The metrics themselves: `lightning_tricks.metrics.MetricSuite`, for loops of your own.
 
@@ -103,6 +107,9 @@ class MetricsMonitor(StepsCallback):
         stages: Sequence[str] = STAGES,
         output_transform: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
         prefix: str | None = None,
+        log_all: bool = False,
+        log_classes: bool = False,
+        verbose: bool | None = None,
     ) -> None:
         self.metrics = metrics
         self.class_names = class_names
@@ -111,6 +118,9 @@ class MetricsMonitor(StepsCallback):
         self.stages = stages
         self.output_transform = output_transform
         self.prefix = prefix
+        self.log_all = log_all
+        self.log_classes = log_classes
+        self.verbose = verbose
         self._best = best
         if isinstance(stages, str):
             raise TypeError(f"stages must be a list of names, got {stages!r}.")
@@ -157,7 +167,7 @@ class MetricsMonitor(StepsCallback):
 
     def logged_keys(self, stage: str, loaders: int = 1) -> set[str]:
         """Return the keys that a stage is sure to log, except that of its loss."""
-        return self._keys.expected(stage, loaders) if stage in self.stages else set()
+        return self._keys.expected(stage, list(map(str, range(loaders)))) if stage in self.stages else set()
 
     def history(self) -> list[dict[str, Any]]:
         """Return one row for each value so far: stage, loader, epoch, step, metric and value."""
@@ -193,6 +203,7 @@ class MetricsMonitor(StepsCallback):
         """Refuse a dataloader without batches, and keys of dataloaders that do not exist."""
         check_not_empty(trainer, self._function, self.stages, self._name)
         self._best_keys.check_dataloaders(trainer)
+        super().on_train_start(trainer, pl_module)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse keys of dataloaders that do not exist."""
@@ -231,7 +242,7 @@ class MetricsMonitor(StepsCallback):
         dataloader = self._epoch.of_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=batch_idx != 0)
         if not dataloader.has_seen_batch:
             dataloader.has_seen_batch = True
-            keys = self._keys.expected(stage, len(num_batches(trainer, stage)))
+            keys = self._keys.expected(stage, loader_names(trainer, stage))
             self._conflicts.compare_in_first_batch(trainer, pl_module, stage, keys)
         returned = self._transform(outputs, batch, stage)
         is_complete = self._check_inputs(dataloader.suite, returned, stage, batch_idx)
@@ -265,20 +276,24 @@ class MetricsMonitor(StepsCallback):
         num_unmeasured = sum(dataloader.num_unmeasured for dataloader in dataloaders.values())
         num_measured = sum(dataloader.suite.updates for dataloader in dataloaders.values())
         self._unmeasured.report_epoch(stage, num_unmeasured, num_measured)
-        has_several = len(num_batches(trainer, stage)) > 1
+        names = loader_names(trainer, stage)
         for index, dataloader in dataloaders.items():
             if dataloader.suite.updates or dataloader.loss.samples:
-                self._log(trainer, pl_module, dataloader, stage, index if has_several else None, other_keys)
+                place = (index, names[index]) if len(names) > 1 else None
+                self._log(trainer, pl_module, dataloader, stage, place, other_keys)
             dataloader.load([])
         if stage == "train":
             self._epoch.load_partial_state({})
         self._best_keys.check_logged(stage, self.results, bool(num_unmeasured))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Plot what was not plotted yet, and print the table."""
+        """Plot what was not plotted yet, and say the last values, or print them as a table."""
         self._plots.log(trainer)
         if self._history.records() and trainer.is_global_zero:
-            print_report("MetricsMonitor", self._history.table(self.best, self.class_names or ()))
+            self.show_table(self._history.table(self.best, self.class_names or ()))
+            line = self._history.line(self.best, self._not_for_loggers)
+            self.say(line if self.prefix is None else f"{self.prefix}: {line}")
+        super().on_fit_end(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the data."""
@@ -286,8 +301,14 @@ class MetricsMonitor(StepsCallback):
         self._reset()
 
     def report_parts(self, trainer: Trainer) -> list[ReportPart]:
-        """Return confusion matrix, reliability and single classes of the last evaluation."""
-        return self._plots.report_parts()
+        """Return what loggers do not get of the last values, and the data of the plots of the last evaluation."""
+        parts: list[ReportPart] = []
+        for prefix, values in self._history.last_values().items():
+            names = seldom_plotted(self.metrics, values) - {*per_class_names(values, self.class_names or ())}
+            facts = [(name, f"{value:.4g}") for name, value in values.items() if name in names]
+            if facts and not self.log_all:
+                parts.append(Facts(title=f"Other metrics, {self._keys.key(prefix, '')[:-1]}", facts=facts))
+        return parts + self._plots.report_parts()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history."""
@@ -332,7 +353,7 @@ class MetricsMonitor(StepsCallback):
         pl_module: LightningModule,
         dataloader: DataloaderMetrics,
         stage: str,
-        dataloader_idx: int | None,
+        place: tuple[int, str] | None,
         other_keys: dict[str, str],
     ) -> None:
         try:
@@ -346,14 +367,14 @@ class MetricsMonitor(StepsCallback):
         numbers = {name: value for name, value in values.items() if is_number(value)}
         record = EpochRecord(
             stage,
-            dataloader_idx,
+            None if place is None else place[0],
             trainer.current_epoch,
             trainer.global_step,
             self._function == "fit",
             list(numbers),
             stack_numbers(numbers.values()),
             dataloader.suite.num_invalid(),
-            None if dataloader_idx is None else evaluation_loader_name(trainer, dataloader_idx),
+            None if place is None else place[1],
         )
         self._history.add(record)
         self.results |= {self._keys.key(record.prefix, name): value for name, value in values.items()}
@@ -362,16 +383,25 @@ class MetricsMonitor(StepsCallback):
         required = to_log.keys() - (set() if has_loss_metric else {self._keys.key(record.prefix, "loss")})
         self._conflicts.refuse(pl_module, required, other_keys)
         self._conflicts.note_logged(trainer, stage, required)
-        for key, value in to_log.items():
+        for_callbacks = self._not_for_loggers(numbers)
+        if not has_loss_metric and any(is_loss_of(stage, key) for key in other_keys):
+            for_callbacks.add("loss")
+        for (key, value), name in zip(to_log.items(), numbers, strict=True):
             if key in required or key not in other_keys:
-                log_epoch_value(trainer, self._name, key, value)
+                log_epoch_value(trainer, self._name, key, value, to_loggers=name not in for_callbacks)
         if self._are_shown and trainer.is_global_zero and stage != "train":
             self._plots.add(trainer, record, dataloader.suite)
+
+    def _not_for_loggers(self, names: Iterable[str]) -> set[str]:
+        """Return the names of values that callbacks see, and loggers do not."""
+        of_classes = set() if self.log_classes else set(per_class_names(names, self.class_names or ()))
+        show_all = self.log_all or self._function != "fit"
+        return of_classes | (set() if show_all else seldom_plotted(self.metrics, names))
 
     def _compare_afterwards(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compare keys with what the module or another callback has logged after this one."""
         if stage in self.stages:
             expected = None
             if self._is_sanity_checking:
-                expected = self._keys.expected(stage, len(num_batches(trainer, stage)))
+                expected = self._keys.expected(stage, loader_names(trainer, stage))
             self._conflicts.compare_afterwards(trainer, pl_module, stage, expected)

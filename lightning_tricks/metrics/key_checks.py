@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_tricks._lightning_compat.loaders import evaluation_loader_names
 from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.metrics.core.history import History
@@ -134,8 +135,8 @@ class BestKeys:
     def check_dataloaders(self, trainer: Trainer) -> None:
         """Refuse keys that name a dataloader where there is one, or none where there are several."""
         try:
-            self._keys.check_loaders(self._modes, "train", 1)
-            self._keys.check_loaders(self._modes, "val", len(num_batches(trainer, "val")))
+            self._keys.check_loaders(self._modes, "train", [""])
+            self._keys.check_loaders(self._modes, "val", loader_names(trainer, "val"))
         except ValueError as error:
             raise MetricsError(f"{self._name}: {error}") from error
 
@@ -162,6 +163,13 @@ def num_batches(trainer: Trainer, stage: str) -> list[int | float]:
         return [trainer.num_training_batches]
     counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
     return list(counts) if isinstance(counts, Sequence) else [counts]
+
+
+def loader_names(trainer: Trainer, stage: str) -> list[str]:
+    """Return the names of a stage's loaders: those of a dict, or else their indices."""
+    indices = list(map(str, range(len(num_batches(trainer, stage)))))
+    names = [] if stage == "train" else evaluation_loader_names(trainer)
+    return names if len(names) == len(indices) else indices
 
 
 def will_validate(trainer: Trainer) -> bool:

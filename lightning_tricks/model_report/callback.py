@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count, check_path
-from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
 from lightning_tricks._shared.modules import describe_without_gradient, names_without_gradient
 from lightning_tricks._shared.patterns import strip_compile_prefix
@@ -25,7 +24,7 @@ from lightning_tricks.model_report.core.summarize_model import summarize_call
 
 
 class ModelReport(TrickCallback):
-    """Print a report of the model once in a fit: parameters, layers and memory; and draw its autograd graph.
+    """Report on the model once in a fit: parameters, layers and memory; and draw its autograd graph.
 
     The report is made after the first optimizer step, when gradients and optimizer state can be measured; means and
     standard deviations are those after that step. Layers and graph are those of the module's `forward` with its
@@ -42,6 +41,7 @@ class ModelReport(TrickCallback):
         graph: Whether to make the graph: True, False, or options for torchviz's `make_dot`, such as
             `{"show_attrs": True}`.
         depth: The depth of the deepest modules in the summary of the layers, >= 1.
+        verbose: Whether to print the report. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     Attributes:
         summary: The `ModelReportSummary` of the last fit; None before the first.
@@ -57,12 +57,20 @@ class ModelReport(TrickCallback):
 
     path_arguments = ("path",)
 
-    def __init__(self, path: str | Path | None = None, *, graph: bool | dict[str, Any] = True, depth: int = 3) -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        graph: bool | dict[str, Any] = True,
+        depth: int = 3,
+        verbose: bool | None = None,
+    ) -> None:
         if path is not None:
             check_path("path", path, "a folder")
         self.path = path
         self.graph = graph
         self.depth = check_count("depth", depth)
+        self.verbose = verbose
         if not isinstance(graph, bool | dict):
             raise TypeError(f"graph must be True, False or a dict of options, got {graph!r} ({type(graph).__name__}).")
         self.summary: ModelReportSummary | None = None
@@ -74,6 +82,7 @@ class ModelReport(TrickCallback):
         self.summary = None
         self._awaits_step_after = trainer.global_step
         self._unreached = {strip_compile_prefix(name): parameter for name, parameter in pl_module.named_parameters()}
+        super().on_train_start(trainer, pl_module)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which parameters have no gradient yet; some may be frozen for this pass alone."""
@@ -95,7 +104,7 @@ class ModelReport(TrickCallback):
         """Log that there is no report if there was no optimizer step."""
         if self._awaits_step_after is not None:
             self._stop()
-            rank_zero_info("ModelReport: there was no optimizer step, so there is no report.")
+            self.say("there was no optimizer step, so there is no report")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forget the parameters."""
@@ -107,10 +116,15 @@ class ModelReport(TrickCallback):
         if summary is None:
             return []
         sizes = {field.name: format_bytes(getattr(summary.memory, field.name)) for field in fields(summary.memory)}
-        facts = [(f"memory of {name.replace('_', ' ')}", text) for name, text in sizes.items()]
+        facts = [(name.replace("_", " "), text) for name, text in sizes.items()]
         missing = describe_without_gradient(list(summary.without_gradient), None) if summary.without_gradient else ""
-        said = f"Until the first step, {missing}." if missing else ""
-        return [Facts(title="Model", facts=facts, sentences=[said] if said else [])]
+        return [
+            Facts(
+                title="Memory of the model",
+                facts=facts,
+                sentences=[f"Until the first step, {missing}."] if missing else [],
+            )
+        ]
 
     def _stop(self) -> None:
         self._awaits_step_after, self._unreached = None, {}
@@ -133,7 +147,11 @@ class ModelReport(TrickCallback):
         if not trainer.is_global_zero:
             return
 
-        print_report("ModelReport", self.summary)
+        self.show_table(self.summary)
+        for part in self.report_parts(trainer):
+            self.say(", ".join(f"{name} {size}" for name, size in part.facts))
+            for sentence in part.sentences:
+                self.say(sentence)
         if self.path is not None:
             try:
                 written = self.summary.write(self.path)
@@ -142,7 +160,7 @@ class ModelReport(TrickCallback):
                     f"ModelReport did not write all files to path={str(self.path)!r}: {describe_error(error)}"
                 )
             else:
-                rank_zero_info(f"ModelReport wrote {', '.join(path.name for path in written)} to {self.path}.")
+                self.say(f"{', '.join(path.name for path in written)} in {self.path}")
         for logger in trainer.loggers:
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):

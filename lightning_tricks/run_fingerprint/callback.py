@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -95,8 +94,12 @@ class RunFingerprint(TrickCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the file with the initial weights, or continue it after a resume."""
         if is_fast_dev_run(trainer):
-            rank_zero_info("RunFingerprint does not record a fast_dev_run.")
-            return
+            self.say("does not record a fast_dev_run")
+        else:
+            self._start(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         header = RecordHeader(
             detail=self.detail,
             every_n_train_steps=self.every_n_train_steps,
@@ -114,8 +117,9 @@ class RunFingerprint(TrickCallback):
             if path.exists() and not (record is not None and source == 0):
                 aside = self._earlier(unused, trainer)
                 path.replace(aside)
-                rank_zero_info(f"RunFingerprint has moved the record in {path}, of another run, to {aside}.")
+                self.say(f"the record in {path}, of another run, is now {aside}")
             recorder.writer.start_file(record)
+            self.say(f"records each {self.detail} in {path}")
             if record is None:
                 recorder.record_initial_weights(trainer.global_step, trainer.current_epoch)
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
@@ -90,10 +89,14 @@ class RunReport(TrickCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the record, or continue it after a resume, and observe what is logged."""
         if is_fast_dev_run(trainer):
-            rank_zero_info("RunReport does not report on a fast_dev_run.")
+            self.say("does not report on a fast_dev_run")
         if is_fast_dev_run(trainer) or not trainer.is_global_zero:
             self.skip_hooks("on_train_batch_start")
-            return
+        else:
+            self._start(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._stops_on_error():
             writer = self._writer = RunWriter(Path(self.path), describe_run(trainer, pl_module))
             if self._position_to_keep is None:
@@ -102,7 +105,7 @@ class RunReport(TrickCallback):
                 now = Resume(_steps_done(trainer), trainer.current_epoch, time.time())
                 writer.resume(self._position_to_keep, now)
             for sentence in writer.said:
-                rank_zero_info(f"RunReport: {sentence}.")
+                self.say(sentence)
             self._position = writer.position()
         self._observe(trainer)
 
@@ -133,6 +136,8 @@ class RunReport(TrickCallback):
         if self._writer is not None:
             with self._stops_on_error():
                 self._writer.record.add_parts(self._parts(trainer))
+            self.say(f"page {self._writer.folder / PAGE_FILE}")
+        super().on_fit_end(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue the record of the fit before, to add what the test logs."""
@@ -166,8 +171,6 @@ class RunReport(TrickCallback):
         """Write the page at the end of a fit, when all callbacks are done."""
         if stage == "fit":
             self._write(trainer, "finished")
-        if self._writer is not None:
-            rank_zero_info(f"RunReport: {self._writer.folder / PAGE_FILE}")
         self._end_fit()
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._callback import TrickCallback
@@ -90,7 +90,6 @@ class SeedEverything(TrickCallback):
             self._num_unseeded = sum(not is_lazy(p) and not p.is_meta for p in pl_module.parameters())
         self.before_module_init()
         if stage == "fit":
-            rank_zero_info(f"Seed set to {self.seed}")
             self._is_first_fit = self._has_rank_seed = False
             self._seed_for_step(trainer.global_step)
 
@@ -107,14 +106,13 @@ class SeedEverything(TrickCallback):
         self._seed_for_step(checkpoint["global_step"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log once which weights the seed did not initialize; record the seed in the loggers' hyper-parameters."""
-        if self._num_unseeded:
-            rank_zero_info(
-                f"SeedEverything({self.seed}): {self._num_unseeded} parameter tensors existed before `setup`, so their "
-                f"initial values do not depend on this seed. Call lightning_tricks.seed_everything({self.seed}) "
-                "before building the model, build it in `configure_model`, or use TricksMixin."
-            )
-            self._num_unseeded = 0
+        """Say once which weights the seed did not initialize; record the seed in the loggers' hyper-parameters."""
+        older = (
+            f"; {self._num_unseeded} parameter tensors existed before, and do not depend on it: call "
+            f"seed_everything({self.seed}) before building the model, build it in `configure_model`, or use TricksMixin"
+        )
+        self.say(f"seed {self.seed}{older if self._num_unseeded else ''}")
+        self._num_unseeded = 0
         if trainer.loggers and getattr(trainer, "enable_autolog_hparams", True):
             # together with the module's own, which Lightning logs next: TensorBoard shows only the first record
             record = hyperparameters_for_loggers(trainer)
@@ -124,8 +122,11 @@ class SeedEverything(TrickCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if DataLoader workers repeat random numbers."""
-        if not getattr(trainer.train_dataloader, "num_workers", True):
-            return
+        if getattr(trainer.train_dataloader, "num_workers", True):
+            self._check_workers(trainer)
+        super().on_train_start(trainer, pl_module)
+
+    def _check_workers(self, trainer: Trainer) -> None:
         if self.workers and repeats_worker_seeds():
             rank_zero_warn(
                 "SeedEverything(workers=True): this version of Lightning gives torch the same random numbers in every "

@@ -656,7 +656,7 @@ def test_logs_where_it_resumes(tmp_path, lightning_log):
 def test_a_fast_dev_run_is_left_alone(tmp_path, lightning_log):
     fit(AutoResume(tmp_path / "runs"), fast_dev_run=True)
     assert not (tmp_path / "runs").exists()
-    assert "AutoResume: a fast_dev_run is neither saved nor resumed." in [line for _, line in lightning_log]
+    assert any("a fast_dev_run is neither saved nor resumed" in line for _, line in lightning_log)
 
 
 def test_a_learning_rate_finder_trains_before_the_fit(tmp_path):

@@ -717,7 +717,12 @@ def test_what_the_mixin_brings_and_loggers_show(tmp_path):
         def __init__(self, *args, tricks=None, **kwargs):
             super().__init__(*args, tricks=tricks, **kwargs)
 
-    ensemble = Tricky(MLP, 2, tricks=Tricks(seeding={"seed": 1, "workers": False}, gradient_clipping=0.5), seed=0)
+    ensemble = Tricky(
+        MLP,
+        2,
+        tricks=Tricks(seeding={"seed": 1, "workers": False}, gradient_clipping={"max_norm": 0.5, "log": "all"}),
+        seed=0,
+    )
     logger = CSVLogger(tmp_path)
     trainer = fit(ensemble, _few_digits(), logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
     assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5001

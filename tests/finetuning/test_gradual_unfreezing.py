@@ -84,14 +84,13 @@ def test_reports_what_trains_from_when(caplog):
     net.stem[0].bias.requires_grad_(False)
     with caplog.at_level("INFO"):
         fit(net, GradualUnfreezing({"0": "head.*", 1: ["block.*", "head.0.*"], 2: "*"}))
-    report = caplog.text[caplog.text.index("GradualUnfreezing trains") :].splitlines()
-    assert report[:4] == [
-        "GradualUnfreezing trains 730 values in 12 tensors:",
-        "  from epoch 0: 106 values in 4 tensors (head.*)",
-        "  from epoch 1: 88 values in 4 tensors (block.*, head.0.*); 2 more that match train since earlier",
-        "  from epoch 2: 536 values in 4 tensors (*); 8 more that match train since earlier; "
-        "requires_grad was False before the fit in 1 of them",
-    ]
+    (line,) = (line for line in caplog.text.splitlines() if "GradualUnfreezing" in line)
+    assert line.split(maxsplit=1)[1] == (
+        "from epoch 0: 106 values in 4 tensors (head.*); "
+        "from epoch 1: 88 values in 4 tensors (block.*, head.0.*), 2 more that match train since earlier; "
+        "from epoch 2: 536 values in 4 tensors (*), 8 more that match train since earlier, "
+        "requires_grad was False before the fit in 1 of them"
+    )
     assert caplog.text.count("GradualUnfreezing") == 1
     assert not net.stem[0].bias.requires_grad
 

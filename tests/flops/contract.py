@@ -10,7 +10,7 @@ BACKWARD_MACS = 4 * (64 * 16 + 2 * 16 * 10)  # the pixels need no gradient
 
 def verify(lab: Lab, setting: Setting, callback: type = FlopsReport) -> None:
     """However the net is trained, it logs the FLOPs of one rank's forward pass and training step."""
-    for rank in lab.fit([callback(backward=True)], setting)[:1]:
+    for rank in lab.fit([callback(backward=True, log_totals=True)], setting)[:1]:
         assert rank.metrics["flops/forward"] == 2 * FORWARD_MACS
         assert rank.metrics["flops/train_step"] == 2 * (FORWARD_MACS + BACKWARD_MACS)
         assert rank.metrics["params/total"] == rank.metrics["params/trainable"] == 64 * 16 + 16 + 2 * 16 + 16 * 10 + 10

@@ -147,13 +147,13 @@ def test_reads_no_value_back(lab, method):
         with HostReads() as reads:
             lab.fit(callbacks, probe=False, log_every_n_steps=1)
         counts.append(reads.count)
-    assert counts[1] <= counts[0]
+    assert counts[1] <= counts[0] + 1, "one at the end of the fit, to say how many steps were clipped"
 
 
 def test_reports_what_the_patterns_match(lab, lightning_log):
     groups = {"net.0.*": 0.1, "re:^net": AGC(0.02, exclude="net.4.bias")}
     lab.fit([GradientClipping(groups=groups)], max_epochs=1)
-    (said,) = [message for _, message in lightning_log if "GradientClipping" in message]
+    (said,) = [message for _, message in lightning_log if "clips by group" in message]
     assert "net.0.*: 2 tensors (1,040 values) by ClipNorm(max_norm=0.1)" in said
     assert "re:^net: 3 tensors (192 values)" in said
     assert "excluded: net.4.bias" in said

@@ -190,7 +190,7 @@ def test_fused_optimizers_skip_without_a_host_read(lab, net):
         with HostReads() as reads:
             lab.fit(callbacks, module=_Poisons(**net), probe=False)
         counts.append(reads.count)
-    assert counts[1] <= counts[0]
+    assert counts[1] <= counts[0] + 2, "two at the end of the fit, to say how many steps were clipped and skipped"
 
 
 def test_a_scaler_skips_without_another_host_read(lab):
@@ -199,7 +199,7 @@ def test_a_scaler_skips_without_another_host_read(lab):
         with HostReads() as reads:
             lab.fit(callbacks, SETTINGS["fp16"], module=_Poisons(), probe=False)
         counts.append(reads.count)
-    assert counts[1] <= counts[0]
+    assert counts[1] <= counts[0] + 2, "two at the end of the fit, to say how many steps were clipped and skipped"
 
 
 class _AlwaysBad(Net):

@@ -608,7 +608,8 @@ def test_a_key_of_best_that_only_data_can_refuse():
 def test_the_summary_shows_stages_classes_and_the_best(capsys):
     loader = DataLoader(digits(), 4)
     names = [f"digit {number}" for number in range(10)]
-    trainer(MetricsMonitor(SIX, best={"val/f1": "max"}, class_names=names)).fit(Learning(), loader, loader)
+    monitor = MetricsMonitor(SIX, best={"val/f1": "max"}, class_names=names, verbose=True)
+    trainer(monitor).fit(Learning(), loader, loader)
     printed = capsys.readouterr().out
     assert "at step 10" in printed
     assert "digit 7" in printed

@@ -489,7 +489,7 @@ def test_no_key_of_the_collection_is_a_folder_of_another():
                 "preds": outputs["values"], "target": outputs["values"] * 2
             },
         )  # fmt: skip
-        fitter = trainer(clipping, classes, values, FlopsReport(), log_every_n_steps=1)
+        fitter = trainer(clipping, classes, values, FlopsReport(log_totals=True), log_every_n_steps=1)
         fitter.fit(Outputs(optimization), DataLoader(digits(), 20), DataLoader(digits(), 20))
         keys |= fitter.callback_metrics.keys()
     wanted = {"val/f1", "val/f1_digit 7", "values/val/mae", "values/val/mae_1", "grad_norm/pre_clip", "flops/forward"}

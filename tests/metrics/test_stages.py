@@ -297,22 +297,20 @@ def test_images_in_each_stage_alone(tmp_path, function, inference_mode):
 
 @pytest.mark.parametrize("function", ["fit", "validate", "test"])
 @pytest.mark.parametrize("combined", [False, True])
-def test_loaders_in_a_dict_keep_their_names(function, combined, capsys):
+def test_loaders_in_a_dict_keep_their_names(function, combined):
     data = {"preds": torch.eye(3)[torch.arange(12) % 3], "target": torch.arange(12) % 3}
     module, loader = Table(list(data)), DataLoader(TensorDataset(*data.values()), batch_size=6)
     given = {"easy": loader, "hard": loader}
-    given = CombinedLoader(given, "sequential") if combined else given
-    monitor = MetricsMonitor({"task": "multiclass", "num_classes": 3}, plots=False)
+    loaders = CombinedLoader(given, "sequential") if combined else given
+    monitor = MetricsMonitor({"task": "multiclass", "num_classes": 3}, plots=False, best={"val/hard/acc": "max"})
     trainer = Trainer(max_epochs=1, callbacks=[monitor], **QUIET)
     if function == "fit":
-        trainer.fit(module, loader, given)
-        shown = capsys.readouterr().out
-        assert "val/0 (easy)" in shown
-        assert "val/1 (hard)" in shown
+        trainer.fit(module, loader, loaders)
+        assert monitor.best["val/hard/acc"] == (1.0, 2)
     else:
-        getattr(trainer, function)(module, given, verbose=False)
+        getattr(trainer, function)(module, loaders, verbose=False)
     records = monitor.state_dict()["history"]
     assert [record["loader_name"] for record in records if record["stage"] != "train"] == ["easy", "hard"]
     assert {key.rsplit("/", 1)[0] for key in monitor.results if not key.startswith("train")} == {
-        f"{function if function == 'test' else 'val'}/{number}" for number in range(2)
+        f"{function if function == 'test' else 'val'}/{name}" for name in given
     }

@@ -19,7 +19,7 @@ def fit(callbacks, module=None, **arguments):
 
 
 def test_prints_once_after_the_first_step(capsys):
-    report = ModelReport()
+    report = ModelReport(verbose=True)
     fit([report], max_epochs=2)
     text = capsys.readouterr().out
     assert text.count("Parameters of Net") == 1
@@ -113,7 +113,7 @@ def test_goes_to_tensorboard(tmp_path):
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP2"])
 def test_two_ranks_report_once(lab, capfd, name):
-    ranks = lab.fit([ModelReport(lab.folder / "report")], SETTINGS[name])
+    ranks = lab.fit([ModelReport(lab.folder / "report", verbose=True)], SETTINGS[name])
     assert len(ranks) == 2
     assert capfd.readouterr().out.count("Parameters of Net") == 1
     report = json.loads((lab.folder / "report" / "report.json").read_text())
@@ -159,7 +159,7 @@ class _WithUnused(Net):
 
 
 def test_names_the_parameters_without_a_gradient(capsys, tmp_path):
-    report = ModelReport(tmp_path)
+    report = ModelReport(tmp_path, verbose=True)
     fit([report], _WithUnused(), accumulate_grad_batches=2)
     assert report.summary.without_gradient == ("spare.weight",)
     assert json.loads((tmp_path / "report.json").read_text())["without_gradient"] == ["spare.weight"]

@@ -317,7 +317,7 @@ def test_seed_and_switches_are_on_record(make_logger):
 
 
 def _notes(log):
-    return [message for _, message in log if "do not depend on this seed" in message]
+    return [message for _, message in log if "do not depend on it" in message]
 
 
 def test_one_note_when_weights_exist_already(lightning_log):
@@ -325,7 +325,7 @@ def test_one_note_when_weights_exist_already(lightning_log):
     _fit(callback, net=Net())
     _fit(callback, net=Net())
     (note,) = _notes(lightning_log)
-    assert "SeedEverything(11): 6 parameter tensors existed before `setup`" in note
+    assert "seed 11; 6 parameter tensors existed before" in note
     assert "seed_everything(11) before building the model" in note
 
 

@@ -26,7 +26,8 @@ class Quantity:
         logged: What of the values since the last log is logged: their mean, or the largest.
         field: The field of `Gpu` that tells it; empty for others.
         divisor: What the field's value is divided by.
-        is_default: Whether it is logged unless others are named.
+        is_default: Whether it is summarized unless others are named.
+        is_logged: Whether it is logged unless others are named.
     """
 
     unit: str
@@ -34,11 +35,12 @@ class Quantity:
     field: str = ""
     divisor: int = 1
     is_default: bool = False
+    is_logged: bool = False
 
 
 QUANTITIES: Mapping[str, Quantity] = {
-    "gpu/utilization": Quantity("%", "mean", "utilization", is_default=True),
-    "gpu/memory_used_gib": Quantity("GiB", "max", "memory_used", GIB, is_default=True),
+    "gpu/utilization": Quantity("%", "mean", "utilization", is_default=True, is_logged=True),
+    "gpu/memory_used_gib": Quantity("GiB", "max", "memory_used", GIB, is_default=True, is_logged=True),
     "gpu/peak_memory_gib": Quantity("GiB", "max", is_default=True),
     "gpu/temperature": Quantity("°C", "max", "temperature", is_default=True),
     "gpu/power_w": Quantity("W", "mean", "power", is_default=True),
@@ -47,12 +49,13 @@ QUANTITIES: Mapping[str, Quantity] = {
     "gpu/memory_utilization": Quantity("%", "mean", "memory_utilization"),
     "gpu/sm_clock_mhz": Quantity("MHz", "mean", "sm_clock"),
     "gpu/fan": Quantity("%", "max", "fan"),
-    "host/cpu_utilization": Quantity("%", "mean", is_default=True),
+    "host/cpu_utilization": Quantity("%", "mean", is_default=True, is_logged=True),
     "host/ram_used_gib": Quantity("GiB", "max", is_default=True),
-    "host/data_wait": Quantity("%", "mean", is_default=True),
+    "host/data_wait": Quantity("%", "mean", is_default=True, is_logged=True),
     "host/process_ram_gib": Quantity("GiB", "max"),
 }
 DEFAULT_KEYS = tuple(key for key, quantity in QUANTITIES.items() if quantity.is_default)
+LOGGED_KEYS = tuple(key for key, quantity in QUANTITIES.items() if quantity.is_logged)
 
 
 def check_keys(keys: object) -> tuple[str, ...]:
@@ -166,6 +169,14 @@ def device_report(ranks: Sequence[DeviceSummary]) -> Group:
     from rich.text import Text
 
     return Group(_table(ranks), Text("\n".join(_sentences(ranks))))
+
+
+def describe_devices(ranks: Sequence[DeviceSummary]) -> str:
+    """Return waits, energy and verdicts in one line; of many ranks, the first verdicts and how many there are."""
+    waits = [summary.means["host/data_wait"] for summary in ranks if "host/data_wait" in summary.means]
+    sentences = _sentences(ranks) or [f"Waited for data {wait:.0f} % of the time." for wait in waits[:1]]
+    left_out = [f"{len(sentences) - 2} more sentences are in `summary`."] if len(sentences) > 3 else []
+    return " ".join([*sentences[: 2 if left_out else 3], *left_out])
 
 
 def _table(ranks: Sequence[DeviceSummary]) -> Table:

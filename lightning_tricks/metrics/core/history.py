@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from lightning_tricks.metrics.core.metric_table import per_class_names
 
 _MAX_CLASSES = 50  # rows of the table of single classes
 _MOST_REPORTED = 200  # classes of a confusion matrix in a report
+_MOST_SAID = 5  # loaders in a line of text, and values of each
 
 
 @dataclass
@@ -50,13 +51,8 @@ class EpochRecord:
 
     @property
     def prefix(self) -> str:
-        """The first part of the logged keys: the stage, with several loaders also the index of the loader."""
-        return self.stage if self.loader is None else f"{self.stage}/{self.loader}"
-
-    @property
-    def title(self) -> str:
-        """What tables and plots call the loader: its prefix, and its name if it has one."""
-        return self.prefix if self.loader_name is None else f"{self.prefix} ({self.loader_name})"
+        """The first part of the logged keys: the stage, with several loaders also the name or index of the loader."""
+        return self.stage if self.loader is None else f"{self.stage}/{self.loader_name or self.loader}"
 
     def items(self) -> Iterator[tuple[str, float]]:
         """Return the logged keys and the numbers, which must have been read."""
@@ -154,6 +150,32 @@ class History:
         self._records = [EpochRecord(**record) for record in states]
         self._read = len(self._records)
 
+    def line(self, best: Mapping[str, tuple[float, int]], left_out: Callable[[Iterable[str]], Collection[str]]) -> str:
+        """Return the best values, or else the last ones of the validation (of the training, where there is none).
+
+        Args:
+            best: The best values: key -> value and step.
+            left_out: A function of the names of values that returns those that are not said.
+        """
+        if best:
+            return ", ".join(f"{key} {_format(value)} at step {step}" for key, (value, step) in best.items())
+        last = self.last_values()
+        evaluated = [prefix for prefix in last if not prefix.startswith("train")]
+        said = []
+        for prefix in sorted(evaluated or last)[:_MOST_SAID]:
+            unsaid = left_out(last[prefix])
+            few = [f"{name} {_format(value)}" for name, value in last[prefix].items() if name not in unsaid]
+            said.append(f"{prefix} {', '.join(few[:_MOST_SAID])}")
+        others = [f"{len(evaluated) - len(said)} more loaders"] if len(evaluated) > len(said) else []
+        return "; ".join([*said, *others])
+
+    def last_values(self) -> dict[str, dict[str, float]]:
+        """Return the last values of each loader: its prefix -> name -> value."""
+        return {
+            record.prefix: dict(zip(record.names, cast(list[float], record.values), strict=True))
+            for record in self.records()
+        }
+
     def table(self, best: Mapping[str, tuple[float, int]], class_names: Sequence[str] = ()) -> RenderGroup:
         """Return the last values as tables: metrics by stage, and, where there are classes, metrics by class.
 
@@ -171,15 +193,14 @@ class History:
             if parts:
                 by_class[record.prefix] = record.of_classes(class_names)
         stages = sorted({record.prefix for record in self._records}, key=_by_stage)
-        titles = {record.prefix: record.title for record in self._records}
-        columns = [*map(titles.__getitem__, stages), *(["best"] if best else [])]
+        columns = [*stages, *(["best"] if best else [])]
         table = _make_table("Metrics", ["metric", *columns])
         for name, values in overall.items():
             found = [(stage, *best[key]) for stage in stages if (key := f"{stage}/{name}") in best]
             of_best = [", ".join(f"{stage} {_format(value)} at step {step}" for stage, value, step in found)]
             table.add_row(name, *(_format(values.get(stage)) for stage in stages), *(of_best if best else []))
         with_classes = [stage for stage in stages if stage in by_class]
-        return RenderGroup(table, *(_class_table(titles[stage], by_class[stage]) for stage in with_classes[-1:]))
+        return RenderGroup(table, *(_class_table(stage, by_class[stage]) for stage in with_classes[-1:]))
 
 
 def _make_table(title: str, columns: Sequence[str]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,13 +77,12 @@ class LoggedKeys:
     stages: Sequence[str]
 
     def key(self, folder: str, name: str) -> str:
-        """Return the key of a value, where `folder` is the stage, with several loaders "<stage>/<number>"."""
+        """Return the key of a value, where `folder` is the stage, with several loaders "<stage>/<name or number>"."""
         return "/".join(part for part in (self.prefix, folder, name) if part is not None)
 
-    def expected(self, stage: str, loaders: int = 1) -> set[str]:
-        """Return the keys that a stage is certain to log, except that of its loss."""
-        folders = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
-        return {self.key(folder, name) for folder in folders for name in self.names.known}
+    def expected(self, stage: str, loaders: Sequence[str] = ("",)) -> set[str]:
+        """Return the keys that a stage is certain to log, except that of its loss, given the names of its loaders."""
+        return {self.key(folder, name) for folder in folders_of(stage, loaders) for name in self.names.known}
 
     def check_best(self, best: Mapping[str, str]) -> None:
         """Raise an error for keys that no stage of a fit logs.
@@ -106,23 +106,25 @@ class LoggedKeys:
             if not self._may_log(stage, name):
                 raise ValueError(f"best has the key {key!r}, {self.describe_alternatives(key, stage)}")
 
-    def check_loaders(self, best: Iterable[str], stage: str, loaders: int) -> None:
-        """Raise an error for keys of `best` without the index of a loader if there are several, or with a wrong index.
+    def check_loaders(self, best: Iterable[str], stage: str, loaders: Sequence[str]) -> None:
+        """Raise an error for keys of `best` without the name of a loader if there are several, or with a wrong name.
 
         Raises:
             ValueError: If there is such a key; the message lists the right ones.
         """
         for key in best:
             of_stage, name = self._split(key)
-            number, _, rest = name.partition("/")
-            if of_stage != stage or loaders < 1:
+            loader, _, rest = name.partition("/")
+            if of_stage != stage or not loaders:
                 continue
-            numbered = number.isdigit() and not self._is_value_name(name)
-            if numbered != (loaders > 1) or (numbered and int(number) >= loaders):
-                rest = rest if numbered else name
-                there = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
-                keys = list_names((self.key(folder, rest) for folder in there), _MAX_SHOWN)
-                raise ValueError(f"best has the key {key!r}, but {stage} has {loaders} loader(s): use one of {keys}.")
+            names_loader = not self._is_value_name(name)
+            if names_loader != (len(loaders) > 1) or (names_loader and loader not in loaders):
+                rest = rest if names_loader else name
+                there = (self.key(folder, rest) for folder in folders_of(stage, loaders))
+                raise ValueError(
+                    f"best has the key {key!r}, but {stage} has {len(loaders)} loader(s): use one of "
+                    f"{list_names(there, _MAX_SHOWN)}."
+                )
 
     def keys_of_stage(self, best: Iterable[str], stage: str) -> list[str]:
         """Return the keys of `best` that belong to a stage."""
@@ -145,11 +147,35 @@ class LoggedKeys:
         return stage, name
 
     def _may_log(self, stage: str, name: str) -> bool:
-        number, _, rest = name.partition("/")
-        return stage in self.stages and (self._is_value_name(name) or (number.isdigit() and self._is_value_name(rest)))
+        rest = name.partition("/")[2]  # after the name of a loader
+        return stage in self.stages and (self._is_value_name(name) or self._is_value_name(rest))
 
     def _is_value_name(self, name: str) -> bool:
         return name == "loss" or self.names.may_contain(name)
+
+
+def folders_of(stage: str, loaders: Sequence[str]) -> list[str]:
+    """Return the first part of the keys of each loader of a stage."""
+    return [stage] if len(loaders) == 1 else [f"{stage}/{name}" for name in loaders]
+
+
+_STAGE_WORDS = {
+    "train": {"train", "training"},
+    "val": {"val", "valid", "validation", "eval", "dev"},
+    "test": {"test", "testing"},
+}
+_SUFFIX_WORDS = {"step", "epoch", "dataloader", "idx"}
+
+
+def is_loss_of(stage: str, key: str) -> bool:
+    """Whether a key is that of the loss of a stage, however it is spelled.
+
+    Examples:
+        >>> is_loss_of("val", "valid_loss/dataloader_idx_0"), is_loss_of("val", "val_box_loss")
+        (True, False)
+    """
+    words = set(re.findall("[a-z]+", key.lower())) - _SUFFIX_WORDS
+    return "loss" in words and words <= {"loss", *_STAGE_WORDS[stage]}
 
 
 def expected_names(metrics: Any, class_names: Sequence[str] | None = None) -> ExpectedNames:

@@ -14,7 +14,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.metric_properties import state_sharing_key, task_of
-from lightning_tricks.metrics.core.presets import BalancedAccuracy, preset
+from lightning_tricks.metrics.core.presets import BalancedAccuracy, Preset, preset
 
 _AVERAGES = ("micro", "macro", "weighted")
 
@@ -86,6 +86,21 @@ def _flat(metrics: Any) -> Iterator[tuple[str, Metric]]:
             "metrics must be a Metric, a MetricCollection, a dict of them, or the values of a preset such as "
             f"{{'task': 'multiclass', 'num_classes': 10}}, got {metrics!r} ({type(metrics).__name__})."
         )
+
+
+def seldom_plotted(metrics: Any, names: Iterable[str]) -> set[str]:
+    """Return those of the names of values that are in a preset, and not among its main ones."""
+    keys = _seldom_plotted_keys(metrics)
+    return {name for name in names if any(name == key or name.startswith(f"{key}_") for key in keys)}
+
+
+def _seldom_plotted_keys(metrics: Any) -> set[str]:
+    if isinstance(metrics, Mapping) and isinstance(metrics.get("task"), str):
+        metrics = preset(**metrics)
+    if isinstance(metrics, Preset):
+        return {key for key, _ in _flat(metrics)} - {*metrics.main}
+    inner = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {f"{key}/{name}" for key, part in inner for name in _seldom_plotted_keys(part)}
 
 
 def _without_averaging(metric: Metric) -> Metric | None:

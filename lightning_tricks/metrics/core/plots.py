@@ -27,7 +27,7 @@ _MAX_NUMBERS = 20  # classes up to which the cells show their numbers
 def make_figures(data: EvaluationData, class_names: Sequence[str] = ()) -> dict[str, Figure]:
     """Make the plots for which there is data: "confusion_matrix", "curves" and, with several classes, "classes"."""
     record = data.record
-    title = f"{record.title}, epoch {record.epoch}, step {record.step}"
+    title = f"{record.prefix}, epoch {record.epoch}, step {record.step}"
     figures = {}
     if data.confusion is not None:
         figures["confusion_matrix"] = confusion_figure(data.confusion, class_names, title)

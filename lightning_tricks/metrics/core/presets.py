@@ -25,14 +25,17 @@ class Preset(MetricCollection):
 
     Attributes:
         spec: `{"task": ..., ...}`, of which `preset(**spec)` makes the same again.
+        main: The names of those that people plot.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], groups: Sequence[Sequence[str]], spec: dict[str, Any]) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Metric], groups: Sequence[Sequence[str]], spec: dict[str, Any], main: Sequence[str]
+    ) -> None:
         grouped = {name for group in groups for name in group}
         alone = [[name] for name in metrics if name not in grouped]
         present = [[name for name in group if name in metrics] for group in groups]
         super().__init__(dict(metrics), compute_groups=[group for group in [*present, *alone] if group])
-        self.spec = spec
+        self.spec, self.main = spec, tuple(main)
 
 
 def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
@@ -67,7 +70,7 @@ def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> P
         "ap": BinaryAveragePrecision(**scored),
     }
     groups = [["acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
-    return Preset(metrics, groups, {"task": "binary", **decided})
+    return Preset(metrics, groups, {"task": "binary", **decided}, ["acc", "f1", "auroc"])
 
 
 def multiclass_metrics(
@@ -106,7 +109,8 @@ def multiclass_metrics(
         metrics["auroc"] = MulticlassAUROC(average="macro", **common)
         metrics["ap"] = MulticlassAveragePrecision(average="macro", **common)
     groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
-    return Preset(metrics, groups, {"task": "multiclass", **common, "top_k": top_k, "curves": curves})
+    spec = {"task": "multiclass", **common, "top_k": top_k, "curves": curves}
+    return Preset(metrics, groups, spec, ["acc", "f1", "auroc", f"acc_top{top_k}"])
 
 
 def _share_in_top_k(top_k: int, common: dict[str, Any]) -> Metric:
@@ -161,7 +165,7 @@ def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: in
         "ap": MultilabelAveragePrecision(average="macro", **common),
     }
     groups = [["acc", "precision", "recall", "f1"], ["auroc", "ap"]]
-    return Preset(metrics, groups, {"task": "multilabel", **decided})
+    return Preset(metrics, groups, {"task": "multilabel", **decided}, ["acc", "f1", "ap"])
 
 
 def regression_metrics(num_outputs: int = 1) -> Preset:
@@ -188,7 +192,8 @@ def regression_metrics(num_outputs: int = 1) -> Preset:
         "rmse": tmr.MeanSquaredError(squared=False, num_outputs=num_outputs),
         "r2": R2Score(multioutput="raw_values" if num_outputs > 1 else "uniform_average"),
     }
-    return Preset(metrics, [["mse", "rmse"]], {"task": "regression", "num_outputs": num_outputs})
+    spec = {"task": "regression", "num_outputs": num_outputs}
+    return Preset(metrics, [["mse", "rmse"]], spec, ["mae", "rmse", "r2"])
 
 
 def retrieval_metrics(top_k: int | None = None, ignore_index: int | None = None) -> Preset:
@@ -221,7 +226,7 @@ def retrieval_metrics(top_k: int | None = None, ignore_index: int | None = None)
         "recall": tmir.RetrievalRecall(**common),
         "hit_rate": tmir.RetrievalHitRate(**common),
     }
-    return Preset(metrics, [], {"task": "retrieval", **common})
+    return Preset(metrics, [], {"task": "retrieval", **common}, ["map", "ndcg"])
 
 
 def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> Preset:
@@ -252,7 +257,7 @@ def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> P
         "fw_iou": tm.MulticlassJaccardIndex(average="weighted", **common),
     }
     groups = [["mean_acc", "dice"], ["miou", "fw_iou"]]
-    return Preset(metrics, groups, {"task": "segmentation", **common})
+    return Preset(metrics, groups, {"task": "segmentation", **common}, ["pixel_acc", "miou"])
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {
