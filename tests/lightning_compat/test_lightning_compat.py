@@ -292,21 +292,21 @@ def test_evaluation_loaders():
     assert seen["test"] == [6]
 
 
-def test_evaluation_loader_name():
+def test_evaluation_loader_names():
     class OfSeveralLoaders(EvaluatedNet):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             pass
 
     class Look(lightning.pytorch.Callback):
         def on_validation_start(self, trainer, pl_module):
-            self.names = [loaders.evaluation_loader_name(trainer, index) for index in range(2)]
+            self.names = loaders.evaluation_loader_names(trainer)
 
     look = Look()
     trainer = Trainer(callbacks=[look], **QUIET)
     trainer.validate(OfSeveralLoaders(), {"easy": loader(), "hard": loader()}, verbose=False)
     assert look.names == ["easy", "hard"]
     trainer.validate(OfSeveralLoaders(), [loader(), loader()], verbose=False)
-    assert look.names == [None, None]
+    assert look.names == []
 
 
 def test_hooks_that_would_do_nothing_are_passed_over():

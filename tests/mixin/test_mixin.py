@@ -176,7 +176,11 @@ def test_what_one_changes_in_its_dicts_reaches_no_other():
     assert tricks.gradient_clipping == {"max_norm": 1.0, "groups": {"*": 2.0}}
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(Tricks), ids=lambda field: field.name)
+@pytest.mark.parametrize(
+    "field",
+    [field for field in dataclasses.fields(Tricks) if field.name != "verbose"],
+    ids=lambda field: field.name,
+)
 def test_true_is_all_defaults_or_refused_and_false_is_off(field):
     beside = {"optimizer": _SGD} if field.name == "schedule" else {}
     off = Tricks(**{field.name: False})
@@ -222,9 +226,19 @@ def test_tricks_of_the_wrong_type_are_refused():
         LitNet(tricks=42)
 
 
+def test_verbose_is_that_of_all_callbacks_that_do_not_say():
+    tricks = Tricks(flops={"verbose": False}, model_report=True, seeding=1, verbose=True)
+    assert {type(made).__name__: made.verbose for made in tricks.callbacks()} == {
+        "FlopsReport": False, "ModelReport": True, "SeedEverything": True
+    }  # fmt: skip
+    assert Tricks(**tricks.as_dict()) == tricks
+    with pytest.raises(TypeError, match=r"Tricks\(verbose=...\) must be True, False or None, got 'loud'"):
+        Tricks(verbose="loud")
+
+
 def test_the_card_names_each_field():
     card = (Path(__file__).parents[2] / "docs" / "tricks" / "mixin.md").read_text(encoding="utf-8")
-    fields = card.partition("**Fields.**")[2].partition("take an")[0]
+    fields = card.partition("**Fields.**")[2].partition("take an")[0].partition(" are of none")[0]
     assert re.findall(r"`(\w+)`", fields) == [field.name for field in dataclasses.fields(Tricks)]
 
 

@@ -175,8 +175,9 @@ def describe_devices(ranks: Sequence[DeviceSummary]) -> str:
     """Return waits, energy and verdicts in one line; of many ranks, the first verdicts and how many there are."""
     waits = [summary.means["host/data_wait"] for summary in ranks if "host/data_wait" in summary.means]
     sentences = _sentences(ranks) or [f"Waited for data {wait:.0f} % of the time." for wait in waits[:1]]
-    left_out = [f"{len(sentences) - 2} more sentences are in `summary`."] if len(sentences) > 3 else []
-    return " ".join([*sentences[: 2 if left_out else 3], *left_out])
+    if len(ranks) > 1 and len(sentences) > 3:
+        sentences[2:] = [f"{len(sentences) - 2} more sentences are in `summary`."]
+    return " ".join(sentences)
 
 
 def _table(ranks: Sequence[DeviceSummary]) -> Table:
