@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -268,3 +270,13 @@ def test_page_of_a_run_is_made_anew_with_the_run_before(tmp_path, capsys):
     section = before((tmp_path / "b" / "report.html").read_text(encoding="utf-8"))
     assert words(section.find("p")).startswith("a: finished")
     assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_pages_and_tables_are_made_without_loading_torch(tmp_path):
+    code = f"""import sys
+from lightning_tricks.cli import main
+for arguments in ({str(tmp_path / "a")!r},), ({str(tmp_path)!r},):
+    main(["report", *arguments])
+assert "torch" not in sys.modules"""
+    runs(tmp_path)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ, "COLUMNS": "80"})

@@ -11,7 +11,8 @@ from lightning_tricks import AutoResume, DeviceMonitor, RunReport
 from lightning_tricks._shared.report_parts import DeviceUse
 from lightning_tricks.run_report import RunRecord, read_record, run_page
 from lightning_tricks.run_report.core.record_file import from_plain
-from lightning_tricks.run_report.core.throughput import ThroughputMeter, samples_per_second, throughput
+from lightning_tricks.run_report.core.throughput import samples_per_second, throughput
+from lightning_tricks.run_report.core.throughput_meter import ThroughputMeter
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Net, digits, loader
 from tests.run_report.test_callback import Logs, train

@@ -38,7 +38,7 @@ from lightning_tricks.run_report.core.record_file import (
 )
 from lightning_tricks.run_report.core.run_folders import find_run_before
 from lightning_tricks.run_report.core.secret_values import hide_in_text
-from lightning_tricks.run_report.core.throughput import ThroughputMeter
+from lightning_tricks.run_report.core.throughput_meter import ThroughputMeter
 
 LOCK_FILE = ".lock"
 _FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
