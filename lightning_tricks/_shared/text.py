@@ -19,6 +19,16 @@ def render_text(renderable: Any) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
+def printable(text: str) -> str:
+    r"""Return text that others wrote, such as the name of a process, in one line, without what a terminal would act on.
+
+    Examples:
+        >>> printable("python train.py\x1b[2J")
+        'python train.py\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 def list_names(names: Iterable[str], most: int = 4) -> str:
     """Return the first few names, and how many more there are.
 

@@ -262,7 +262,7 @@ class ImageLogger(StepsCallback):
         return [
             f"!{self._name(predicted)} at {confidence:.0%}, is {self._name(target)}"
             if predicted != target
-            else f"{self._name(predicted)} at {confidence:.0%}"
+            else f"{self._name(predicted)} at {confidence:.0%}".lstrip("!")  # which marks mistakes
             for predicted, target, confidence in rows
         ]
 

@@ -91,14 +91,16 @@ class RunReport(TrickCallback):
         if is_fast_dev_run(trainer):
             self.say("does not report on a fast_dev_run")
         if is_fast_dev_run(trainer) or not trainer.is_global_zero:
-            self.skip_hooks("on_train_batch_start")
+            self.skip_hooks("on_train_batch_start", "on_train_batch_end")
         else:
             self._start(trainer, pl_module)
         super().on_train_start(trainer, pl_module)
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._stops_on_error():
-            writer = self._writer = RunWriter(Path(self.path), describe_run(trainer, pl_module))
+            writer = self._writer = RunWriter(
+                Path(self.path), describe_run(trainer, pl_module), trainer.train_dataloader
+            )
             if self._position_to_keep is None:
                 writer.start()
             else:
@@ -122,8 +124,22 @@ class RunReport(TrickCallback):
                 name: rate.detach().clone() if isinstance(rate, Tensor) else rate for name, rate in rates.items()
             }
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the samples of the batch, by its shapes."""
+        if self._writer is not None:
+            self._writer.meter.add(batch, batch_idx)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the time in validation."""
+        if self._writer is not None:
+            self._writer.meter.begin_validation()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the page anew in the middle of an epoch, unless that was done a moment ago."""
+        if self._writer is not None:
+            self._writer.meter.end_validation()
         if not trainer.sanity_checking and self._writer is not None and self._writer.is_page_due():
             self._write(trainer, "running")
 

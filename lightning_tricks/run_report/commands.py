@@ -1,24 +1,31 @@
-"""The subcommand `lightning-tricks report`: the page of a run, or of two."""
+"""The subcommand `lightning-tricks report`: the page of a run, of two, or a table of many."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import errors_of_use, make_console, write_output
+
+if TYPE_CHECKING:
+    from lightning_tricks.run_report.core.record import RunRecord
 
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
-    words = "make the page of a run that RunReport recorded, or a page that compares two of them"
     parser: argparse.ArgumentParser = commands.add_parser(
-        "report", help=words, description=words[0].upper() + words[1:] + "."
+        "report",
+        help="make the page of a run that RunReport recorded, a page that compares two, or a table of many",
+        description="Make the page of a run that RunReport recorded. Of two runs, make a page that compares them. Of "
+        "more, or of a folder that holds runs, print a table of them, the best first.",
     )
-    parser.add_argument("A", type=path_argument, metavar="DIR", help="the folder that was the path of a RunReport")
     parser.add_argument(
-        "B", type=path_argument, metavar="OTHER", nargs="?", help="the folder of another run, to compare it with"
+        "folders", type=path_argument, metavar="DIR", nargs="+", help="the path of a RunReport, or a folder of several"
     )
     parser.add_argument(
         "--out",
@@ -26,6 +33,15 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="the page (default: report.html in DIR; comparison.html in this folder for two runs)",
     )
+    parser.add_argument("--sort", metavar="KEY", help="print a table, sorted by this metric (default: of validation)")
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
+        "--max", dest="sign", action="store_const", const=1, default=0, help="print a table, the highest value first"
+    )
+    direction.add_argument(
+        "--min", dest="sign", action="store_const", const=-1, help="print a table, the lowest value first"
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.set_defaults(run=_run)
 
 
@@ -38,14 +54,59 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 def _run(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_report.core.comparison_page import comparison_page
     from lightning_tricks.run_report.core.page import run_page
-    from lightning_tricks.run_report.core.record_file import PAGE_FILE, read_record, write_page
+    from lightning_tricks.run_report.core.record_file import PAGE_FILE, RUN_FILE, read_record, write_page
+    from lightning_tricks.run_report.core.run_folders import find_run_before, runs_in
 
-    first = read_record(arguments.A)
-    if arguments.B is None:
-        page, path = run_page(first), arguments.out or arguments.A / PAGE_FILE
+    folders = arguments.folders
+    found = [[folder] if (folder / RUN_FILE).exists() else list(runs_in(folder)) or [folder] for folder in folders]
+    has_table = bool(arguments.sort is not None or arguments.sign or arguments.json)
+    if has_table or found != [[folder] for folder in folders] or len(folders) > 2:
+        if arguments.out is not None:
+            arguments.parser.error("--out takes the page of one or two runs; a table of runs is printed.")
+        return _print_table(arguments, dict.fromkeys(run for runs in found for run in runs))
+    records = [read_record(folder) for folder in folders]
+    if len(records) == 1:
+        page = run_page(records[0], find_run_before(folders[0], records[0]))
+        path = arguments.out or folders[0] / PAGE_FILE
     else:
-        page = comparison_page(first, read_record(arguments.B), _names(arguments.A, arguments.B))
+        page = comparison_page(records[0], records[1], _names(*folders))
         path = arguments.out or Path("comparison.html")
     write_page(path, page)
     make_console(soft_wrap=True, highlight=False).print(f"Report: {path}", markup=False)
     return 0
+
+
+def _print_table(arguments: argparse.Namespace, folders: Iterable[Path]) -> int:
+    from lightning_tricks.run_report.core.overview import make_overview
+    from lightning_tricks.run_report.core.record import RunReportError
+    from lightning_tricks.run_report.core.record_file import read_record
+    from lightning_tricks.run_report.core.run_folders import ends_of
+
+    runs: list[tuple[Path, RunRecord]] = []
+    left_out: list[str] = []
+    for folder in folders:
+        try:
+            runs.append((folder, ends_of(read_record(folder))))
+        except (OSError, RunReportError) as error:
+            left_out.append(f"Left out: {error}")
+    if not runs:
+        raise RunReportError("\n".join(left_out))
+    names = _short_names([folder for folder, _ in runs])
+    named = [(name, record) for name, (_, record) in zip(names, runs, strict=True)]
+    with errors_of_use(arguments):
+        overview = make_overview(named, arguments.sort or "", arguments.sign)
+    if arguments.json:
+        write_output(json.dumps({"sort": overview.key, "runs": overview.rows(), "left_out": left_out}, indent=2) + "\n")
+        return 0
+    console = make_console(highlight=False)
+    console.print(overview)
+    for sentence in left_out:
+        console.print(sentence, markup=False, soft_wrap=True)
+    return 0
+
+
+def _short_names(folders: list[Path]) -> list[str]:
+    """Return the paths of folders from the deepest one that holds them all."""
+    paths = [os.path.abspath(folder) for folder in folders]  # noqa: PTH100  # follows no link
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120
+    return [Path(path).relative_to(common).as_posix() for path in paths]

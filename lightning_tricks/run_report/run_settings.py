@@ -67,6 +67,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
     details.secrets[:0], details.types_only[:0] = arguments.secrets, arguments.types_only
     return RunRecord(
         module=type(module).__name__,
+        ranks=trainer.world_size,
         is_seeded=seed is not None,
         arguments=arguments.pairs(),
         trainer=[*_trainer_facts(trainer), *_optimizer_facts(trainer), *torch_settings(), *seeds],

@@ -14,7 +14,7 @@ from lightning_tricks.cli import main
 from lightning_tricks.run_report import RunRecord, comparison_page, read_record, run_page
 from lightning_tricks.run_report.core.comparison_page import differing_settings
 from lightning_tricks.run_report.core.git_state import read_git_state
-from lightning_tricks.run_report.core.record import GitState, Row
+from lightning_tricks.run_report.core.record import GitState, Resume, Row
 from lightning_tricks.run_report.core.record_file import write_rows, write_run
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.core.setting_texts import torch_settings, versions
@@ -51,12 +51,62 @@ class Balanced(HTMLParser):
         self.text.append(data)
 
 
+def luminance(color):
+    """The relative luminance of a colour, as the Web Content Accessibility Guidelines define it."""
+    digits = color[1:] if len(color) == 7 else "".join(2 * one for one in color[1:])
+    parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def blend(color, back, opacity):
+    parts = [
+        round(opacity * int(color[at : at + 2], 16) + (1 - opacity) * int(back[at : at + 2], 16)) for at in (1, 3, 5)
+    ]
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_texts_and_curves_are_legible_in_light_and_in_dark_mode(is_dark):
+    style = run_page(full_record()).partition("<style>")[2].partition("</style>")[0]
+    light, dark = (dict(re.findall(r"--(\w+):(#\w+)", part)) for part in re.findall(r":root{(.*?)}", style, re.DOTALL))
+    assert "@media screen and (prefers-color-scheme:dark){:root{" in style, "what is printed stays light"
+    assert dark.keys() == light.keys()
+    color = dark if is_dark else light
+    color["back"] = color["back"].replace("#fff", "#ffffff")
+    assert set(re.findall(r"var\(--(\w+)\)", style)) <= color.keys()
+    assert (luminance(color["back"]) < 0.1) == is_dark
+    for back in ("back", "pale", "warm"):
+        assert contrast(color["ink"], color[back]) > 7
+        assert contrast(color["soft"], color[back]) > 4.5
+    assert contrast(color["bad"], color["back"]) > 4.5
+    assert min(contrast(color[f"c{number}"], color["back"]) for number in range(7)) > 3
+    for count in range(1, 101):  # the numbers in a confusion matrix
+        part = ConfusionMatrix(stage="val", epoch=0, classes=["a", "b"], counts=[[count, 100 - count], [0, 1]])
+        page = run_page(RunRecord(parts=[part]))
+        cells = re.findall(r'<rect class="cell (\w+)"[^>]*fill-opacity="([\d.]+)"', page)
+        texts = re.findall(r'<text [^>]*class="(light|dark)">', page)
+        shown = [cell for cell in cells if float(cell[1])]
+        assert len(texts) == len(shown) == (2 if count == 100 else 3)
+        for text, (kind, opacity) in zip(texts, shown, strict=True):
+            ink = "#fff" if text == "light" else color["cell"]
+            assert contrast(ink, blend(color[kind], color["back"], float(opacity))) > 4.5
+    fixed = re.findall(r"(?<=[{;:])(?:fill|color|background|stroke):#\w+", style.partition(".tiles")[2])
+    assert fixed == ["fill:#fff"], "the numbers on the darkest cells; all other colours depend on the mode"
+
+
 def headings(page):
     return re.findall(r"<h2>(.*?)</h2>", page)
 
 
 def full_record(**known):
-    rows = [Row("step", step, 0, {f"train/{EVIL}": 1 / (1 + step), "grad_norm/pre_clip": 2.0}) for step in range(100)]
+    keys = f"train/{EVIL}", f"val/{EVIL}/dataloader_idx_{EVIL}", "grad_norm/pre_clip", f"lr-{EVIL}", "learning_rate"
+    rows = [Row("step", step, 0, dict.fromkeys(keys, 1 / (1 + step))) for step in range(100)]
     parts = [
         ClippedSteps(optimizer=0, steps=100, clipped=100, skipped=2, max_norm=1.0),
         ConfusionMatrix(stage="val", epoch=0, classes=[EVIL, "b"], counts=[[3, 1], [0, 4]]),
@@ -75,7 +125,12 @@ def full_record(**known):
 
 
 @pytest.mark.parametrize(
-    "make", [run_page, lambda record: comparison_page(record, full_record(seconds=3.0), (EVIL, "B"))]
+    "make",
+    [
+        run_page,
+        lambda record: comparison_page(record, full_record(seconds=3.0), (EVIL, "B")),
+        lambda record: run_page(record, (EVIL, full_record(arguments=[(EVIL, "0" * 100)] * 20, status="finished"))),
+    ],
 )
 def test_all_text_is_escaped_and_all_tags_are_closed(make):
     page = Balanced(make(full_record()))
@@ -108,6 +163,32 @@ def test_curves_that_are_not_shown_are_counted():
         assert page.count("<figure>") == figures
         assert [text for text in re.findall("<summary>(.*?)</summary>", page) if "more" in text] == [note] * bool(note)
         assert f"<td>m{count - 1}</td>" in page
+
+
+def test_curves_of_one_quantity_share_a_picture_and_differ_in_colour_and_dashes():
+    keys = ["train_loss_epoch", "Train/Loss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1", "loss/test"]
+    keys += ["trainAcc", "val/accuracy", "balanced_acc", "valBalancedAcc", "lr", "learning_rate", "lr-Adam"]
+    keys += ["gpu0/power_w", "gpu1/power_w"]
+    rows = [Row("epoch", step, step, dict.fromkeys(keys, 0.1 * step)) for step in range(3)]
+    page = run_page(RunRecord(rows=rows))
+    titles = re.findall(r"<figcaption><h3>(.*?)</h3>", page)
+    assert titles == ["Loss", "Acc", "BalancedAcc", "learning rate", "gpu/power_w"]
+    legends = re.findall(r"<figcaption>(.*?)</figcaption>", page)
+    labels = [re.findall(r"<i></i>(.*?)</span>", legend) for legend in legends]
+    assert labels[0] == ["train", "train (epoch)", "val loader 0", "val loader 1", "test", "best"]
+    assert labels[1:3] == [["train", "val", "best"], ["val", "balanced_acc", "best"]]
+    assert labels[3:] == [["lr", "learning_rate", "lr-Adam"], ["gpu0", "gpu1"]]
+    for legend in legends:
+        styles = re.findall(r'class="key k(\d)(?: d(\d))?"', legend)
+        assert len({color for color, _ in styles}) == len(styles) >= 2
+        assert len(set(styles)) == len(styles)
+        assert len({dash for _, dash in styles[:4]}) == min(len(styles), 4)
+
+
+def test_resumes_are_marked_in_the_pictures_of_metrics():
+    rows = [Row("epoch", step, step, {"val/loss": 1.0}) for step in range(3)]
+    page = run_page(RunRecord(rows=rows, resumes=[Resume(1, 1, 0.0)]))
+    assert re.findall(r'class="mark"[^>]*><title>(.*?)<', page) == ["resumed at step 1"]
 
 
 def test_recall_and_precision_of_each_class_are_shown_where_they_are_known():
@@ -252,9 +333,10 @@ def test_callbacks_tell_the_report_what_they_know(tmp_path):
     right = sum(matrix.counts[place][place] for place in range(10)) / 40
     assert sum(w * s for w, s in zip(reliability.weight, reliability.share, strict=True)) == pytest.approx(right)
     (pictures,) = record.parts_of(Pictures)
-    assert len(pictures.pictures) == len(pictures.captions) == 6
+    mistakes = min(6, round(40 * (1 - right)))
+    assert len(pictures.pictures) == len(pictures.captions) == mistakes > 0
     page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == 6
+    assert page.count("data:image/png;base64,") == mistakes
     assert "fingerprint diff" in page
     assert "100 % of 20 steps were clipped: max_norm=0.1 is below the median norm of" in page
 

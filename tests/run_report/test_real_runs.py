@@ -251,6 +251,16 @@ def test_mistakes_are_mistakes(tmp_path, wrong, note):
     assert all(re.fullmatch(r"!\d at 64%, is \d", caption) for caption in part.captions)
 
 
+def test_class_whose_name_begins_like_a_mistake_is_none(tmp_path):
+    images = ImageLogger(6, shape=[1, 8, 8], class_names=[f"!{number}" for number in range(10)])
+    module = Knows()
+    module.wrong = 2
+    train([RunReport(tmp_path), images], module)
+    (part,) = read_record(tmp_path).parts_of(Pictures)
+    assert len(part.captions) == 2
+    assert all(re.fullmatch(r"!!\d at 64%, is !\d", caption) for caption in part.captions)
+
+
 def test_of_values_the_largest_errors_are_shown(tmp_path):
     class Regresses(EvaluatedNet):
         def validation_step(self, batch, batch_idx):

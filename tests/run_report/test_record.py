@@ -340,7 +340,7 @@ def test_parts_of_one_name_replace_each_other():
         ("loss", ("loss", "", "")),
         ("val", ("val", "", "")),
         ("interval_loss", ("interval_loss", "", "")),
-        ("test/acc/dataloader_idx_2", ("acc (loader 2)", "test", "")),
+        ("test/acc/dataloader_idx_2", ("acc", "test", "")),
         ("ema/val/acc", ("ema/acc", "val", "")),
         ("valLoss", ("Loss", "val", "")),
         ("train loss_step", ("loss", "train", "step")),
@@ -351,6 +351,7 @@ def test_parts_of_one_name_replace_each_other():
 def test_stage_of_a_key_is_found(key, parts):
     found = split_key(key)
     assert (found.name, found.stage, found.kind) == parts
+    assert found.loader == ("2" if "dataloader_idx_2" in key else "")
 
 
 @pytest.mark.parametrize(

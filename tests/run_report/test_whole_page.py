@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -82,6 +83,15 @@ def tables(section):
 
 def legend(figure):
     return [words(one) for one in figure.find("figcaption").iter("span")]
+
+
+def readings(figure):
+    """What a picture shows under the pointer: the lines of text of each strip, from left to right."""
+    strips = with_class(figure.find("svg"), "at")
+    edges = [[float(number) for number in re.findall(r"[\d.]+", one.find("path").get("d"))] for one in strips]
+    assert [left for left, _, right, *_ in edges[1:]] == [right for _, _, right, *_ in edges[:-1]], "no gaps"
+    assert (edges[0][0], edges[-1][2]) == (58, 526)
+    return [[words(line) for line in one.iter("tspan")] for one in strips]
 
 
 def drawn(figure):
@@ -169,6 +179,10 @@ def some_record(seed):
         status="finished",
         started=86_400.0,
         seconds=3725.0,
+        validation_seconds=725.0,
+        batches=STEPS,
+        samples=3 * STEPS,
+        ranks=2,
         step=STEPS,
         epochs=EPOCHS,
         rows=found,
@@ -204,7 +218,7 @@ def test_head_of_the_page(seed):
     assert words(header.find("h1")) == "Net"
     assert words(header.find("p")) == "finished · 1970-01-02 00:00 UTC · the fit took 1 h 2 min"
     tiles = [(words(one.find("b")), words(one.find("span"))) for one in header.iter("li")]
-    expected = [("120", "steps"), ("6", "epochs")]
+    expected = [("120", "steps"), ("6", "epochs"), (shown(3 * 120 / 3725), "samples a second, on rank 0 of 2")]
     for key in ("val/loss", "val/acc", "val/f1"):
         epoch, value = best(record, key, BETTER[key[4:]])
         expected.append((shown(value), f"best {key}, epoch {epoch}"))
@@ -243,8 +257,8 @@ def test_curves_of_metrics(seed):
     assert legend(pictures["acc"]) == ["train", "train, running mean", "val", "test", "best"]
     assert legend(pictures["f1"]) == ["val", "best"]
     assert legend(pictures["other"]) == []
-    lines = {"loss": {"line c0": "train/loss_epoch", "line c0 faint": "train/loss_step", "line c1": "val/loss"}}
-    lines |= {"acc": {"line c0 faint": "train/acc", "line c1": "val/acc"}, "f1": {"line c1": "val/f1"}}
+    lines = {"loss": {"line c0": "train/loss_epoch", "line c0 faint": "train/loss_step", "line c1 d1": "val/loss"}}
+    lines |= {"acc": {"line c0 faint": "train/acc", "line c1 d1": "val/acc"}, "f1": {"line c1": "val/f1"}}
     lines |= {"other": {"line c6": "other"}}
     for name, keys in lines.items():
         there = drawn(pictures[name])
@@ -262,10 +276,27 @@ def test_curves_of_metrics(seed):
             near([(step(x), height(y)) for x, y in rings], [(20 * epoch + 19, value)])
         else:
             assert rings == []
-    titles = [words(one) for one in pictures["f1"].iter("title")]
-    assert titles == [
-        f"val: {shown(value)} at step {step}, epoch {epoch}" for step, epoch, value in curve(record, "val/f1")
+    assert readings(pictures["f1"]) == [
+        [f"step {step}, epoch {epoch}", f"val {shown(value)}"] for step, epoch, value in curve(record, "val/f1")
     ]
+    found = readings(pictures["loss"])  # 60 strips, among them those with the values of epochs
+    assert len(found) <= 60
+    known = {
+        label: {step: shown(value) for step, _, value in curve(record, key)}
+        for label, key in (
+            ("train (epoch)", "train/loss_epoch"),
+            ("train (step)", "train/loss_step"),
+            ("val", "val/loss"),
+        )
+    }
+    seen = dict.fromkeys(known, 0)
+    for first, *others in found:
+        for text in others:
+            label = next(label for label in known if text.startswith(f"{label} "))
+            value, _, at = text.removeprefix(f"{label} ").partition(" at step ")
+            assert known[label][int(at or first.split()[1].rstrip(","))] == value
+            seen[label] += 1
+    assert seen == {"train (epoch)": EPOCHS, "train (step)": len(found), "val": EPOCHS}
 
 
 def test_a_mean_is_drawn_of_many_steps_and_of_no_epochs():
@@ -358,36 +389,42 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     record = some_record(seed)
     found = sections(run_page(record))
     mistakes = found["Most confident mistakes (val)"]
-    assert [(one.get("class"), words(one)) for one in mistakes.iter("figure")] == [
-        ("wrong", "a at 9%, is b"),
-        (None, "c"),
-    ]
+    wrong, right = with_class(mistakes, "gallery")
+    assert [(one.get("class"), words(one)) for one in wrong.iter("figure")] == [("wrong", "a at 9%, is b")]
+    assert [(one.get("class"), words(one)) for one in right.iter("figure")] == [(None, "c")]
+    assert [words(one) for one in mistakes.iter("h3")] == ["Predicted rightly"]
     assert [one.get("src") for one in mistakes.iter("img")] == [f"data:image/png;base64,{PNG}"] * 2
     assert words(mistakes).endswith("Epoch 5.")
 
     assert tables(found["Cost"])["FLOPs"] == [["forward", f"{seed} kFLOP"]]
-    assert [words(one) for one in found["Cost"].iter("p") if one.get("class") == "soft"] == ["Counted once."]
+    assert [words(one) for one in found["Cost"].iter("p") if one.get("class") == "soft"] == [
+        *("Rank 1: All is well.", "Rank 0: All is better.", "Counted once.")
+    ]
+    assert tables(found["Cost"])["Throughput"] == [
+        ["samples a second, on rank 0 of 2", shown(3 * 120 / 3725)],
+        ["samples a second, without validation, on rank 0 of 2", shown(3 * 120 / 3000)],
+        ["batches a second, on rank 0 of 2", shown(120 / 3725)],
+        ["share of the time in validation", "19 %"],
+        ["share of the time of rank 1 waiting for data", "3 %"],
+        ["share of the time of rank 0 waiting for data", "2 %"],
+    ]
     near(
         drawn(figures(found["Cost"])["flops/mfu"])["line c0"],
         [(step, value) for step, _, value in curve(record, "flops/mfu")],
     )
 
     devices = found["Devices"]
-    assert [words(one) for one in devices.findall("p") if one.get("class") is None] == [
-        "Rank 1: All is well.",
-        "Rank 0: All is better.",
-    ]
     assert rows(devices.find("table"))[1:] == [
         ["0", "gpu0", "power w", "6 W", "7 W"],
         ["1", "gpu1", "power w", "8 W", "9 W"],
     ]
     power = figures(devices)
-    assert list(power) == ["gpu0/power_w", "gpu0/val_power_w"]
-    for key, figure in power.items():
-        near(drawn(figure)["line c0"], [(step, value) for step, _, value in curve(record, key)])
-        assert {text for text, _, _ in texts(figure.find("svg"), "middle")} >= {"step", "W"}
-    assert words(devices.find("details/summary")) == "In validation"
-    assert list(figures(devices.find("details"))) == ["gpu0/val_power_w"]
+    assert list(power) == ["gpu/power_w"]
+    assert legend(power["gpu/power_w"]) == ["gpu0", "gpu0, validation"]
+    lines = drawn(power["gpu/power_w"])
+    for kind, key in (("line c0", "gpu0/power_w"), ("line c1 d1", "gpu0/val_power_w")):
+        near(lines[kind], [(step, value) for step, _, value in curve(record, key)])
+    assert {text for text, _, _ in texts(power["gpu/power_w"].find("svg"), "middle")} >= {"step", "W"}
 
     repeat = tables(found["Repeatability"])
     assert repeat["Seed"] == [["seed", str(seed)]]
@@ -422,7 +459,7 @@ def test_two_runs_in_one_page():
     for kind, record in (("line c0", first), ("line c1", second)):
         near(lines[kind], [(step, value) for step, _, value in curve(record, "val/f1")])
     rates = drawn(figures(found["Learning rate and gradients"])["learning rate"])
-    for kind in ("line c0", "line c1 dashed"):
+    for kind in ("line c0", "line c1 d1"):
         near(rates[kind], [(step, value) for step, _, value in curve(first, "learning_rate")])
     table = {row[0]: row[1:] for row in rows(found["Last and best values"].find("table"))}
     assert table["value"] == ["last, one", "last, two", "difference", "best, one", "best, two"]

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import did_you_mean
-from lightning_tricks._shared.text import format_bytes
+from lightning_tricks._shared.text import format_bytes, printable
 from lightning_tricks.devices.core.gpu import THROTTLE_REASONS, Gpu, MigSlice, Told
 
 if TYPE_CHECKING:
@@ -159,16 +159,6 @@ def cell_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "; ".join(map(cell_text, value))
     return printable(f"{value:.2f}" if isinstance(value, float) else str(value))
-
-
-def printable(text: str) -> str:
-    r"""Return text of a process or a driver in one line, without what a terminal would act on.
-
-    Examples:
-        >>> printable("python train.py\x1b[2J")
-        'python train.py\\x1b[2J'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 class GpuTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 
 from lightning_tricks._shared.report_parts import Facts
@@ -51,11 +51,12 @@ def comparison_page(first: RunRecord, second: RunRecord, names: tuple[str, str] 
     """
     runs = (first, second)
     pictures = _metric_figures(runs, names)
+    keys = [key for run in runs for _, key in metric_curves(run)]
     body = [
         f"<header><h1>{escape(names[0])} and {escape(names[1])}</h1></header>",
         section("What differs", [_differences(runs, names)]),
         section("Loss and metrics", [first_and_folded(pictures, _MOST_PICTURES)]),
-        section("Last and best values", [_values(runs, names)]),
+        section("Last and best values", [values_table(runs, names, list(dict.fromkeys(keys))[:_MOST_ROWS])]),
         section("Learning rate and gradients", [side_by_side(_other_figures(runs, names))]),
         section(
             "What stands out",
@@ -144,19 +145,22 @@ def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tupl
 
 
 def _metric_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> list[str]:
-    curves: dict[str, list[Line]] = {}
+    curves: dict[str, tuple[str, list[Line]]] = {}  # quantity -> its name and its lines
     for color, (run, name) in enumerate(zip(runs, names, strict=True)):
         for parts, key in metric_curves(run):
             points = run.curve(key)
             if len(points) > NOISY:
                 points = smooth(points)
-            label = " ".join(word for word in (name, parts.stage, parts.kind) if word)
+            loader = f"loader {parts.loader}" if parts.loader else ""
+            label = " ".join(word for word in (name, parts.stage, loader, parts.kind) if word)
             is_train = parts.stage == "train"
             best = None if is_train or len(points) < 2 else best_point(points, sign_of_better(parts.name))
-            curves.setdefault(parts.name, []).append(Line(label, points, color, is_dashed=is_train, best=best))
+            _, lines = curves.setdefault(parts.quantity, (parts.name, []))
+            dash = 1 if is_train else 2 if parts.loader not in ("", "0") else 0
+            lines.append(Line(label, points, color, dash=dash, best=best))
     return [
         figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
-        for name, lines in curves.items()
+        for name, lines in curves.values()
         if any(len(line.points) > 1 for line in lines)
     ]
 
@@ -170,15 +174,15 @@ def _other_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) ->
             points = run.curve(key)
             if len(points) > NOISY and not key.startswith("learning_rate"):
                 points = smooth(points)
-            lines.append(Line(name, points, color, is_dashed=color == 1))
+            lines.append(Line(name, points, color, dash=color))
         figures.append(figure(key.replace("_", " "), line_chart(lines), [line for line in lines if line.points]))
     return figures
 
 
-def _values(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
-    keys = [key for run in runs for _, key in metric_curves(run)]
+def values_table(runs: tuple[RunRecord, RunRecord], names: tuple[str, str], keys: Iterable[str]) -> str:
+    """Return a table of the last and the best value of metrics of two runs, or "" if there are no keys."""
     rows, marked = [], []
-    for key in list(dict.fromkeys(keys))[:_MOST_ROWS]:
+    for key in keys:
         curves = [run.curve(key) for run in runs]
         last = [points[-1].value if points else None for points in curves]
         best = [best_point(points, sign_of_better(split_key(key).name)) for points in curves]

@@ -49,19 +49,31 @@ class KeyParts:
         name: The name of the value, without its stage, such as "loss".
         stage: "train", "val", "test" or "".
         kind: "step", "epoch" or "": the suffix that Lightning adds to what is logged twice.
+        loader: The number of the dataloader, or "".
+        series: The key without its kind; the values of one series at steps and epochs are one curve to the reader.
     """
 
     name: str
     stage: str
     kind: str
+    loader: str = ""
+    series: str = ""
+
+    @property
+    def quantity(self) -> str:
+        """What the name means, however it is spelled: "valAcc", "val/acc" and "val_accuracy" are one quantity."""
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])|[ ._-]+", " ", self.name).lower()
+        return re.sub(r"\bacc\b", "accuracy", words)
 
 
 def split_key(key: str) -> KeyParts:
     """Return the parts of a logged key.
 
     Examples:
-        >>> split_key("val/loss"), split_key("train_acc_step").kind, split_key("loss/val/dataloader_idx_1").name
-        (KeyParts(name='loss', stage='val', kind=''), 'step', 'loss (loader 1)')
+        >>> split_key("val/loss")
+        KeyParts(name='loss', stage='val', kind='', loader='', series='val/loss')
+        >>> split_key("train_acc_step").kind, split_key("loss/val/dataloader_idx_1").loader
+        ('step', '1')
     """
     base, _, loader = key.partition("/dataloader_idx_")
     kind = next((kind for kind in ("step", "epoch") if base.endswith(f"_{kind}")), "")
@@ -73,13 +85,12 @@ def split_key(key: str) -> KeyParts:
             stage = _STAGES[words[place].lower()]
             del words[max(place - 1, 0) : place + 1 + (place == 0)]
             break
-    name = "".join(words)
-    return KeyParts(f"{name} (loader {loader})" if loader else name, stage, kind)
+    return KeyParts("".join(words), stage, kind, loader, f"{base} {loader}".rstrip())
 
 
 def sign_of_better(name: str) -> int:
     """Return 1 for a metric that should be high, -1 for one that should be low, 0 where that is unknown."""
-    name = name.lower().replace("_", " ")
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name).lower()
     if _NO_METRIC.search(name):
         return 0
     return -1 if _LOWER_IS_BETTER.search(name) else int(bool(_HIGHER_IS_BETTER.search(name)))
@@ -92,7 +103,7 @@ def is_weight(key: str) -> bool:
 
 def topic_of(key: str) -> str:
     """Return the topic of a key that is not a metric, or ""."""
-    if key == "learning_rate" or key.startswith(("learning_rate/", "lr-")):
+    if key.startswith(("learning_rate/", "lr-")) or split_key(key).name.lower() in ("learning_rate", "lr"):
         return LEARNING_RATE
     if key.startswith("grad_norm/"):
         return GRADIENTS
@@ -117,7 +128,9 @@ def keys_of_topic(record: RunRecord, topic: str) -> list[str]:
 
 
 def metric_pictures(record: RunRecord) -> dict[str, list[tuple[KeyParts, str]]]:
-    """Return the pictures of losses and metrics, losses first; values of single classes are left out.
+    """Return the pictures of losses and metrics, losses first: one for each quantity, however its keys are spelled.
+
+    Values of single classes are left out.
 
     Returns:
         Name -> the parts and the key of each curve.
@@ -127,13 +140,25 @@ def metric_pictures(record: RunRecord) -> dict[str, list[tuple[KeyParts, str]]]:
     for key in record.logged_keys():
         if not topic_of(key) and key not in of_classes:
             parts = split_key(key)
-            pictures.setdefault(parts.name, []).append((parts, key))
+            pictures.setdefault(parts.quantity, []).append((parts, key))
     stages = ["train", "val", "test", ""]
     for curves in pictures.values():
-        curves.sort(key=lambda curve: (stages.index(curve[0].stage), curve[0].kind))
-    order = {"loss": 0, "acc": 1, "accuracy": 1}
-    names = sorted(pictures, key=lambda name: (order.get(name, 2), "loss" not in name))
-    return {name: pictures[name] for name in names}
+        curves.sort(key=lambda curve: (stages.index(curve[0].stage), curve[0].series, curve[0].kind))
+    order = {"loss": 0, "accuracy": 1}
+    quantities = sorted(pictures, key=lambda quantity: (order.get(quantity, 2), "loss" not in quantity))
+    return {pictures[quantity][0][0].name: pictures[quantity] for quantity in quantities}
+
+
+def curve_labels(curves: Sequence[tuple[KeyParts, str]]) -> list[str]:
+    """Return what the legend of a picture says of each curve: stage, loader and kind, or the key where these agree."""
+    labels = []
+    for parts, _ in curves:
+        words = parts.stage, parts.loader and f"loader {parts.loader}", parts.kind and f"({parts.kind})"
+        labels.append(" ".join(word for word in words if word))
+    if len(curves) == 1:
+        return labels if curves[0][0].stage or curves[0][0].loader else [""]
+    pairs = zip(labels, curves, strict=True)
+    return [label if label and labels.count(label) == 1 else key for label, (_, key) in pairs]
 
 
 def metric_curves(record: RunRecord) -> list[tuple[KeyParts, str]]:
@@ -188,8 +213,8 @@ def losses(record: RunRecord, stage: str) -> list[tuple[str, list[Point]]]:
     found: dict[str, tuple[KeyParts, str]] = {}
     for parts, key in metric_curves(record):
         is_loss = "loss" in parts.name.lower() and sign_of_better(parts.name) < 0
-        if is_loss and parts.stage == stage and (parts.name not in found or parts.kind == "step"):
-            found[parts.name] = parts, key
+        if is_loss and parts.stage == stage and (parts.series not in found or parts.kind == "step"):
+            found[parts.series] = parts, key
     return [(key, record.curve(key)) for _, key in found.values()]
 
 

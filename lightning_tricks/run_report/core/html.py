@@ -14,8 +14,13 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _MOST_FOLDED = 60
 _MOST_PICTURE_BYTES = 200_000
 _STYLE = """
-:root{--ink:#1d2329;--soft:#5b6570;--line:#d9dee3;--back:#fff;--pale:#f5f7f9;color-scheme:light;
+:root{--ink:#1d2329;--soft:#5b6570;--line:#d9dee3;--back:#fff;--pale:#f5f7f9;--warm:#fdf3ec;color-scheme:light;
+--bad:#a84300;--bar:#c9d1d8;--axis:#818a93;--right:#0072b2;--wrong:#d55e00;--cell:#000;
 --c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a3527f;--c4:#3d9bd1;--c5:#b07a00;--c6:#444b52}
+@media screen and (prefers-color-scheme:dark){:root{--ink:#e4e8ec;--soft:#a3adb8;--line:#343c45;--back:#14181d;
+--pale:#1d2329;--warm:#33241a;color-scheme:dark;
+--bad:#ff9d63;--bar:#4a545e;--axis:#7a8591;--right:#0072b2;--wrong:#b54f00;--cell:#fff;
+--c0:#5ab4ee;--c1:#f28e4a;--c2:#3ccb9c;--c3:#dc8fbb;--c4:#b7a6ff;--c5:#e3b341;--c6:#bcc4cc}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--back);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,
 "Helvetica Neue",Arial,"DejaVu Sans",sans-serif;-webkit-print-color-adjust:exact;print-color-adjust:exact}
@@ -32,8 +37,8 @@ p{margin:0 0 8px}.soft,small{color:var(--soft)}small{font-size:13px}
 .findings li{position:relative;padding:9px 14px 9px 40px;border-left:3px solid var(--line);background:var(--pale);
 margin-bottom:6px;border-radius:0 8px 8px 0;break-inside:avoid}
 .findings li::before{content:"i";position:absolute;left:13px;top:11px;width:17px;height:17px;border-radius:50%;
-background:var(--soft);color:#fff;font:700 11px/17px Georgia,serif;text-align:center}
-.findings li.warning{border-color:var(--c1);background:#fdf3ec}
+background:var(--soft);color:var(--back);font:700 11px/17px Georgia,serif;text-align:center}
+.findings li.warning{border-color:var(--c1);background:var(--warm)}
 .findings li.warning::before{content:"!";background:var(--c1);font-family:inherit}
 .two{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,430px),1fr));gap:26px 34px}
 .stack{display:grid;gap:26px;align-content:start;min-width:0}
@@ -43,38 +48,44 @@ figcaption h3{margin:0}.key{font-size:13px;color:var(--soft);white-space:nowrap}
 .key i{display:inline-block;width:16px;height:0;border-top:3px solid;vertical-align:middle;margin-right:5px}
 .key.faint i{opacity:.35}
 .key.ring i{width:11px;height:11px;border:1.5px solid var(--soft);border-radius:50%;margin-right:4px}
-.key.dashed i{border-top-style:dashed}
+.key.d1 i{border-top-style:dashed}.key.d2 i{border-top-style:dotted}.key.d3 i{border-top-style:double}
 svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{font-size:12px;fill:var(--soft)}
-svg text.label{paint-order:stroke;stroke:#fff;stroke-width:4px}
-svg text.light{fill:#fff}svg text.dark{fill:var(--ink)}
-.grid{stroke:var(--line);stroke-width:.8}.axis{stroke:#8b949c;stroke-width:1}
+svg text.label,.at text{paint-order:stroke;stroke:var(--back);stroke-width:4px;stroke-linejoin:round}
+svg text.light{fill:#fff}svg text.dark{fill:var(--cell)}
+.at path{fill:transparent}.at text{visibility:hidden;pointer-events:none;fill:var(--ink);stroke-width:8px;
+font-variant-numeric:tabular-nums}.at.end text{text-anchor:end}
+.at:hover path{fill:var(--soft);fill-opacity:.2}.at:hover text{visibility:visible}
+.grid{stroke:var(--line);stroke-width:.8}.axis{stroke:var(--axis);stroke-width:1}
 .rule{stroke:var(--soft);stroke-width:1;stroke-dasharray:5 4}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round}.line.faint{stroke-width:1;opacity:.35}
-.dashed{stroke-dasharray:6 4}.band{opacity:.16;stroke:none!important}.dot{stroke:#fff!important;stroke-width:.7}
-.best{fill:none!important;stroke-width:1.5}.mark{fill:var(--c1)}
-.weight{fill:#c9d1d8}.cell{stroke:var(--line);stroke-width:.6}.right{fill:#0072b2}.wrong{fill:#d55e00}
+.d1{stroke-dasharray:7 3}.d2{stroke-dasharray:2 3}.d3{stroke-dasharray:9 3 2 3}
+.band{opacity:.16;stroke:none!important}.dot{stroke:var(--back)!important;stroke-width:.7;stroke-dasharray:none}
+.best{fill:none!important;stroke-width:1.5;stroke-dasharray:none}.mark{fill:var(--c1)}
+.weight{fill:var(--bar)}.cell{stroke:var(--line);stroke-width:.6}.right{fill:var(--right)}.cell.wrong{fill:var(--wrong)}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;
 overflow-wrap:anywhere}
 th{font-weight:600;color:var(--soft)}td.number,th.number{text-align:right;white-space:nowrap}
 td:first-child{color:var(--soft);overflow-wrap:break-word}
-tr.differs td{background:#fdf3ec}
+table+*,details+table{margin-top:12px}tr.differs td{background:var(--warm)}
 details{margin-top:10px}summary{cursor:pointer;color:var(--c0)}
 pre{background:var(--pale);border-radius:8px;padding:12px 14px;overflow-x:auto;font:12.5px/1.45 ui-monospace,
 SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre}
 .gallery{display:flex;flex-wrap:wrap;gap:14px}.gallery figure{width:112px}
 .gallery img{width:112px;height:112px;object-fit:contain;image-rendering:pixelated;background:var(--pale);
 border-radius:6px;display:block}.gallery figcaption{font-size:12.5px;color:var(--soft);margin-top:4px}
-.gallery .wrong figcaption{color:#a84300}
+.gallery .wrong figcaption{color:var(--bad)}
 """
 _STYLE += "".join(
     f".c{n}{{stroke:var(--c{n})}}.dot.c{n},.band.c{n}{{fill:var(--c{n})}}.k{n} i{{border-color:var(--c{n})}}"
     for n in range(7)
 )
-_PRINT = """
+_OTHER_SIZES = """
+@media(max-width:600px){main{padding:20px 16px 48px}svg text{font-size:16px}table{display:block;overflow-x:auto}}
 @page{margin:14mm}
-@media print{main{max-width:none;padding:0}body{font-size:12px}.two{grid-template-columns:1fr 1fr;gap:16px 22px}
+@media print{.at{display:none}main{max-width:none;padding:0}body{font-size:12px}
+.two{grid-template-columns:1fr 1fr;gap:16px 22px}
 h2{margin-top:24px;break-after:avoid}pre{white-space:pre-wrap}tr{break-inside:avoid}}
 """
 
@@ -89,7 +100,7 @@ def page(title: str, body: Sequence[str], refresh: bool = False) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">',
         '<meta http-equiv="refresh" content="30">' * refresh,
-        f"<title>{escape(title)}</title><style>{_STYLE}{_PRINT}</style>",
+        f"<title>{escape(title)}</title><style>{_STYLE}{_OTHER_SIZES}</style>",
     ]
     return f'<!doctype html>\n<html lang="en"><head>{"".join(head)}</head>\n<body><main>\n' + "\n".join(
         (*body, "</main></body></html>\n")
@@ -120,7 +131,7 @@ def _lines(parts: Sequence[str]) -> str:
 def figure(title: str, picture: str, lines: Sequence[Line] = (), note: str = "") -> str:
     """Return a picture with its title and a legend of its lines, and of the ring around the best value."""
     keys = [
-        f'<span class="key k{line.color}{" faint" * line.is_faint}{" dashed" * line.is_dashed}"><i></i>'
+        f'<span class="key k{line.color}{" faint" * line.is_faint}{f" d{line.dash}" * bool(line.dash)}"><i></i>'
         f"{escape(line.label)}</span>"
         for line in lines
         if line.label
@@ -180,10 +191,10 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def gallery(captions: Sequence[str], pictures: Sequence[str]) -> str:
-    """Return pictures, given as the base64 of PNG files, with captions; a caption with "!" is a mistake."""
+def gallery(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return pictures, given as a caption and the base64 of a PNG file each; a caption with "!" is a mistake."""
     shown = []
-    for caption, picture in zip(captions, pictures, strict=False):
+    for caption, picture in pairs:
         if (
             len(picture) > _MOST_PICTURE_BYTES
             or not _BASE64.fullmatch(picture)

@@ -59,13 +59,15 @@ def format_seconds(seconds: float) -> str:
         >>> format_seconds(4.25), format_seconds(75), format_seconds(3 * 3600 + 125), format_seconds(200_000)
         ('4.2 s', '1 min 15 s', '3 h 2 min', '2 d 7 h')
     """
+    if not math.isfinite(seconds):
+        return "unknown"
     if seconds < 60:
         return f"{seconds:.1f} s"
     units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
     for (name, size), (smaller, part) in pairwise(units):
         if seconds >= size:
             return f"{int(seconds // size)} {name} {int(seconds % size // part)} {smaller}"
-    return ""
+    return "unknown"
 
 
 def format_time(seconds: float) -> str:

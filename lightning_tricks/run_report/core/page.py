@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 
@@ -17,6 +17,7 @@ from lightning_tricks._shared.report_parts import (
     Reliability,
 )
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.run_report.core.comparison_page import differing_settings, values_table
 from lightning_tricks.run_report.core.curves import (
     COST,
     DEVICES,
@@ -25,6 +26,7 @@ from lightning_tricks.run_report.core.curves import (
     NOISY,
     KeyParts,
     best_point,
+    curve_labels,
     keys_of_topic,
     metric_curves,
     metric_pictures,
@@ -51,9 +53,13 @@ from lightning_tricks.run_report.core.html import (
 from lightning_tricks.run_report.core.numbers import format_number, format_percent, format_seconds, format_time
 from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.svg import Line, line_chart, matrix_chart, reliability_chart
+from lightning_tricks.run_report.core.throughput import samples_per_second, throughput
 
 _COLORS = {"train": 0, "val": 1, "test": 2, "": 6}
 _MOST_PICTURES = 4  # that are not folded
+_MOST_VALUES, _MOST_SETTINGS = 6, 8  # of the run before that are not folded
+_LONGEST_TEXT = 300
+_MOST_CURVES = 21  # of a picture
 _MOST_MATRIX = 60  # classes that are drawn
 _MOST_CLASSES = 40  # rows of the table of classes
 _COST_TITLES = ("FLOPs", "Model")
@@ -65,14 +71,22 @@ _STATUS = {
 }
 
 
-def run_page(record: RunRecord) -> str:
-    """Return the page of one run as HTML."""
-    figures = [_metric_figure(record, name, curves) for name, curves in metric_pictures(record).items()]
+def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> str:
+    """Return the page of one run as HTML.
+
+    Args:
+        record: The run.
+        before: The name and the record of another run that it is compared with, or None.
+    """
+    resumes = [(resume.step, f"resumed at step {resume.step:,}") for resume in record.resumes[-50:]]
+    figures = [_metric_figure(record, name, curves, resumes) for name, curves in metric_pictures(record).items()]
     left_out = record.keys_left_out
-    costs = [_facts(part) for part in record.parts_of(Facts) if part.title in _COST_TITLES]
+    costs = [part for part in record.parts_of(Facts) if part.title in _COST_TITLES]
+    costs[:0] = [part] if (part := throughput(record)) is not None else []
     body = [
         _header(record),
         section("What stands out", [findings_list(find_all(record))]),
+        _before_section(record, *before) if before is not None else "",
         section(
             "Loss and metrics",
             [
@@ -87,8 +101,8 @@ def run_page(record: RunRecord) -> str:
         ),
         *_class_sections(record),
         *_picture_sections(record),
-        section("Cost", [side_by_side([*costs, *_single_figures(record, keys_of_topic(record, COST))])]),
-        section("Devices", [*_device_parts(record), *_device_figures(record)]),
+        section("Cost", [side_by_side([*map(_facts, costs), *_cost_figures(record)])]),
+        section("Devices", [*_device_parts(record), side_by_side(_device_figures(record))]),
         _repeatability_section(record),
         _code_section(record),
         _settings_section(record),
@@ -96,29 +110,37 @@ def run_page(record: RunRecord) -> str:
     return page(f"Report of {record.module or 'a run'}", [part for part in body if part], record.status == "running")
 
 
-def _metric_figure(record: RunRecord, name: str, curves: Sequence[tuple[KeyParts, str]]) -> str:
+def _metric_figure(
+    record: RunRecord, name: str, curves: Sequence[tuple[KeyParts, str]], marks: Sequence[tuple[int, str]]
+) -> str:
     """Return the curves of one metric, or "" if there is nothing to draw."""
     lines: list[Line] = []
-    kinds = {(parts.stage, parts.kind) for parts, _ in curves}
-    for parts, key in curves:
+    styles: dict[str, tuple[int, int]] = {}  # series -> its colour and its dashes
+    kinds = {(parts.series, parts.kind) for parts, _ in curves}
+    for (parts, key), label in zip(curves[:_MOST_CURVES], curve_labels(curves), strict=False):
         points = record.curve(key)
-        label, color = _label(parts, len(curves)), _COLORS[parts.stage]
+        color, dash = styles.setdefault(parts.series, _style(parts.stage, list(styles.values())))
         is_step = parts.kind == "step" or (parts.kind == "" and _is_of_steps(record, key))
         if is_step and len(points) > NOISY:
             lines.append(Line(label, points, color, is_faint=True))
-            if (parts.stage, "epoch") not in kinds:
-                lines.append(Line(f"{label}, running mean" if label else "running mean", smooth(points), color))
+            if (parts.series, "epoch") not in kinds:
+                mean = f"{label}, running mean" if label else "running mean"
+                lines.append(Line(mean, smooth(points), color, dash=dash))
         else:
             best = best_point(points, sign_of_better(name)) if parts.stage in ("val", "test") else None
-            lines.append(Line(label, points, color, best=best if len(points) > 1 else None))
+            lines.append(Line(label, points, color, dash=dash, best=best if len(points) > 1 else None))
     if not any(len(line.points) > 1 for line in lines):
         return ""
-    return figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
+    left_out = len(curves) - _MOST_CURVES
+    note = f"{left_out:,} more are in the table below." if left_out > 0 else ""
+    return figure(name, line_chart(lines, marks=marks, may_be_log="loss" in name.lower()), lines, note)
 
 
-def _label(parts: KeyParts, count: int) -> str:
-    words = [parts.stage, f"({parts.kind})" if parts.kind else ""]
-    return " ".join(word for word in words if word) if parts.stage or count > 1 else ""
+def _style(stage: str, taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return a colour, if possible that of the stage, and dashes that the other curves of a picture do not have."""
+    used = [color for color, _ in taken]
+    colors = (_COLORS[stage], 3, 4, 5, 6, 2, 1, 0)
+    return next((color for color in colors if color not in used), len(taken) % 7), len(taken) % 4
 
 
 def _is_of_steps(record: RunRecord, key: str) -> bool:
@@ -126,30 +148,45 @@ def _is_of_steps(record: RunRecord, key: str) -> bool:
 
 
 def _topic_figure(record: RunRecord, topic: str, name: str) -> str:
-    keys = keys_of_topic(record, topic)[:7]
+    keys = keys_of_topic(record, topic)
+    return _figure_of(record, name, {key.removeprefix("learning_rate/"): key for key in keys[:_MOST_CURVES]})
+
+
+def _figure_of(record: RunRecord, name: str, keys: Mapping[str, str]) -> str:
+    """Return the curves of keys, which are given by their labels, in one picture, or "" if there is none."""
+    labels = list(keys) if len(keys) > 1 else [""]
     lines = [
-        Line(key.rpartition("/")[2] if len(keys) > 1 else "", record.curve(key), place)
-        for place, key in enumerate(keys)
+        Line(label, record.curve(key), place % 7, dash=place % 4)
+        for place, (label, key) in enumerate(zip(labels, keys.values(), strict=False))
     ]
-    return figure(name, line_chart(lines), lines) if lines else ""
+    return figure(name, line_chart(lines, y_label=unit_of(next(iter(keys.values())))), lines) if lines else ""
 
 
-def _single_figures(record: RunRecord, keys: Sequence[str]) -> list[str]:
-    return [figure(key, line_chart([Line("", record.curve(key), 0)], y_label=unit_of(key))) for key in keys[:24]]
+def _cost_figures(record: RunRecord) -> list[str]:
+    return [_figure_of(record, key, {"": key}) for key in keys_of_topic(record, COST)[:24]]
 
 
 def _device_figures(record: RunRecord) -> list[str]:
-    keys = keys_of_topic(record, DEVICES)
-    shown = [key for key in keys if "/val_" not in key]
-    more = folded("In validation", side_by_side(_single_figures(record, [key for key in keys if key not in shown])))
-    return [side_by_side(_single_figures(record, shown)), more]
+    """Return a picture of each quantity, with a curve of each GPU, in training and in validation."""
+    quantities: dict[str, dict[str, str]] = {}
+    for key in keys_of_topic(record, DEVICES):
+        device, _, name = key.partition("/")
+        quantity = f"{device.rstrip('0123456789')}/{name.removeprefix('val_')}"
+        label = f"{device}, validation" if name.startswith("val_") else device
+        quantities.setdefault(quantity, {})[label] = key
+    shown = [dict(sorted(keys.items())) for keys in list(quantities.values())[:24]]
+    names = [next(iter(keys.values())) if len(keys) == 1 else quantity for quantity, keys in quantities.items()]
+    return [_figure_of(record, name, keys) for name, keys in zip(names, shown, strict=False)]
 
 
 def _header(record: RunRecord) -> str:
     words = [_STATUS[record.status], format_time(record.started), f"the fit took {format_seconds(record.seconds)}"]
     if record.message:
         words[0] = f"{words[0]}: {record.message}"
-    tiles = [("steps", f"{record.step:,}"), ("epochs", f"{record.epochs:,}"), *_best_values(record)]
+    tiles = [("steps", f"{record.step:,}"), ("epochs", f"{record.epochs:,}")]
+    if (rate := samples_per_second(record)) is not None:
+        tiles.append(("samples a second" + f", on rank 0 of {record.ranks}" * (record.ranks > 1), format_number(rate)))
+    tiles += _best_values(record)
     shown = "".join(f"<li><b>{escape(value)}</b><span>{escape(name)}</span></li>" for name, value in tiles)
     return (
         f'<header><h1>{escape(record.module or "Run")}</h1><p class="soft">{escape(" · ".join(words))}</p>'
@@ -158,13 +195,41 @@ def _header(record: RunRecord) -> str:
 
 
 def _best_values(record: RunRecord) -> list[tuple[str, str]]:
-    tiles = []
+    """Return the best value of validation of the first metrics, one of each."""
+    tiles: dict[str, tuple[str, str]] = {}
     for parts, key in metric_curves(record):
-        is_of_epochs = parts.stage == "val" and parts.kind != "step"
+        is_of_epochs = parts.stage == "val" and parts.kind != "step" and parts.quantity not in tiles
         best = best_point(record.curve(key), sign_of_better(parts.name)) if is_of_epochs else None
         if best is not None:
-            tiles.append((f"best {key}, epoch {best.epoch}", format_number(best.value)))
-    return tiles[:3]
+            tiles[parts.quantity] = f"best {key}, epoch {best.epoch}", format_number(best.value)
+    return list(tiles.values())[:3]
+
+
+def _before_section(record: RunRecord, name: str, before: RunRecord) -> str:
+    """Return what differs from another run, in the metrics that both have and in the settings."""
+    runs, names = (before, record), (name, "this run")
+    when = f"{name}: {_STATUS[before.status]}, {format_time(before.started)}, {before.epochs:,} epochs"
+    shared = {key for _, key in metric_curves(before)}
+    curves = [(parts, key) for parts, key in metric_curves(record) if key in shared and parts.kind != "step"]
+    curves.sort(key=lambda curve: curve[0].stage not in ("val", "test"))
+    keys = [key for _, key in curves]
+    settings = [[text[:_LONGEST_TEXT] for text in row] for row in differing_settings(before, record)]
+    more_keys, more = keys[_MOST_VALUES:], settings[_MOST_SETTINGS : _MOST_SETTINGS + 300]
+    columns = ("setting", *names)
+    return section(
+        "Against the run before",
+        [
+            paragraph(f"{when}, {format_seconds(before.seconds)}.", "soft"),
+            values_table(runs, names, keys[:_MOST_VALUES]),
+            folded(f"{len(more_keys):,} more values", values_table(runs, names, more_keys)),
+            table(columns, settings[:_MOST_SETTINGS], texts=3)
+            if settings
+            else paragraph("Nothing that is recorded of the settings differs."),
+            folded(
+                f"{len(settings) - _MOST_SETTINGS:,} more settings differ", table(columns, more, texts=3) * bool(more)
+            ),
+        ],
+    )
 
 
 def _values_table(record: RunRecord) -> str:
@@ -278,11 +343,17 @@ def _recalls(part: ConfusionMatrix) -> str:
 
 
 def _picture_sections(record: RunRecord) -> list[str]:
-    """Return the pictures that callbacks have kept, such as the most confident mistakes."""
-    return [
-        section(part.title, [gallery(part.captions, part.pictures), paragraph(part.note, "soft") if part.note else ""])
-        for part in record.parts_of(Pictures)
-    ]
+    """Return the pictures that callbacks have kept, such as the most confident mistakes: what is none has a heading."""
+    sections = []
+    for part in record.parts_of(Pictures):
+        pairs = list(zip(part.captions, part.pictures, strict=False))
+        wrong = [pair for pair in pairs if pair[0].startswith("!")]
+        is_about_mistakes = bool(wrong) or "mistake" in part.title.lower()
+        right = gallery([pair for pair in pairs if pair not in wrong])
+        heading = "<h3>Predicted rightly</h3>" * bool(is_about_mistakes and right)
+        note = paragraph(part.note, "soft") if part.note else ""
+        sections.append(section(part.title, [gallery(wrong), heading, right, note]))
+    return sections
 
 
 def _facts(part: Facts) -> str:
@@ -292,18 +363,14 @@ def _facts(part: Facts) -> str:
 
 def _device_parts(record: RunRecord) -> list[str]:
     """Return the use of each rank's devices in training."""
-    parts = []
     uses = record.parts_of(DeviceUse)
-    for part in uses:
-        rank = f"Rank {part.rank}: " if len(uses) > 1 else ""
-        parts += [paragraph(f"{rank}{sentence}") for sentence in part.verdict]
     rows = [
         (*([str(part.rank)] if len(uses) > 1 else []), *row)
         for part in sorted(uses, key=lambda use: use.rank)
         for row in part.rows
     ]
     columns = (*(["rank"] if len(uses) > 1 else []), "device", "quantity", "mean", "maximum")
-    return [*parts, table(columns, rows, texts=len(columns) - 2)] if rows else parts
+    return [table(columns, rows, texts=len(columns) - 2)] if rows else []
 
 
 def _repeatability_section(record: RunRecord) -> str:

@@ -142,6 +142,10 @@ class RunRecord:
         started: When it started, in seconds since 1970.
         written: When this was written.
         seconds: How long it trained, over all resumes.
+        validation_seconds: How much of that it spent in validation.
+        batches: The batches that rank zero trained on, over all resumes, those that a resume repeated included.
+        samples: The samples in them, or None if the shapes of a batch do not tell it.
+        ranks: The number of ranks.
         step: The steps done, as loggers count them.
         epochs: The epochs done.
         is_seeded: Whether a seed was set by Lightning or by `SeedEverything`.
@@ -166,6 +170,10 @@ class RunRecord:
     started: float = 0.0
     written: float = 0.0
     seconds: float = 0.0
+    validation_seconds: float = 0.0
+    batches: int = 0
+    samples: int | None = 0
+    ranks: int = 1
     step: int = 0
     epochs: int = 0
     is_seeded: bool = True

@@ -88,7 +88,7 @@ def read_record(folder: str | os.PathLike[str]) -> RunRecord:
     """
     folder = Path(check_path("folder", folder, "a folder"))
     try:
-        record = _read_run(folder / RUN_FILE)
+        record = read_run(folder / RUN_FILE)
         record.rows = _read_rows(folder / VALUES_FILE)
     except FileNotFoundError as error:
         raise RunReportError(
@@ -100,7 +100,13 @@ def read_record(folder: str | os.PathLike[str]) -> RunRecord:
     return record
 
 
-def _read_run(path: Path) -> RunRecord:
+def read_run(path: Path) -> RunRecord:
+    """Read a `run.json`: a record without its rows.
+
+    Raises:
+        OSError: If it cannot be read.
+        RunReportError: As `read_record`.
+    """
     with open_file(path) as stream:
         data = stream.read()
     try:
@@ -113,7 +119,7 @@ def _read_run(path: Path) -> RunRecord:
         parts = [dict(part) for part in content.pop("parts")]
         record: RunRecord = from_plain(RunRecord, content)
         record.parts = [from_plain(PART_KINDS[part.pop("kind")], part) for part in parts]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise RunReportError(f"{path} is not a file of RunReport: {str(error)[:200]}.") from error
     return record
 
@@ -130,7 +136,7 @@ def _read_rows(path: Path) -> list[Row]:
                 row: Row = from_plain(Row, _decode(parse_json(line, budget)))
                 if row.count < 1:
                     raise ValueError("it is not a row")
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
                 raise RunReportError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
             rows.append(row)
     return rows

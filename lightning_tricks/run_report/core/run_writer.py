@@ -36,7 +36,9 @@ from lightning_tricks.run_report.core.record_file import (
     write_rows,
     write_run,
 )
+from lightning_tricks.run_report.core.run_folders import find_run_before
 from lightning_tricks.run_report.core.secret_values import hide_in_text
+from lightning_tricks.run_report.core.throughput_meter import ThroughputMeter
 
 LOCK_FILE = ".lock"
 _FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
@@ -55,19 +57,23 @@ class RunWriter:
     Args:
         folder: The folder, which exists.
         record: The record of the run as it starts.
+        loader: What the batches of training come from.
 
     Attributes:
         folder: The folder that it writes into.
         record: The record.
         values: Takes the logged values.
+        meter: Takes the batches.
         said: Sentences that tell the user in which state the folder was found.
     """
 
-    def __init__(self, folder: Path, record: RunRecord) -> None:
+    def __init__(self, folder: Path, record: RunRecord, loader: Any = None) -> None:
         self.path, self.record = folder, record
         self.said: list[str] = []
         self.folder, self._lock = self._acquire()
         self.values = ValueRecorder(self.folder, record)
+        self.meter = ThroughputMeter(record, loader)
+        self._before: tuple[str, RunRecord] | None = None
         self._seconds_before = 0.0
         self._started: float | None = time.perf_counter()  # None where the fit is over
         self._next_page = 0.0
@@ -115,6 +121,8 @@ class RunWriter:
             self._move_aside()
         self.record.id, self.record.rows = earlier.id, rows
         self.record.started, self._seconds_before = earlier.started, earlier.seconds
+        self.record.validation_seconds, self.record.batches = earlier.validation_seconds, earlier.batches
+        self.record.samples = earlier.samples if self.record.samples is not None else None
         resume.id, resume.rows = secrets.token_hex(8), position.rows
         for before in earlier.resumes:
             before.id = before.id if before.rows <= position.rows else ""
@@ -175,7 +183,9 @@ class RunWriter:
             record.seconds = self._seconds_before + begun - self._started
         record.add_parts(parts)
         write_run(self.folder, record)
-        write_page(self.folder / PAGE_FILE, run_page(record))
+        if status != "running" and self._before is None:  # looking for it may take a moment
+            self._before = find_run_before(self.path, record)
+        write_page(self.folder / PAGE_FILE, run_page(record, self._before))
         ended = time.perf_counter()
         self._next_page = ended + (ended - begun) / _COST
 

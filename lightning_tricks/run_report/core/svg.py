@@ -1,5 +1,7 @@
 """Pictures of curves, matrices and bars as SVG for an HTML page, whose style sheet gives the colours.
 
+The values under the pointer are part of the picture, and the style sheet shows them: no script is needed.
+
 The pictures are drawn here, not by matplotlib, so that a report needs no further package, is made anew in milliseconds
 at the end of each epoch, and stays small. Texts are escaped.
 """
@@ -7,6 +9,7 @@ at the end of each epoch, and stays small. Texts are escaped.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,6 +22,8 @@ from lightning_tricks.run_report.core.record import Point
 _WIDTH, _HEIGHT = 540, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 526, 10, 204
 _MOST_MARKERS = 60
+_MOST_POINTS = 3000  # of all curves of a picture
+_MOST_READINGS, _MOST_READ = 60, 8  # places at which values are shown, and values at one of them
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Line:
         points: Its points.
         color: The number of its colour, from 0 to 6.
         is_faint: Whether it stands behind another one.
-        is_dashed: Whether it is dashed.
+        dash: The number of its dashes: 0 for none, to 3.
         best: The point that is marked, or None.
     """
 
@@ -111,7 +116,7 @@ class Line:
     points: Sequence[Point]
     color: int = 0
     is_faint: bool = False
-    is_dashed: bool = False
+    dash: int = 0
     best: Point | None = None
 
 
@@ -132,7 +137,8 @@ def line_chart(
         marks: Steps with a text each, marked on the horizontal axis.
         may_be_log: Whether the vertical axis may be logarithmic, where values span three decades.
     """
-    drawn = [(line, thin_points(line.points)) for line in lines]
+    most = min(1000, max(_MOST_POINTS // max(len(lines), 1), 100))
+    drawn = [(line, thin_points(line.points, most)) for line in lines]
     all_points = [point for _, points in drawn for point in points]
     x = make_scale((point.step for point in all_points), _LEFT, _RIGHT)
     front = [point for line, points in drawn for point in points if not line.is_faint]
@@ -150,6 +156,7 @@ def line_chart(
         parts.append(_text(_RIGHT, height - 4, rule[1], "end", ' class="label"'))
     for step, words in marks:
         parts.append(f'<path class="mark" d="M{x(step):.1f} {_BOTTOM}l-4 7h8z"><title>{escape(words)}</title></path>')
+    parts += _readings(drawn, x)
     return _svg(_HEIGHT, parts, ", ".join(line.label for line in lines if line.label))
 
 
@@ -180,8 +187,49 @@ def _frame(x: Scale, y: Scale, x_ticks: Sequence[float], x_label: str, y_label: 
     return "".join(parts)
 
 
+def _readings(drawn: Sequence[tuple[Line, Sequence[Point]]], x: Scale) -> list[str]:
+    """Return upright strips, each with the values at a step, which show while the pointer is in the strip."""
+    steps: dict[int, Point] = {}  # strip -> the point whose step it shows
+    distinct = {point.step for _, points in drawn for point in points}
+    if len(distinct) <= _MOST_READINGS:
+        places = {step: place for place, step in enumerate(sorted(distinct))}
+    else:
+        places = {step: int(_MOST_READINGS * (x(step) - _LEFT) / (_RIGHT - _LEFT + 1)) for step in distinct}
+    for _, points in sorted(drawn, key=lambda pair: len(pair[1])):  # those of a few points, such as of epochs, first
+        for point in points:
+            steps.setdefault(places[point.step], point)
+    if not steps:
+        return []
+    shown = [steps[place] for place in sorted(steps)]
+    middles = [(one.step + other.step) / 2 for one, other in pairwise(shown)]
+    texts: list[list[str]] = [[f"step {point.step:,}, epoch {point.epoch}"] for point in shown]
+    for line, points in drawn:
+        nearest: dict[int, Point] = {}
+        for point in points:
+            place = bisect(middles, point.step)
+            known, step = nearest.get(place), shown[place].step
+            if known is None or abs(point.step - step) < abs(known.step - step):
+                nearest[place] = point
+        for place, point in nearest.items():
+            where = "" if point.step == shown[place].step else f" at step {point.step:,}"
+            texts[place].append(f"{line.label} {format_number(point.value)}{where}".lstrip())
+    edges = [_LEFT, *(round(x(middle), 1) for middle in middles), _RIGHT]
+    return [
+        _reading(left, right, x(point.step), lines)
+        for (left, right), point, lines in zip(pairwise(edges), shown, texts, strict=True)
+    ]
+
+
+def _reading(left: float, right: float, middle: float, lines: Sequence[str]) -> str:
+    is_right = middle > (_LEFT + _RIGHT) / 2
+    x = f"{left - 6 if is_right else right + 6:.0f}"
+    words = "".join(f'<tspan x="{x}" dy="16">{escape(line)}</tspan>' for line in lines[: 1 + _MOST_READ])
+    kind = "at end" if is_right else "at"
+    return f'<g class="{kind}"><path d="M{left} {_TOP}H{right}V{_BOTTOM}H{left}z"/><text y="{_TOP}">{words}</text></g>'
+
+
 def _curve(line: Line, points: Sequence[Point], x: Scale, y: Scale) -> str:
-    kinds = f"c{line.color}{' faint' * line.is_faint}{' dashed' * line.is_dashed}"
+    kinds = f"c{line.color}{' faint' * line.is_faint}{f' d{line.dash}' * bool(line.dash)}"
     parts = []
     finite = [point for point in points if math.isfinite(point.value)]
     if any(point.low != point.high for point in finite):
@@ -192,9 +240,8 @@ def _curve(line: Line, points: Sequence[Point], x: Scale, y: Scale) -> str:
         parts.append(f'<path class="line {kinds}" d="{_path(points, x, y)}"/>')
     if len(finite) <= _MOST_MARKERS and not line.is_faint:
         for point in finite:
-            words = escape(f"{line.label}: {format_number(point.value)} at step {point.step:,}, epoch {point.epoch}")
             where = f'cx="{x(point.step):.1f}" cy="{y(point.value):.1f}"'
-            parts.append(f'<circle class="dot {kinds}" {where} r="2.6"><title>{words}</title></circle>')
+            parts.append(f'<circle class="dot {kinds}" {where} r="2.6"/>')
     if line.best is not None:
         where = f'cx="{x(line.best.step):.1f}" cy="{y(line.best.value):.1f}"'
         parts.append(f'<circle class="best {kinds}" {where} r="6"/>')
@@ -221,15 +268,15 @@ def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str
     for row, of_target in enumerate(counts):
         total = sum(of_target) or 1
         for column, count in enumerate(of_target):
-            share, kind = count / total, "right" if row == column else "wrong"
+            opacity, kind = (count / total) ** 0.6, "right" if row == column else "wrong"
             place = f'x="{left + column * cell:.1f}" y="{row * cell + 2:.1f}" width="{cell:.1f}" height="{cell:.1f}"'
             words = escape(f"{count:,} of {sum(of_target):,} {classes[row]} predicted as {classes[column]}")
             parts.append(
-                f'<rect class="cell {kind}" {place} fill-opacity="{0.9 * share**0.6:.3f}"><title>{words}</title></rect>'
+                f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.3f}"><title>{words}</title></rect>'
             )
             if count and size <= 20:
                 middle = left + (column + 0.5) * cell
-                kind = "light" if share > 0.5 else "dark"
+                kind = "light" if kind == "right" and opacity > 0.93 else "dark"  # a contrast of 4.5 at least
                 parts.append(_text(middle, (row + 0.5) * cell + 6, f"{count}", more=f' class="{kind}"'))
         if size <= 40:
             parts.append(_text(left - 6, (row + 0.5) * cell + 6, _short(classes[row]), "end"))

@@ -1,0 +1,183 @@
+"""A table of many runs, sorted by a metric."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._shared.text import printable
+from lightning_tricks.run_report.core.curves import best_point, metric_curves, sign_of_better, split_key, watched
+from lightning_tricks.run_report.core.numbers import format_number, format_seconds
+from lightning_tricks.run_report.core.record import Point, RunRecord
+from lightning_tricks.run_report.core.throughput import samples_per_second
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_MOST_OTHERS = 3  # metrics beside the one that sorts
+_NARROWEST = 12  # the name of a run, which is folded
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Runs in the order of a metric; rich prints it as a table that fits the terminal.
+
+    Attributes:
+        runs: The name and the record of each, of which `ends_of` may have kept only a few rows.
+        key: The key of the metric, or "" if there is none.
+        sign: 1 if the highest value is the best, -1 if the lowest is, 0 if that is unknown.
+    """
+
+    runs: Sequence[tuple[str, RunRecord]]
+    key: str
+    sign: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row of plain values for each run, as in a JSON file."""
+        return [
+            {
+                "run": name,
+                "module": record.module,
+                "status": record.status,
+                "epochs": record.epochs,
+                "steps": record.step,
+                "started": record.started,
+                "seconds": record.seconds,
+                "samples_per_second": samples_per_second(record),
+                "metrics": {key: self._ends(record, key) for _, key in metric_curves(record)},
+            }
+            for name, record in self.runs
+        ]
+
+    def sign_of(self, key: str) -> int:
+        """Return 1 if a high value of a key is good, -1 if a low one is, 0 if that is unknown."""
+        return self.sign if key == self.key else sign_of_better(split_key(key).name)
+
+    def _ends(self, record: RunRecord, key: str) -> dict[str, Any]:
+        points = record.curve(key)
+        best = best_point(points, self.sign_of(key))
+        return {
+            "last": _finite(points[-1].value),
+            "best": None if best is None else best.value,
+            "epoch": None if best is None else best.epoch,
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, without the columns that matter least where the terminal is narrow."""
+        from rich import box
+        from rich.cells import cell_len
+        from rich.table import Table
+        from rich.text import Text
+
+        columns = self._columns()
+        widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
+        widths["run"] = min(widths["run"], max(_NARROWEST, options.max_width // 3))
+        while len(columns) > 2 and sum(widths[name] + 2 for name in columns) > options.max_width:
+            del columns[next(name for name in reversed(self._by_importance(columns)) if name in columns)]
+        order = {1: "the highest first", -1: "the lowest first", 0: "the highest last value first"}[self.sign]
+        title = f"{len(self.runs):,} run{'s' * (len(self.runs) > 1)}" + (
+            f", by {printable(self.key)}, {order}" if self.key else ""
+        )
+        table = Table(
+            title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+        )
+        for name in columns:
+            is_name = name == "run"
+            table.add_column(
+                Text(printable(name)),
+                justify="left" if name in ("run", "status", "started", "module") else "right",
+                no_wrap=not is_name,
+                overflow="fold",
+                min_width=widths[name] if is_name else None,
+            )
+        for cells in zip(*columns.values(), strict=True):
+            table.add_row(*map(Text, cells))
+        yield table
+
+    def _columns(self) -> dict[str, list[str]]:
+        """Return name -> cells of all columns, in the order in which they are shown."""
+        records = [record for _, record in self.runs]
+        columns = {"run": [printable(name) for name, _ in self.runs]}
+        if self.key:
+            curves = [record.curve(self.key) for record in records]
+            if self.sign:
+                columns["best"] = [_shown(best_point(points, self.sign)) for points in curves]
+            columns["last"] = [_shown(points[-1] if points else None) for points in curves]
+        columns |= {
+            "status": [record.status for record in records],
+            "epochs": [f"{record.epochs:,}" for record in records],
+            "steps": [f"{record.step:,}" for record in records],
+            "started": [_when(record.started) for record in records],
+        }
+        for key in self._others():
+            columns[f"best {key}"] = [_shown(best_point(record.curve(key), self.sign_of(key))) for record in records]
+        columns["took"] = [format_seconds(record.seconds) for record in records]
+        rates = [samples_per_second(record) for record in records]
+        columns["samples/s"] = ["" if rate is None else format_number(rate) for rate in rates]
+        if len({record.module for record in records}) > 1:
+            columns["module"] = [printable(record.module) for record in records]
+        return columns
+
+    def _others(self) -> list[str]:
+        """Return the keys of validation that most runs have, beside the one that sorts."""
+        counts = Counter(
+            key
+            for _, record in self.runs
+            for parts, key in metric_curves(record)
+            if parts.stage in ("val", "test") and parts.kind != "step" and key != self.key and self.sign_of(key)
+        )
+        return [key for key, _ in counts.most_common(_MOST_OTHERS)]
+
+    @staticmethod
+    def _by_importance(columns: dict[str, list[str]]) -> list[str]:
+        first = ["run", "best", "last", "status", "epochs", "started"]
+        others = [name for name in columns if name.startswith("best ")]
+        return [*first, *others, "steps", "took", "samples/s", "module"]
+
+
+def make_overview(runs: Sequence[tuple[str, RunRecord]], key: str = "", sign: int = 0) -> Overview:
+    """Return runs in the order of a metric, the best first; those that do not have it are the last.
+
+    Args:
+        runs: The name and the record of each.
+        key: The key of the metric; "" takes the first loss or metric of validation of most runs.
+        sign: 1 for the highest value first, -1 for the lowest; 0 for the best, as the name tells it.
+
+    Raises:
+        ValueError: If no run has logged the key.
+    """
+    if key:
+        check_choice("sort", key, dict.fromkeys(name for _, record in runs for _, name in metric_curves(record)))
+    else:
+        usual = Counter(name for _, record in runs for name, _, _ in watched(record)).most_common(1)
+        key = usual[0][0] if usual else ""
+    sign = sign or sign_of_better(split_key(key).name)
+
+    def rank(run: tuple[str, RunRecord]) -> tuple[bool, float]:
+        points = run[1].curve(key) if key else []
+        point = best_point(points, sign) if sign else points[-1] if points else None
+        if not key:
+            return False, -run[1].started
+        return point is None or math.isnan(point.value), 0.0 if point is None else -(sign or 1) * point.value
+
+    return Overview(sorted(runs, key=rank), key, sign)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _shown(point: Point | None) -> str:
+    return "" if point is None else format_number(point.value)
+
+
+def _when(seconds: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M}"
+    except (OverflowError, OSError, ValueError):
+        return "unknown"
