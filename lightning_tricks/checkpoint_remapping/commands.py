@@ -148,9 +148,9 @@ def _lines(
                 shown.add(module)
                 yield FoldedName(f"{module.rpartition('.')[2]}  ({_sum(below[module])})", indent="  " * level)
         if depth is None or len(modules) < depth:
-            tensor = _describe(tensors[name])
-            shape, size = format_shape(tensor["shape"]) or "scalar", format_bytes(tensor["bytes"])
-            text = f"{leaf.rpartition('.')[2]}  {shape}  {tensor['dtype']}  {size}"
+            of_tensor = _describe(tensors[name])
+            shape, size = format_shape(of_tensor["shape"]) or "scalar", format_bytes(of_tensor["bytes"])
+            text = f"{leaf.rpartition('.')[2]}  {shape}  {of_tensor['dtype']}  {size}"
             yield FoldedName(text, indent="  " * (len(modules) + 1))
 
 

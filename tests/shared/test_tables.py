@@ -1,5 +1,6 @@
 """Tables in narrow terminals: what is left out, and that nothing else is lost."""
 
+import html
 import io
 import re
 from functools import cache
@@ -15,7 +16,7 @@ from rich.text import Text
 import lightning_tricks
 from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
-from tests.shared.tables import FOLDER, NAMES, PRINTED, TABLES, WIDTHS, parameters, rendered
+from tests.shared.tables import FOLDER, NAMES, PRINTED, TABLES, WIDTHS, flops, parameters, rendered
 
 _GUIDES = str.maketrans("", "", "│├└─ \n")
 table_of = cache(lambda name: TABLES[name]())
@@ -132,6 +133,14 @@ def test_a_name_is_folded_behind_dots(name):
 )
 def test_where_a_name_is_folded(name, width, lines):
     assert [line.rstrip() for line in render(FoldedName(name), width).splitlines()] == lines
+
+
+def test_a_page_has_all_columns_and_whole_names():
+    text = html.unescape(flops(peer=True).write("flops.html").read_text(encoding="utf-8"))
+    assert "left out" not in text
+    assert text.count("BertForSequenceClassification") == 2, "in the title and in the row"
+    for column in ("class", "thop's MACs", "other FLOPs", "output"):
+        assert column in text
 
 
 def test_a_file_has_all_columns_unless_its_width_is_given(monkeypatch, capsys):

@@ -256,7 +256,8 @@ def _to_html(count: FlopsCount) -> str:
 
     table, console = count.table(depth=None), Console(file=io.StringIO(), record=True)
     unlimited = console.options.update_width(10_000)
-    console.print(table, width=max(160, console.measure(table, options=unlimited).maximum))
+    console.width = max(160, console.measure(table, options=unlimited).maximum)
+    console.print(table)
     return console.export_html(inline_styles=True)
 
 
