@@ -14,8 +14,8 @@ from pkgutil import iter_modules
 from typing import Any
 
 import lightning_tricks
-from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import errors_of_use
+from lightning_tricks._shared.checks import file_argument, path_argument
+from lightning_tricks._shared.console import errors_of_use, write_output
 
 _STAGES = {
     "fit": "train a model that a YAML file or options describe, with any of the tricks",
@@ -23,18 +23,48 @@ _STAGES = {
     "test": "test it",
     "predict": "predict with it",
 }
-_SIGPIPE_STATUS = 141  # what a shell says of a program that a broken pipe has ended, 128 + SIGPIPE
+_SIGINT_STATUS = 130  # what a shell says of a program that Ctrl+C has ended, 128 + SIGINT
+_SIGPIPE_STATUS = 141  # and of one that a broken pipe has ended, 128 + SIGPIPE
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser, also of a command, that takes no option by its beginning: another may begin with it later.
 
-    What it parses has the parser of the command as `parser`.
+    What it parses has the parser of the command as `parser`. Without a command it prints its help, as pip does.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
-        self.set_defaults(parser=self)
+        self.set_defaults(parser=self, run=_print_help)
+
+
+class _PrintCompletion(argparse.Action):
+    """Print the completion for a shell, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: object = None) -> None:
+        from lightning_tricks._shared.extras import import_extra
+
+        try:
+            shtab = import_extra("shtab", "completion", "Completion needs shtab")
+        except ModuleNotFoundError as error:
+            parser.exit(1, f"{parser.prog}: error: {error}\n")
+        _complete_paths(parser, shtab)
+        write_output(shtab.complete(parser, values) + "\n")
+        parser.exit()
+
+
+def _complete_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
+    for action in parser._actions:
+        if action.type in (path_argument, file_argument):
+            is_folder = action.metavar in ("DIR", "OTHER")
+            action.complete = shtab.DIRECTORY if is_folder else shtab.FILE  # type: ignore[attr-defined]
+        for command in action.choices.values() if isinstance(action.choices, dict) else ():
+            _complete_paths(command, shtab)
+
+
+def _print_help(arguments: argparse.Namespace) -> int:
+    write_output(arguments.parser.format_help())
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit status: 0 on success.
+        The exit status: 0 on success, also of the help that is printed where no command is given; 130 after Ctrl+C.
 
     Raises:
         SystemExit: With status 2 and the usage if the arguments are wrong; with status 1 and one sentence if the
@@ -54,7 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="lightning-tricks", description="Training tricks for PyTorch Lightning, each correct, free and one line."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {lightning_tricks.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "fish"),
+        help="print what makes this shell complete commands, options and files",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small classifier on real digits with every trick"))
     for room in iter_modules(lightning_tricks.__path__):
         if room.ispkg and find_spec(f"lightning_tricks.{room.name}.commands"):
@@ -62,10 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stage, description in _STAGES.items():
         commands.add_parser(stage, help=description, add_help=False)
     argv = sys.argv[1:] if argv is None else list(argv)
-    with _output():
-        if argv and argv[0] in _STAGES:
-            return _run_stage(parser, argv)
-        return _run_command(parser.parse_args(argv))
+    try:
+        with _output():
+            if argv and argv[0] in _STAGES:
+                return _run_stage(parser, argv)
+            return _run_command(parser.parse_args(argv))
+    except KeyboardInterrupt:
+        return _SIGINT_STATUS
 
 
 @contextmanager
@@ -87,13 +126,11 @@ def _run_command(arguments: argparse.Namespace) -> int:
         return int(arguments.run(arguments))
     except BrokenPipeError:
         raise
-    except KeyboardInterrupt:
-        return 130
     except Exception as error:  # of a model as well: a command prints no traceback
         from lightning_tricks._shared.text import describe_error
 
         is_ours = isinstance(error, OSError) or type(error).__module__.startswith("lightning_tricks.")
-        said = str(error) if is_ours else describe_error(error)
+        said = " ".join((str(error) if is_ours else describe_error(error)).splitlines())
         parser: argparse.ArgumentParser = arguments.parser
         parser.exit(getattr(arguments, "error_status", 1), f"{parser.prog}: error: {said}\n")
 

@@ -17,11 +17,11 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.fitting_table import FittingTable
 from lightning_tricks.demo_rooms import ROWS, demo_fields, page_path
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.tricks import Tricks
@@ -201,7 +201,9 @@ def print_paths(trainer: Trainer, out: Path) -> None:
 
 
 def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path) -> None:
-    table = Table("trick", "what", "in this run", title="1,797 digits, one small net, every trick")
+    table = FittingTable(
+        "trick", "what", "in this run", drop=["trick"], title="1,797 digits, one small net, every trick"
+    )
     for room, rows in report.items():
         for position, (what, text) in enumerate(rows.items()):
             table.add_row(room if position == 0 else "", what, text, end_section=position == len(rows) - 1)

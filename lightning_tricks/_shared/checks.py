@@ -140,6 +140,11 @@ def path_argument(text: str) -> Path:
         raise ArgumentTypeError(str(error)) from error
 
 
+def file_argument(text: str) -> str:
+    """Return the path or the address of a file that a command was given, as the `type` of argparse."""
+    return text
+
+
 def check_names(what: str, given: Iterable[object], known: Iterable[str], remark: str = "") -> None:
     """Raise a TypeError with the most similar name if one of the `given` names is not among those that `what` takes."""
     known = list(known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import warnings
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 VERBOSE_VARIABLE = "LIGHTNING_TRICKS_VERBOSE"
+_UNLIMITED = 100_000  # columns
 
 
 class _EncodableOutput:
@@ -34,7 +37,9 @@ class _EncodableOutput:
 def make_console(**options: Any) -> Console:
     """Return a console of rich that prints to standard output, also characters that its encoding lacks.
 
-    When the reader of the output has ended, it raises BrokenPipeError, as `print` does; rich itself would exit.
+    A file and a pipe are as wide as any line, so that tables in them have all columns and each name in one piece,
+    unless the variable COLUMNS says how wide they are. When the reader of the output has ended, the console raises
+    BrokenPipeError, as `print` does; rich itself would exit.
 
     Args:
         **options: Arguments of `rich.console.Console`.
@@ -48,6 +53,8 @@ def make_console(**options: Any) -> Console:
     console = RaisingConsole(file=cast("IO[str]", _EncodableOutput()), **options)
     if not console.width:  # COLUMNS=0: nobody knows it, and rich would print nothing
         console.width = 80
+    elif not (console.is_terminal or console.is_jupyter or "width" in options or os.environ.get("COLUMNS")):
+        console.width = _UNLIMITED
     return console
 
 
@@ -76,6 +83,19 @@ def print_report(trick: str, report: Any) -> None:
 def write_output(text: str) -> None:
     """Write text to standard output, with a question mark for each character that its encoding lacks."""
     _EncodableOutput().write(text)
+
+
+def write_json(value: Any, indent: int | None = 2) -> None:
+    """Write plain values to standard output as JSON, with null for the numbers that JSON lacks, such as NaN."""
+    write_output(json.dumps(_without_nan(value), indent=indent, allow_nan=False) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import make_console, write_json
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
@@ -18,7 +18,7 @@ _UNRECORDED = "is not used, as its manifest is missing or damaged"
 def add_to(commands: Any) -> None:
     """Add `resume` to the subcommands of the command line."""
     parser: argparse.ArgumentParser = commands.add_parser("resume", help="inspect the checkpoints of AutoResume")
-    subcommands = parser.add_subparsers(required=True, metavar="TOOL")
+    subcommands = parser.add_subparsers(metavar="TOOL")
     descriptions = {
         "status": "show how far a run is, and from which checkpoint it would resume",
         "verify": "check that each checkpoint has the bytes that were written; the exit status is 1 if one has not, 2 "
@@ -29,6 +29,7 @@ def add_to(commands: Any) -> None:
             name, help=descriptions[name], description=descriptions[name][0].upper() + descriptions[name][1:] + "."
         )
         subcommand.add_argument("dirpath", type=path_argument, metavar="DIR", help="the dirpath of AutoResume")
+        subcommand.add_argument("--json", action="store_true", help="print JSON")
         subcommand.set_defaults(run=partial(_run, run), error_status=error_status)
 
 
@@ -42,13 +43,15 @@ def _run(run: Any, arguments: argparse.Namespace) -> int:
     ]
     if not folders:
         raise FileNotFoundError(f"{arguments.dirpath} holds no checkpoints of AutoResume. Give the dirpath of a run.")
-    return int(run(folders))
+    return int(run(folders, arguments.json))
 
 
-def _status(folders: list[CheckpointFolder]) -> int:
-
+def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
     from lightning_tricks._shared.text import format_bytes
 
+    if as_json:
+        write_json([_status_values(folder) for folder in folders])
+        return 0
     console = make_console(soft_wrap=True, highlight=False)
     for folder in folders:
         status = folder.read_status()
@@ -69,32 +72,46 @@ def _status(folders: list[CheckpointFolder]) -> int:
     return 0
 
 
-def _verify(folders: list[CheckpointFolder]) -> int:
+def _status_values(folder: CheckpointFolder) -> dict[str, Any]:
+    status, names = folder.read_status(), ("epoch", "max_epochs", "step", "max_steps", "pid", "host", "time")
+    of_checkpoints = ("file", "epoch", "batches", "step", "finished", "bytes", "written")
+    return {
+        "folder": str(folder.path),
+        "state": _state(status) if status else None,
+        **{name: status.get(name) for name in names},
+        "checkpoints": [{name: getattr(each, name) for name in of_checkpoints} for each in folder.manifests()],
+        "unrecorded": [path.name for path in folder.unrecorded()],
+    }
 
-    console, broken = make_console(soft_wrap=True, highlight=False), 0
+
+def _verify(folders: list[CheckpointFolder], as_json: bool) -> int:
+    console, problems = make_console(soft_wrap=True, highlight=False, quiet=as_json), dict[str, str | None]()
     for folder in folders:
         for manifest in folder.manifests():
-            problem = folder.find_problem(manifest)
-            broken += bool(problem)
+            problems[str(folder.path / manifest.file)] = problem = folder.find_problem(manifest) or None
             console.print(f"{folder.path / manifest.file}: {problem or 'complete'}", markup=False)
         for path in folder.unrecorded():
-            broken += 1
+            problems[str(path)] = _UNRECORDED
             console.print(f"{path}: {_UNRECORDED}", markup=False)
-    return int(broken > 0)
+    if as_json:
+        write_json([{"file": file, "problem": problem} for file, problem in problems.items()])
+    return int(any(problems.values()))
+
+
+def _state(status: dict[str, Any]) -> str:
+    from lightning_tricks._shared.file_locks import has_exited
+
+    state = str(status.get("state", "unknown"))
+    return "killed" if state == "running" and has_exited(status) else state
 
 
 def _describe_status(status: dict[str, Any]) -> str:
-    from lightning_tricks._shared.file_locks import has_exited
-
-    state = status.get("state", "unknown")
-    if state == "running" and has_exited(status):
-        state = "killed"
     total = status.get("max_steps", -1)
     steps = f"{status.get('step', '?')}" + (f" of {total}" if isinstance(total, int) and total > 0 else "")
     all_epochs = status.get("max_epochs") or -1
     epochs = f"{status.get('epoch', '?')}" + (f" of {all_epochs}" if all_epochs > 0 else "")
     pid = f"process {status.get('pid', '?')} on {status.get('host', '?')}"
-    return f"{state}, epoch {epochs}, step {steps}, {pid}, {_describe_age(float(status.get('time', 0)))}"
+    return f"{_state(status)}, epoch {epochs}, step {steps}, {pid}, {_describe_age(float(status.get('time', 0)))}"
 
 
 def _describe_age(timestamp: float) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.console import errors_of_use, make_console, write_output
+from lightning_tricks._shared.console import errors_of_use, make_console, write_json, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,8 +144,7 @@ def _print(gpus: list[Gpu], arguments: argparse.Namespace, console: Console, is_
     from lightning_tricks.devices.core.gpu_table import DEFAULT_QUERY, GpuTable, csv_text, plain_values
 
     if arguments.json:
-        indent = 2 if arguments.watch is None else None
-        write_output(json.dumps(plain_values(gpus, arguments.query), indent=indent) + "\n")
+        write_json(plain_values(gpus, arguments.query), indent=2 if arguments.watch is None else None)
     elif arguments.csv:
         write_output(csv_text(gpus, arguments.query or DEFAULT_QUERY, header=is_first))
     else:
@@ -158,7 +156,10 @@ def _report(arguments: argparse.Namespace) -> int:
     from lightning_tricks.devices.core.environment import environment_report, environment_text
 
     report = environment_report()
-    write_output(json.dumps(report, indent=2) + "\n" if arguments.json else environment_text(report))
+    if arguments.json:
+        write_json(report)
+    else:
+        write_output(environment_text(report))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.console import errors_of_use, make_console, write_output
+from lightning_tricks._shared.console import errors_of_use, make_console, write_json, write_output
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
         model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare
     )
     if arguments.json:
-        write_output(count.to_json())
+        write_json(count.to_dict())
     elif arguments.csv:
         write_output(count.to_csv())
     else:

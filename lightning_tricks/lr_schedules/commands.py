@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import errors_of_use, make_console
+from lightning_tricks._shared.console import errors_of_use, make_console, write_json
 
 
 def add_to(commands: Any) -> None:
@@ -47,13 +47,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--plot", type=path_argument, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.table import Table
-
     from lightning_tricks._shared.checks import check_number
+    from lightning_tricks._shared.fitting_table import FittingTable
     from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec, plot_schedule
 
     names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
@@ -61,12 +61,17 @@ def _run(arguments: argparse.Namespace) -> int:
         check_number("--lr", arguments.lr, above=0)
         spec = ScheduleSpec(**{name: getattr(arguments, name) for name in names})
         factors = spec.factors(arguments.total, arguments.steps_per_epoch)
-    table = Table("step", "factor", "learning rate", title=f"{spec.kind}, {arguments.total:,} steps")
     peak = factors.index(max(factors))
-    for step in sorted({0, peak, *(round(arguments.total * tenth / 10) for tenth in range(11))}):
-        note = " (peak)" if step == peak else ""
-        table.add_row(f"{step:,}{note}", f"{factors[step]:.4f}", f"{arguments.lr * factors[step]:.3g}")
-    console = make_console()
+    steps = sorted({0, peak, *(round(arguments.total * tenth / 10) for tenth in range(11))})
+    rows = [{"step": step, "factor": factors[step], "lr": arguments.lr * factors[step]} for step in steps]
+    console = make_console(quiet=arguments.json)
+    if arguments.json:
+        write_json({"kind": spec.kind, "total": arguments.total, "lr": arguments.lr, "peak": peak, "rows": rows})
+    table = FittingTable("step", "factor", "learning rate", drop=["factor"])
+    table.title = f"{spec.kind}, {arguments.total:,} steps"
+    for row in rows:
+        note = " (peak)" if row["step"] == peak else ""
+        table.add_row(f"{row['step']:,}{note}", f"{row['factor']:.4f}", f"{row['lr']:.3g}")
     console.print(table)
     if arguments.plot is not None:
         axes = plot_schedule(spec, arguments.total, lr=arguments.lr, steps_per_epoch=arguments.steps_per_epoch)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import make_console, write_json
 
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
     parser: argparse.ArgumentParser = commands.add_parser("fingerprint", help="find where two recorded runs diverge")
-    tools = parser.add_subparsers(required=True, metavar="TOOL")
+    tools = parser.add_subparsers(metavar="TOOL")
     words = (
         "print the first step at which two runs differ, and what differs; the exit status is then 1, else 0, and 2 if "
         "the files cannot be compared"
@@ -20,6 +21,7 @@ def add_to(commands: Any) -> None:
     diff = tools.add_parser("diff", help=words, description=words[0].upper() + words[1:] + ".")
     for name in "AB":
         diff.add_argument(name, type=path_argument, help="a file written by RunFingerprint")
+    diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(run=_diff, error_status=2)
 
 
@@ -28,5 +30,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_fingerprint.core.record import read_ranks
 
     comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))
-    make_console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)
+    if arguments.json:
+        resumes = [{"run": run, **resume._asdict()} for run, resume in comparison.incomplete_resumes]
+        write_json({**asdict(comparison), "incomplete_resumes": resumes})
+    else:
+        make_console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)
     return int(comparison.divergence is not None)

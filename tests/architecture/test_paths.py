@@ -26,7 +26,7 @@ from lightning_tricks import (
     save_weights,
     summarize_model,
 )
-from lightning_tricks._shared.checks import check_path, is_address, path_argument
+from lightning_tricks._shared.checks import check_path, file_argument, is_address, path_argument
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, save_durably, write_durably
 from lightning_tricks.checkpoint_remapping import read_rules
 from lightning_tricks.cli import main
@@ -98,12 +98,11 @@ OPENED = {
     "load_weights.path": (_WEIGHTS, lambda given: load_weights(_LAYER, given)),
     "read_checkpoint.path": (_WEIGHTS, read_checkpoint),
 }
-# Values of commands that are texts and no paths on a disk; read_checkpoint opens those of ckpt
+# Values of commands that are texts and no files
 TEXTS = {
-    "ckpt align": {"--arguments", "--key", "file", "model"},
-    "ckpt diff": {"a", "b"},
-    "ckpt remap": {"--key", "file"},
-    "ckpt show": {"--key", "file"},
+    "ckpt align": {"--arguments", "--key", "model"},
+    "ckpt remap": {"--key"},
+    "ckpt show": {"--key"},
     "demo": {"--accelerator", "--precision"},
     "flops": {"--dtype", "model"},
     "gpus": {"--id", "--min-free-memory", "--query"},
@@ -187,6 +186,8 @@ def test_each_value_of_a_command_is_a_path_or_listed_as_none():
             texts.setdefault(command, set()).add((action.option_strings or [action.dest])[-1])
     assert texts == TEXTS
     assert len(_PATHS) == 13
+    opened = {command for command, action in _COMMANDS if action.type is file_argument}  # by read_checkpoint
+    assert opened == {"ckpt align", "ckpt diff", "ckpt remap", "ckpt show"}
 
 
 @pytest.mark.parametrize(("command", "action"), _PATHS, ids=lambda part: getattr(part, "dest", part))

@@ -621,7 +621,7 @@ def test_the_table_of_classes_says_how_many_more_there_are():
     names, history = [f"class {number}" for number in range(53)], History()
     history.add(EpochRecord("val", None, 0, 0, True, [f"f1_{name}" for name in names], torch.full((53,), 0.5)))
     *_, table = history.table({}, names).renderables
-    assert (table.row_count, table.caption) == (50, "3 more classes")
+    assert (table.row_count, table.notes) == (50, "3 more classes")
 
 
 class _Returns(Net):

@@ -1,6 +1,10 @@
-"""What every command does with arguments that are wrong, with work that fails, and where nobody reads its output."""
+"""What every command does with wrong arguments, work that fails, a closed pipe, Ctrl+C, --json and in a shell."""
 
+import json
+import math
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -9,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.cli import _STAGES, main
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from lightning_tricks.seeding import isolated_seeding
 from tests.architecture.persisted_names import actions_of, command_actions, subcommands
+from tests.run_fingerprint.test_callback import AtStep, draw, record
 from tests.shared.test_console import unread
 
 _ALIGNED = 'w.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1}'
@@ -46,13 +53,28 @@ def _stopped(arguments):
     return stopped.value.code
 
 
+def _parsers():
+    return {parser.prog.removeprefix("lightning-tricks").strip(): parser for parser, _ in command_actions()}
+
+
+def _has_commands(parser):
+    return any(map(subcommands, actions_of(parser)))
+
+
 def test_the_table_has_every_command():
-    leaves = {
-        parser.prog.removeprefix("lightning-tricks ")
-        for parser, _ in command_actions()
-        if not any(map(subcommands, actions_of(parser)))
-    }
+    leaves = {name for name, parser in _parsers().items() if not _has_commands(parser)}
     assert leaves - set(_STAGES) == set(_COMMANDS)
+
+
+def test_a_command_that_has_commands_shows_them_and_succeeds(capsys):
+    groups = {name: parser for name, parser in _parsers().items() if _has_commands(parser)}
+    assert {"", "ckpt", "fingerprint", "resume"} <= groups.keys()
+    for name, parser in groups.items():
+        assert main(name.split()) == 0
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == (parser.format_help(), "")
+    with unread():
+        assert _stopped([]) == 141
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
@@ -75,6 +97,14 @@ def test_work_that_fails_is_one_sentence_without_the_usage(command, capsys):
     assert len(error.splitlines()) == 1
 
 
+def test_an_error_of_several_lines_is_told_in_one(capsys):
+    Path("failing.py").write_text('def model():\n    raise RuntimeError("it fails\\nfor a reason")\n')
+    assert _stopped(["flops", "failing:model", "--input", "3"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("lightning-tricks flops: error: ")
+    assert error.endswith("it fails for a reason\n")
+
+
 @pytest.mark.parametrize("command", [name for name, row in _COMMANDS.items() if row[3] is not None])
 def test_a_command_ends_in_peace_where_nobody_reads(command, capsys):
     arguments = [*command.split(), *_COMMANDS[command][3].split()]
@@ -95,3 +125,195 @@ def test_a_file_of_many_tensors_is_shown_to_who_stops_reading():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signal to one process")
+def test_ctrl_c_ends_a_command_without_a_traceback():
+    Path("slow.py").write_text("import sys, time\ndef model():\n    print('now', flush=True)\n    time.sleep(600)\n")
+    command = [sys.executable, "-m", "lightning_tricks", "flops", "slow:model", "--input", "3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"now\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b""
+    assert process.returncode == 130, "128 + SIGINT"
+
+
+# --json
+
+_NO_LISTINGS = {"demo", "ckpt remap", "report"}  # they make files, and say which
+_TENSOR = "shape dtype bytes"
+_CHECKPOINT = "file epoch batches step finished bytes written"
+# command -> arguments, and keys that its JSON must keep; those of values in lists are as if there were no list
+_JSON = {
+    "ckpt show": ("w.pt", {"": "source kind key metadata", "tensors.weight": _TENSOR, "placeholders": "location name"}),
+    "ckpt diff": (
+        "w.pt nan.pt",
+        {
+            "": "a b equal",
+            "differences": "tensor max_difference",
+            "differences.a": _TENSOR,
+            "differences.b": _TENSOR,
+        },
+    ),
+    "ckpt align": (
+        'nan.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1} -o out.yaml',
+        {
+            "": "loaded total loaded_parameters total_parameters missing computed unexpected ambiguous diagnosis",
+            "matches": "sources targets transpose shape sizes reason strength",
+            "mismatched": "source source_shape target target_shape",
+        },
+    ),
+    "env": ("", {"": "python os cpu ram gpus", "packages": "lightning_tricks"}),
+    "fingerprint diff": (
+        "a.jsonl b.jsonl",
+        {
+            "": "equal_batches longer_run incomplete_resumes",
+            "divergence": "step epoch batch_idx rank kind layer call num_differing num_compared missing_in "
+            "last_equal_layer last_equal_step",
+        },
+    ),
+    "flops": ("torch.nn:Identity --input 3", {"": "macs flops other_flops params", "rows": "name kind macs flops"}),
+    "gpus": ("--query index,memory_used", {"": "index memory_used"}),
+    "resume status": (
+        "run",
+        {
+            "": "folder state epoch max_epochs step max_steps pid host time unrecorded",
+            "checkpoints": _CHECKPOINT,
+        },
+    ),
+    "resume verify": ("run", {"": "file problem"}),
+    "schedule": ("--total 10 --plot plot.png", {"": "kind total lr peak", "rows": "step factor lr"}),
+}
+
+
+def _keys(value, place=""):
+    """Yield (place, key) of each key, at whatever depth."""
+    if isinstance(value, list):
+        for part in value:
+            yield from _keys(part, place)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield place, key
+            yield from _keys(part, f"{place}.{key}".lstrip("."))
+
+
+class _Unknown:
+    def __reduce__(self):
+        return _Unknown, ()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recorded")
+    with isolated_seeding():
+        record(folder / "a.jsonl")
+        record(folder / "b.jsonl", [AtStep(5, draw)])
+    return folder
+
+
+@pytest.fixture
+def more_files(recorded):
+    weights = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
+    torch.save({"state_dict": weights, "epoch": 3, "best": math.inf, "cache": _Unknown()}, "w.pt")
+    torch.save({"weight": torch.full((1, 2), math.nan), "bias": torch.zeros(3)}, "nan.pt")
+    for path in recorded.iterdir():
+        shutil.copy(path, path.name)
+    folder = CheckpointFolder("run")
+    folder.prepare()
+    saved = folder.save({"auto_resume": {}}, epoch=0, step=1, batches=1, finished=False)
+    shutil.copy(folder.path / saved.file, folder.path / "000009-epoch=1-step=9.ckpt")
+    (folder.path / "000009-epoch=1-step=9.ckpt.json").write_text("{")
+
+
+def test_every_listing_is_there_and_has_json():
+    assert set(_JSON) == set(_COMMANDS) - _NO_LISTINGS
+
+
+@pytest.mark.parametrize("command", _JSON)
+def test_json_is_all_that_a_listing_prints(command, more_files, capsys):
+    arguments, keys = _JSON[command]
+    with FakeNvml([FakeGpu()]):
+        assert main([*command.split(), *arguments.split(), "--json"]) in (0, 1)
+    captured = capsys.readouterr()
+    value = json.loads(captured.out, parse_constant=pytest.fail)
+    assert captured.err == ""
+    assert {(place, key) for place, names in keys.items() for key in names.split()} <= {*_keys(value)}
+
+
+def test_json_has_the_values(more_files, capsys):
+    def values(*arguments):
+        main([*arguments, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    shown = values("ckpt", "show", "w.pt")
+    assert shown["tensors"]["weight"] == {"shape": [1, 2], "dtype": "float32", "bytes": 8}
+    assert (shown["metadata"]["epoch"], shown["metadata"]["best"]) == (3, None), "JSON has no infinity"
+    assert [part["location"] for part in shown["placeholders"]] == ["cache"]
+    weight, bias = values("ckpt", "diff", "w.pt", "nan.pt")["differences"]
+    assert (weight["tensor"], weight["max_difference"]) == ("weight", None)
+    assert (bias["a"]["shape"], bias["b"]["shape"]) == ([1], [3])
+    whole, damaged = values("resume", "verify", "run")
+    assert whole["problem"] is None
+    assert damaged["problem"] == "is not used, as its manifest is missing or damaged"
+    rows = values("schedule", "--total", "10", "--lr", "0.5", "--kind", "constant")["rows"]
+    assert [(row["step"], row["factor"], row["lr"]) for row in rows] == [(step, 1.0, 0.5) for step in range(11)]
+    assert values("fingerprint", "diff", "a.jsonl", "b.jsonl")["divergence"]["step"] == 5
+    assert values("fingerprint", "diff", "a.jsonl", "a.jsonl")["divergence"] is None
+
+
+# Completion
+
+
+def _printed_completion(shell, capsys):
+    assert _stopped(["--print-completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+_COMPLETE = """
+source completion.bash
+read -ra COMP_WORDS <<< "$1"
+[[ $1 == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+$(complete -p lightning-tricks | sed -E 's/.*-F ([^ ]+).*/\\1/')
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "proposed"),
+    [
+        ("lightning-tricks f", {"fit", "fingerprint", "flops"}),
+        ("lightning-tricks ckpt ", {"show", "diff", "align", "remap"}),
+        ("lightning-tricks ckpt show --", {"--help", "--key", "--depth", "--json"}),
+        ("lightning-tricks ckpt show w", {"w.pt"}),
+        ("lightning-tricks ckpt align --rules ru", {"rules.yaml"}),
+        ("lightning-tricks resume status ", {"folder"}),
+        ("lightning-tricks flops --backend ", {"torch", "thop"}),
+        ("lightning-tricks --print-completion ", {"bash", "fish", "zsh"}),
+    ],
+)
+def test_bash_completes(line, proposed, capsys):
+    Path("completion.bash").write_text(_printed_completion("bash", capsys))
+    Path("folder").mkdir()
+    done = subprocess.run(["bash", "-c", _COMPLETE, "bash", line], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert {*done.stdout.split()} == proposed
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_command_and_option(shell, capsys):
+    script = _printed_completion(shell, capsys)
+    for parser, action in command_actions():
+        for word in (parser.prog.split()[-1], *(option.lstrip("-") for option in action.option_strings)):
+            assert word in script
+
+
+def test_completion_without_its_package_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert _stopped(["--print-completion", "bash"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "lightning-tricks: error: Completion needs shtab, from the extra 'completion': pip install "
+    )
+    assert len(error.splitlines()) == 1

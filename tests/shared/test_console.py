@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lightning_tricks import FlopsReport, MetricsMonitor, ModelReport
 from lightning_tricks._shared.console import make_console, print_report
-from lightning_tricks._shared.table_with_notes import TableWithNotes
+from lightning_tricks._shared.fitting_table import FittingTable
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.cli import main
 from tests.contract.lab import QUIET, Net, loader
@@ -67,7 +67,7 @@ def test_who_prints_is_told_that_nobody_reads():
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_lines_below_a_table_are_as_wide_as_the_terminal(width):
-    table = TableWithNotes(f"first\n{_WORDS}", title="a title")
+    table = FittingTable(notes=f"first\n{_WORDS}", title="a title")
     table.add_column("x")
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
@@ -79,7 +79,7 @@ def test_lines_below_a_table_are_as_wide_as_the_terminal(width):
 
 
 def test_below_a_table_nothing_is_markup_and_no_text_is_no_line():
-    tables = TableWithNotes("net[0] [bold]", title="net"), TableWithNotes("", title="net")
+    tables = FittingTable(notes="net[0] [bold]", title="net"), FittingTable(title="net")
     for table in tables:
         table.add_column("x")
     with_text, without = (render_text(table).splitlines() for table in tables)

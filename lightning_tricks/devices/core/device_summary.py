@@ -181,24 +181,24 @@ def describe_devices(ranks: Sequence[DeviceSummary]) -> str:
 
 
 def _table(ranks: Sequence[DeviceSummary]) -> Table:
-    from rich.table import Table
+    from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 
     several = len(ranks) > 1
-    table = Table(title="Devices in training")
+    table = FittingTable(drop=["max"], title="Devices in training")
     for name in (*["rank"] * several, "device", "quantity"):
         table.add_column(name)
     for name in ("mean", "max"):
         table.add_column(name, justify="right")
     for summary in ranks:
         before = ""
-        for device, *cells in _rows(summary):
+        for device, name, *numbers in _rows(summary):
             labels = [str(summary.rank)] * several + [device]
             if device == before:
                 labels = [""] * len(labels)
             elif before:
                 table.add_section()
             before = device
-            table.add_row(*labels, *cells)
+            table.add_row(*labels, FoldedName(name), *numbers)
         table.add_section()
     return table
 

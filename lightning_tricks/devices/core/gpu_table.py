@@ -26,6 +26,7 @@ DEFAULT_QUERY = (
 _NOT_AVAILABLE = "[N/A]"  # as nvidia-smi prints it
 _UNKNOWN = "-"
 _BAR_FROM = 100  # the width from which there is space for a bar and the whole name
+_CUT_OFF_TO = 10  # columns of a name or a command, before other columns are left out
 _WARM, _HOT = 70, 85  # °C: from here on it is worth a look; GPUs slow down at about 90
 
 
@@ -179,9 +180,9 @@ class GpuTable:
 
         remarks = [(gpu, remark) for gpu in self.gpus for remark in gpu_remarks(gpu)]
         if self.fields is not None:
-            table = _new_table()
+            table = _new_table(drop=[field.title for field in self.fields[:0:-1]])
             for field in self.fields:
-                table.add_column(Text(field.title), overflow="fold")
+                table.add_column(Text(field.title))
             for gpu in self.gpus:
                 table.add_row(*(Text(cell_text(field.read(gpu))) for field in self.fields))
             yield table
@@ -221,13 +222,15 @@ def gpu_remarks(gpu: Gpu) -> Iterator[str]:
         yield f"{name} does not report its processes."
 
 
-def _new_table(*columns: str, left: Sequence[str] = (), cut_off: str = "", title: str | None = None) -> Table:
+def _new_table(*columns: str, left: Sequence[str] = (), cut_off: str = "", **options: Any) -> Table:
     from rich import box
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    from lightning_tricks._shared.fitting_table import FittingTable
+
+    table = FittingTable(title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), **options)
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != cut_off)
+        min_width = _CUT_OFF_TO if name == cut_off else None
+        table.add_column(name, justify="left" if name in left else "right", min_width=min_width)
     return table
 
 
@@ -235,7 +238,8 @@ def _gpu_table(gpus: Sequence[Gpu], wide: bool) -> Table:
     driver = next((gpu.driver_version for gpu in gpus if gpu.driver_version), "unknown")
     columns = ("GPU", "Name", "Memory", *[""] * wide, "Util", "Temp", "Power", "State")
     title = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}, driver {driver}"
-    table = _new_table(*columns, left=("Name", "", "State"), cut_off="Name", title=title)
+    drop = ("", "Power", "Temp", "State")
+    table = _new_table(*columns, left=("Name", "", "State"), cut_off="Name", drop=drop, title=title)
     for gpu in gpus:
         name = gpu.name or _UNKNOWN
         name = name if wide else name.removeprefix("NVIDIA ")
@@ -248,7 +252,7 @@ def _gpu_table(gpus: Sequence[Gpu], wide: bool) -> Table:
 
 def _process_table(gpus: Sequence[Gpu]) -> Table:
     columns = ("GPU", "PID", "User", "Memory", "Type", "Command")
-    table = _new_table(*columns, left=("User", "Type", "Command"), cut_off="Command")
+    table = _new_table(*columns, left=("User", "Type", "Command"), cut_off="Command", drop=("Type", "User"))
     for gpu in gpus:
         for process in gpu.processes or ():
             memory = _UNKNOWN if process.memory is None else format_bytes(process.memory)

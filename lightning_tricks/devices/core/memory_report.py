@@ -85,16 +85,16 @@ class MemoryReport:
         """Return the largest storages as a rich table, with the sizes below it."""
         from rich.text import Text
 
-        from lightning_tricks._shared.table_with_notes import TableWithNotes
+        from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 
-        table = TableWithNotes("\n".join(self.summary()), title=f"Memory of {self.device}")
-        table.add_column("largest tensors", overflow="ellipsis")
+        notes, title = "\n".join(self.summary()), f"Memory of {self.device}"
+        table = FittingTable("largest tensors", drop=("dtype", "shape"), notes=notes, title=title)
         for heading in ("shape", "dtype", "size"):
             table.add_column(heading, justify="right")
         for tensor in self.largest:
             shape = format_shape(tensor.shape) or "scalar"
-            cells = (tensor.name or "(no name)", shape, tensor.dtype, format_bytes(tensor.bytes))
-            table.add_row(*map(Text, cells))
+            numbers = (shape, tensor.dtype, format_bytes(tensor.bytes))
+            table.add_row(FoldedName(tensor.name or "(no name)"), *map(Text, numbers))
         return table
 
     def summary(self) -> list[str]:

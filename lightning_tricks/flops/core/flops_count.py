@@ -111,19 +111,20 @@ class FlopsCount:
         """
         from rich.text import Text
 
-        from lightning_tricks._shared.table_with_notes import TableWithNotes
+        from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 
         columns = _columns(self)
-        table = TableWithNotes("\n".join(self.summary()), title=f"FLOPs of {self.rows[0].kind}")
+        table = FittingTable(
+            drop=["output", "other FLOPs", "class", "share", "params", columns[4][0]],  # last, what the peer counts
+            notes="\n".join(self.summary()),
+            title=f"FLOPs of {self.rows[0].kind}",
+        )
         for index, (heading, _) in enumerate(columns):
-            is_squeezed = heading in ("class", "output")
-            table.add_column(
-                heading, justify="left" if index < 2 else "right", no_wrap=not is_squeezed, overflow="ellipsis"
-            )
+            table.add_column(heading, justify="left" if index < 2 else "right")
         for row in _visible_rows(self, depth):
-            cells = [value(row) for _, value in columns]
-            cells[0] = "  " * row.depth + (row.name.rpartition(".")[2] or "(model)")
-            table.add_row(*map(Text, cells), style="bold" if not row.depth else None)
+            module = FoldedName(row.name.rpartition(".")[2] or "(model)", indent="  " * row.depth)
+            numbers = (Text(value(row)) for _, value in columns[2:])
+            table.add_row(module, FoldedName(row.kind), *numbers, style="bold" if not row.depth else None)
         return table
 
     def summary(self) -> list[str]:
@@ -253,8 +254,10 @@ def _to_markdown(count: FlopsCount) -> str:
 def _to_html(count: FlopsCount) -> str:
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=160, record=True)
-    console.print(count.table(depth=None))
+    table, console = count.table(depth=None), Console(file=io.StringIO(), record=True)
+    unlimited = console.options.update_width(10_000)
+    console.width = max(160, console.measure(table, options=unlimited).maximum)
+    console.print(table)
     return console.export_html(inline_styles=True)
 
 

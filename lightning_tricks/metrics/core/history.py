@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import torch
 from rich.console import Group as RenderGroup
-from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
+from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 from lightning_tricks._shared.report_parts import ClassValues, ConfusionMatrix, Reliability, ReportPart
 from lightning_tricks._shared.tensors import read_numbers
 from lightning_tricks.metrics.core.counts import reliability_curve
@@ -193,18 +194,20 @@ class History:
             if parts:
                 by_class[record.prefix] = record.of_classes(class_names)
         stages = sorted({record.prefix for record in self._records}, key=_by_stage)
-        columns = [*stages, *(["best"] if best else [])]
-        table = _make_table("Metrics", ["metric", *columns])
+        table = _make_table("Metrics", ["metric", *stages], drop=["best", *stages[:-1]])
+        if best:
+            table.add_column("best")
         for name, values in overall.items():
             found = [(stage, *best[key]) for stage in stages if (key := f"{stage}/{name}") in best]
             of_best = [", ".join(f"{stage} {_format(value)} at step {step}" for stage, value, step in found)]
-            table.add_row(name, *(_format(values.get(stage)) for stage in stages), *(of_best if best else []))
+            numbers = (_format(values.get(stage)) for stage in stages)
+            table.add_row(FoldedName(name), *numbers, *(of_best if best else []))
         with_classes = [stage for stage in stages if stage in by_class]
         return RenderGroup(table, *(_class_table(stage, by_class[stage]) for stage in with_classes[-1:]))
 
 
-def _make_table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(*columns, title=title)
+def _make_table(title: str, columns: Sequence[str], drop: Sequence[str]) -> FittingTable:
+    table = FittingTable(*columns, drop=drop, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     return table
@@ -214,13 +217,13 @@ def _by_stage(prefix: str) -> tuple[int, str]:
     return ("train", "val", "test").index(prefix.partition("/")[0]), prefix
 
 
-def _class_table(stage: str, values: Mapping[str, Mapping[str, float]]) -> Table:
-    table = _make_table(f"Classes, {stage}", ["class", *values])
+def _class_table(stage: str, values: Mapping[str, Mapping[str, float]]) -> FittingTable:
+    table = _make_table(f"Classes, {stage}", ["class", *values], drop=list(values)[:0:-1])
     classes = list(next(iter(values.values())))
     for name in classes[:_MAX_CLASSES]:
-        table.add_row(name, *(_format(of_metric[name]) for of_metric in values.values()))
+        table.add_row(Text(name), *(_format(of_metric[name]) for of_metric in values.values()))
     if len(classes) > _MAX_CLASSES:
-        table.caption = f"{len(classes) - _MAX_CLASSES} more classes"
+        table.notes = f"{len(classes) - _MAX_CLASSES} more classes"
     return table
 
 

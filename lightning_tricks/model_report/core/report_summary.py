@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import re
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,11 +17,13 @@ from lightning_tricks._shared.modules import describe_without_gradient
 from lightning_tricks._shared.text import format_bytes, format_shape, render_text
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, Group, RenderResult
     from rich.table import Table
 
 _log = logging.getLogger("lightning.pytorch.tricks.model_report")
 
+_LAYER = re.compile(r"([│├└─ ]*)(.+?) +(\[.*?\]|--) +(\[.*\]|--) +(\S+)")  # a line of torchinfo's summary
+_TOTALS = ("Total params", "Trainable params", "Non-trainable params")
 DOT_NOT_INSTALLED = (
     "graph.dot was written, but not drawn: graphviz's program `dot` is not installed (on Debian: apt install graphviz)."
 )
@@ -104,21 +107,21 @@ class ModelReportSummary:
         """Return the parameters as a rich table."""
         from rich.text import Text
 
-        from lightning_tricks._shared.table_with_notes import TableWithNotes
+        from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 
         memory = ", ".join(
             f"{field.name.replace('_', ' ')} {format_bytes(getattr(self.memory, field.name))}"
             for field in fields(ModelMemory)
         )
-        table = TableWithNotes(f"memory: {memory}", title=f"Parameters of {self.model}")
+        drop = ("dtype", "std", "trains", "grad norm", "mean", "shape")
+        table = FittingTable(drop=drop, notes=f"memory: {memory}", title=f"Parameters of {self.model}")
         for heading in ("parameter", "shape", "dtype", "trains", "mean", "std", "grad norm"):
-            squeezed = heading in ("dtype", "trains")
-            numeric = heading in ("mean", "std", "grad norm")
-            table.add_column(heading, justify="right" if numeric else "left", no_wrap=not squeezed, overflow="ellipsis")
+            table.add_column(heading, justify="right" if heading in ("mean", "std", "grad norm") else "left")
         for row in self.parameters:
             numbers = ["" if n is None else f"{n:.3g}" for n in (row.mean, row.std, row.grad_norm)]
             shape = "lazy" if row.shape is None else format_shape(row.shape) or "scalar"
-            table.add_row(*map(Text, (row.name, shape, row.dtype, "yes" if row.trainable else "no", *numbers)))
+            others = (shape, row.dtype, "yes" if row.trainable else "no", *numbers)
+            table.add_row(FoldedName(row.name), *map(Text, others))
         return table
 
     def write(self, folder: str | Path) -> list[Path]:
@@ -148,9 +151,8 @@ class ModelReportSummary:
         from rich.console import Group
         from rich.text import Text
 
-        layers = Text(self.layers or "", no_wrap=True, overflow="ellipsis")
         unused = [describe_without_gradient(self.without_gradient) + "."] if self.without_gradient else []
-        return Group(self.table(), *([layers] if self.layers else []), *map(Text, [*unused, *self.notes]))
+        return Group(self.table(), *([_Layers(self.layers)] if self.layers else []), *map(Text, [*unused, *self.notes]))
 
     def __str__(self) -> str:
         return render_text(self)
@@ -162,6 +164,29 @@ class ModelReportSummary:
         for row in self.parameters:
             writer.writerow(asdict(row) | {"shape": format_shape(row.shape or ())})
         return file.getvalue()
+
+
+class _Layers:
+    """torchinfo's summary as it is or, where it is too wide, as a table of what fits."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
+
+        lines = self.text.splitlines()
+        if max(map(len, lines)) <= options.max_width:
+            yield Text(self.text)
+            return
+        headings = ("layer", "input", "output", "params")
+        totals = [line for line in lines if line.startswith(_TOTALS)]
+        table = FittingTable(*headings, drop=("input", "output"), notes="\n".join(totals), title="Layers")
+        for guide, name, *cells in (row.groups() for row in map(_LAYER.fullmatch, lines) if row):
+            table.add_row(FoldedName(name, indent=guide), *map(Text, cells))
+        yield table
 
 
 def render_graph(source: Path) -> list[Path]:

@@ -175,21 +175,26 @@ class Alignment:
         Args:
             limit: Maximum number of matches in the table; None shows all. What has no match is always shown.
         """
-        from lightning_tricks._shared.table_with_notes import TableWithNotes
+        from rich.console import Group
+        from rich.text import Text
 
-        table = TableWithNotes(self.diagnosis, title=self.summary(), title_justify="left")
-        for column in ("in the file", "in the model", "why", "evidence"):
-            table.add_column(column, overflow="fold")
+        from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
+
+        columns = ("in the file", "in the model", "why", "evidence")
+        table = FittingTable(
+            *columns, drop=("evidence", "why"), notes=self.diagnosis, title=self.summary(), title_justify="left"
+        )
         for match in self.matches[:limit]:
             shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
-            table.add_row("\n".join(match.sources), "\n".join(match.targets), match.reason + shape, match.strength)
+            names = (Group(*map(FoldedName, of_side)) for of_side in (match.sources, match.targets))
+            table.add_row(*names, Text(match.reason + shape), match.strength)
         for mismatch in self.mismatched:
             shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
-            table.add_row(mismatch.source, mismatch.target, f"MISMATCHED: {shapes}")
+            table.add_row(FoldedName(mismatch.source), FoldedName(mismatch.target), f"MISMATCHED: {shapes}")
         for name in self.missing:
-            table.add_row("", name, "MISSING" + ", the model computes it itself" * (name in self.computed))
+            table.add_row("", FoldedName(name), "MISSING" + ", the model computes it itself" * (name in self.computed))
         for name in self.unexpected:
-            table.add_row(name, "", "UNEXPECTED")
+            table.add_row(FoldedName(name), "", "UNEXPECTED")
         return table
 
     def summary(self) -> str:

@@ -1,0 +1,156 @@
+"""Tables in narrow terminals: what is left out, and that nothing else is lost."""
+
+import html
+import io
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rich.console import Console, Group
+from rich.text import Text
+
+import lightning_tricks
+from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
+from tests.shared.tables import FOLDER, NAMES, PRINTED, TABLES, WIDTHS, flops, parameters, rendered
+
+_GUIDES = str.maketrans("", "", "│├└─ \n")
+table_of = cache(lambda name: TABLES[name]())
+
+
+def render(renderable, width):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", [*TABLES, *PRINTED])
+def test_tables_look_as_they_did(name, width):
+    """`python -m tests.shared.tables` writes what a change makes of them: read the diff."""
+    assert rendered(name, width) == (FOLDER / f"{name}-{width}.txt").read_text(encoding="utf-8")
+
+
+def test_each_file_is_compared():
+    names = {f"{name}-{width}.txt" for name in (*TABLES, *PRINTED) for width in WIDTHS}
+    assert {path.name for path in FOLDER.iterdir()} == names
+
+
+def test_every_table_of_the_package_is_one_that_fits():
+    package = Path(lightning_tricks.__file__).parent
+    assert not [path for path in package.rglob("*.py") if re.search(r"\bTable\(", path.read_text(encoding="utf-8"))]
+
+
+def text_of(cell):
+    if isinstance(cell, Group):
+        return "".join(map(text_of, cell.renderables))
+    return cell.text if isinstance(cell, FoldedName) else str(cell)
+
+
+def check(table, text, width, whole_numbers):
+    """See that a printed table with lines has all of each column that it does not say is left out."""
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    said, left_out, kept = " ".join(text.split()), "left out for want of width: ", list(table.columns)
+    for column in sorted(table.columns, key=lambda column: [*table.drop, column.header].index(column.header)):
+        if column.header in table.drop and f"{left_out}{column.header}" in said:
+            left_out += f"{column.header}, "
+            kept.remove(column)
+    border = next(line for line in lines if line.strip().startswith("┏"))
+    ends = [match.start() for match in re.finditer("[┏┳┓]", border)]
+    assert len(kept) == len(ends) - 1
+    body = [line for line in lines if line.startswith(" " * ends[0] + "│")]
+    for column, (start, end) in zip(kept, pairwise(ends), strict=True):
+        parts, cells = [line[start + 1 : end].strip() for line in body], [*map(text_of, column.cells)]
+        assert "".join(parts).translate(_GUIDES) == "".join(cells).translate(_GUIDES)
+        if column.justify == "right" and whole_numbers:
+            assert {*filter(None, parts)} == {*filter(None, cells)}
+
+
+_WITH_LINES = ("alignment", "flops", "flops_compared", "memory", "parameters")
+
+
+@pytest.mark.parametrize("name", _WITH_LINES)
+@given(width=st.integers(20, 200))
+@example(20)
+@example(40)
+def test_nothing_is_lost_but_the_columns_that_are_named(name, width):
+    table = table_of(name)
+    text, table = render(table, width), table if isinstance(table, FittingTable) else table.table()
+    check(table, text, width, whole_numbers=width >= 40)
+
+
+@pytest.mark.parametrize("name", {*TABLES} - {*_WITH_LINES})
+@given(width=st.integers(20, 200))
+@example(20)
+def test_no_line_is_wider_than_the_terminal(name, width):
+    assert max(map(len, render(table_of(name), width).splitlines())) <= width
+
+
+words = st.text("abcXYZ._/0123", min_size=1, max_size=60)
+numbers = st.floats(-1e4, 1e4).map("{:.3g}".format)
+
+
+@given(
+    rows=st.lists(st.tuples(words, words, numbers, numbers, words), min_size=1, max_size=5),
+    indent=st.integers(0, 30),
+    width=st.integers(20, 150),
+)
+def test_any_names_and_numbers(rows, indent, width):
+    table = FittingTable("name", "class", drop=["class", "std", "shape"])
+    for heading in ("mean", "std"):
+        table.add_column(heading, justify="right")
+    table.add_column("shape")
+    for name, kind, mean, std, shape in rows:
+        table.add_row(FoldedName(name, indent=" " * indent), FoldedName(kind), mean, std, Text(shape))
+    check(table, render(table, width), width, whole_numbers=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_folded_behind_dots(name):
+    parts = [line.rstrip() for line in render(FoldedName(name), 25).splitlines()]
+    assert "".join(parts) == name
+    assert all(part.endswith(".") for part in parts[:-1])
+    assert not any(part[0].isdigit() for part in parts), "a number stays with its list"
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "lines"),
+    [
+        ("a.b", 80, ["a.b"]),
+        ("encoder.layer.11.output", 10, ["encoder.", "layer.11.", "output"]),
+        ("checkpoint_remapping", 12, ["checkpoint_", "remapping"]),
+        ("BertForSequenceClassification", 15, ["BertForSequence", "Classification"]),
+        ("abcdefgh", 3, ["abc", "def", "gh"]),
+        ("net[0] [bold]", 80, ["net[0] [bold]"]),
+        ("weight  2x3  44.63 MiB", 15, ["weight  2x3", "44.63 MiB"]),
+    ],
+)
+def test_where_a_name_is_folded(name, width, lines):
+    assert [line.rstrip() for line in render(FoldedName(name), width).splitlines()] == lines
+
+
+def test_a_page_has_all_columns_and_whole_names():
+    text = html.unescape(flops(peer=True).write("flops.html").read_text(encoding="utf-8"))
+    assert "left out" not in text
+    assert text.count("BertForSequenceClassification") == 2, "in the title and in the row"
+    for column in ("class", "thop's MACs", "other FLOPs", "output"):
+        assert column in text
+
+
+def test_a_file_has_all_columns_unless_its_width_is_given(monkeypatch, capsys):
+    """A pipe is no terminal either, and both are read by programs."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    make_console().print(parameters())
+    whole = capsys.readouterr().out
+    assert all(name in whole for name in NAMES)
+    assert "dtype" in whole
+    assert "left out" not in whole
+    monkeypatch.setenv("COLUMNS", "80")
+    make_console().print(parameters())
+    assert "left out for want of width: dtype\n" in capsys.readouterr().out
