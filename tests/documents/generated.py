@@ -24,11 +24,7 @@ def support_page() -> str:
         lines.append(f"| `{name}` | " + " | ".join(marks) + " |")
     meanings = {name: setting.meaning for name, setting in SETTINGS.items()}
     meanings |= {"resume": "from a checkpoint at the end of an epoch", "YAML": "built by LightningCLI and saved again"}
-    text = f"""---
-hide: [toc]
----
-
-# Support
+    text = f"""# Support
 
 {_NOTE}
 Which callback works in which setting. Every ✓ stands for a test that trains there and compares the result.

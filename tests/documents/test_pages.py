@@ -43,7 +43,7 @@ def test_every_block_is_found():
 
 
 def test_first_example_fits_on_the_first_screen():
-    assert len(blocks_of(README, language="python")[0].code.splitlines()) <= 15
+    assert len(blocks_of(README, language="python")[0].code.splitlines()) <= 30
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(_COMMANDS))

@@ -10,13 +10,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from packaging.metadata import Metadata
 from packaging.specifiers import SpecifierSet
 
 import lightning_tricks
 
 _ROOT = Path(__file__).parents[2]
-_BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+_BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
 
 
 def _build(what, source, target):
@@ -31,13 +32,17 @@ def _build(what, source, target):
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory):
-    source, target = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("sdist")
+def tracked():
     files = subprocess.run(["git", "ls-files"], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
-    for file in files.splitlines():
-        if not (_ROOT / file).is_symlink() and (_ROOT / file).exists():
-            (source / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(_ROOT / file, source / file)
+    return {file for file in files.splitlines() if (_ROOT / file).exists()}
+
+
+@pytest.fixture(scope="module")
+def sdist(tracked, tmp_path_factory):
+    source, target = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("sdist")
+    for file in tracked:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(_ROOT / file, source / file)
     return _build("sdist", source, target)
 
 
@@ -53,6 +58,13 @@ def wheel(sdist, tmp_path_factory):
 def _files(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _text_and_links(markdown):
+    tokens = MarkdownIt().enable("table").parse(markdown)
+    parts = [part for token in tokens for part in token.children or [token]]
+    links = [part.attrs.get("href", part.attrs.get("src")) for part in parts if part.type in {"link_open", "image"}]
+    return "".join(part.content for part in parts), links
 
 
 def _of_dist_info(wheel, name):
@@ -72,7 +84,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 def test_the_metadata_is_valid_and_says_what_pyproject_says(wheel):
     metadata = Metadata.from_email(_of_dist_info(wheel, "METADATA"), validate=True)
-    assert metadata.description == (_ROOT / "README.md").read_text()
     assert metadata.description_content_type == "text/markdown"
     assert metadata.license_expression == "Apache-2.0"
     assert metadata.requires_python == SpecifierSet(">=3.10")
@@ -105,7 +116,23 @@ def test_installed_from_the_wheel_it_runs_outside_the_checkout(wheel, tmp_path):
     assert version in ran[1]
 
 
-def test_the_source_distribution_holds_what_a_packager_reads(sdist):
+def test_the_long_description_is_the_readme_without_links_to_files(wheel):
+    description = Metadata.from_email(_of_dist_info(wheel, "METADATA")).description
+    (text, links), (readme, links_of_readme) = map(_text_and_links, (description, (_ROOT / "README.md").read_text()))
+    assert text == readme + "The source distribution holds all files that are named here."
+    assert links == [link for link in links_of_readme if link.startswith("https://")] != links_of_readme
+
+
+def test_the_source_distribution_is_the_project_whole(sdist, tracked):
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "lightning_tricks/py.typed"} <= names
+        assert {name.partition("/")[2] for name in archive.getnames()} == {*tracked, "PKG-INFO"}
+
+
+def test_the_source_distribution_holds_what_the_readme_names(sdist):
+    readme = (_ROOT / "README.md").read_text()
+    with tarfile.open(sdist) as archive:
+        files = [Path(name.partition("/")[2]) for name in archive.getnames()]
+    inside = {*files, *(folder for file in files for folder in file.parents)}
+    named = {*_text_and_links(readme)[1], *re.findall(r"\b(?:docs|examples|notebooks|tests)/[\w./-]*\w", readme)}
+    assert {"docs/index.md", "examples/digits.yaml", "notebooks", "CHANGELOG.md"} <= named
+    assert not {name for name in named if not name.startswith("https://") and Path(name) not in inside}
