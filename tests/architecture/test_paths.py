@@ -107,6 +107,7 @@ TEXTS = {
     "demo": {"--accelerator", "--precision"},
     "flops": {"--dtype", "model"},
     "gpus": {"--id", "--min-free-memory", "--query"},
+    "report": {"--sort"},
     "schedule": {"--interval", "--kind"},
 }
 _COMMANDS = [
