@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import errors_of_use, make_console, write_output
+from lightning_tricks._shared.console import errors_of_use, make_console, write_json
 
 if TYPE_CHECKING:
     from lightning_tricks.run_report.core.record import RunRecord
@@ -96,10 +95,10 @@ def _print_table(arguments: argparse.Namespace, folders: Iterable[Path]) -> int:
     with errors_of_use(arguments):
         overview = make_overview(named, arguments.sort or "", arguments.sign)
     if arguments.json:
-        write_output(json.dumps({"sort": overview.key, "runs": overview.rows(), "left_out": left_out}, indent=2) + "\n")
+        write_json({"sort": overview.key, "runs": overview.rows(), "left_out": left_out})
         return 0
     console = make_console(highlight=False)
-    console.print(overview)
+    console.print(overview.table())
     for sentence in left_out:
         console.print(sentence, markup=False, soft_wrap=True)
     return 0

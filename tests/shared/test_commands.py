@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
+from lightning_tricks import RunReport
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.cli import _STAGES, main
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from lightning_tricks.seeding import isolated_seeding
 from tests.architecture.persisted_names import actions_of, command_actions, subcommands
+from tests.contract.lab import QUIET, Net, loader
 from tests.run_fingerprint.test_callback import AtStep, draw, record
 from tests.shared.test_console import unread
 
@@ -140,7 +143,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
 
 # --json
 
-_NO_LISTINGS = {"demo", "ckpt remap", "report"}  # they make files, and say which
+_NO_LISTINGS = {"demo", "ckpt remap"}  # they make files, and say which
 _TENSOR = "shape dtype bytes"
 _CHECKPOINT = "file epoch batches step finished bytes written"
 # command -> arguments, and keys that its JSON must keep; those of values in lists are as if there were no list
@@ -163,6 +166,7 @@ _JSON = {
             "mismatched": "source source_shape target target_shape",
         },
     ),
+    "report": ("report", {"": "sort left_out", "runs": "run module status epochs steps started seconds metrics"}),
     "env": ("", {"": "python os cpu ram gpus", "packages": "lightning_tricks"}),
     "fingerprint diff": (
         "a.jsonl b.jsonl",
@@ -218,6 +222,7 @@ def more_files(recorded):
     torch.save({"weight": torch.full((1, 2), math.nan), "bias": torch.zeros(3)}, "nan.pt")
     for path in recorded.iterdir():
         shutil.copy(path, path.name)
+    Trainer(callbacks=[RunReport("report")], **QUIET, max_epochs=1).fit(Net(), loader())
     folder = CheckpointFolder("run")
     folder.prepare()
     saved = folder.save({"auto_resume": {}}, epoch=0, step=1, batches=1, finished=False)

@@ -17,15 +17,15 @@ from lightning_tricks.run_report.core.record import Point, RunRecord
 from lightning_tricks.run_report.core.throughput import samples_per_second
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from lightning_tricks._shared.fitting_table import FittingTable
 
 _MOST_OTHERS = 3  # metrics beside the one that sorts
-_NARROWEST = 12  # the name of a run, which is folded
+_NARROWEST = {"run": 12, "started": 16}  # of a column whose text is folded, and of one whose text is not
 
 
 @dataclass(frozen=True)
 class Overview:
-    """Runs in the order of a metric; rich prints it as a table that fits the terminal.
+    """Runs in the order of a metric.
 
     Attributes:
         runs: The name and the record of each, of which `ends_of` may have kept only a few rows.
@@ -62,42 +62,39 @@ class Overview:
         points = record.curve(key)
         best = best_point(points, self.sign_of(key))
         return {
-            "last": _finite(points[-1].value),
+            "last": points[-1].value,
             "best": None if best is None else best.value,
             "epoch": None if best is None else best.epoch,
         }
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table, without the columns that matter least where the terminal is narrow."""
+    def table(self) -> FittingTable:
+        """Return a row for each run; narrow terminals leave out the columns that matter least."""
         from rich import box
-        from rich.cells import cell_len
-        from rich.table import Table
         from rich.text import Text
 
-        columns = self._columns()
-        widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
-        widths["run"] = min(widths["run"], max(_NARROWEST, options.max_width // 3))
-        while len(columns) > 2 and sum(widths[name] + 2 for name in columns) > options.max_width:
-            del columns[next(name for name in reversed(self._by_importance(columns)) if name in columns)]
+        from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
+
         order = {1: "the highest first", -1: "the lowest first", 0: "the highest last value first"}[self.sign]
         title = f"{len(self.runs):,} run{'s' * (len(self.runs) > 1)}" + (
             f", by {printable(self.key)}, {order}" if self.key else ""
         )
-        table = Table(
-            title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+        columns = self._columns()
+        drop = [printable(name) for name in reversed(self._by_importance(columns)) if name in columns]
+        table = FittingTable(
+            title=Text(title),
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            padding=(0, 1, 0, 0),
+            drop=drop[:-2],
         )
         for name in columns:
-            is_name = name == "run"
-            table.add_column(
-                Text(printable(name)),
-                justify="left" if name in ("run", "status", "started", "module") else "right",
-                no_wrap=not is_name,
-                overflow="fold",
-                min_width=widths[name] if is_name else None,
-            )
-        for cells in zip(*columns.values(), strict=True):
-            table.add_row(*map(Text, cells))
-        yield table
+            is_text = name in ("run", "status", "started", "module")
+            table.add_column(printable(name), justify="left" if is_text else "right", min_width=_NARROWEST.get(name))
+        names, *others = columns.values()
+        for name, *cells in zip(names, *others, strict=True):
+            table.add_row(FoldedName(name), *map(Text, cells))
+        return table
 
     def _columns(self) -> dict[str, list[str]]:
         """Return name -> cells of all columns, in the order in which they are shown."""
@@ -166,10 +163,6 @@ def make_overview(runs: Sequence[tuple[str, RunRecord]], key: str = "", sign: in
         return point is None or math.isnan(point.value), 0.0 if point is None else -(sign or 1) * point.value
 
     return Overview(sorted(runs, key=rank), key, sign)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _shown(point: Point | None) -> str:
