@@ -184,7 +184,7 @@ def test_runs_are_sorted_by_a_metric(tmp_path, capsys, monkeypatch, arguments, t
     ("width", "columns"),
     [
         (140, ["run", "best", "last", "status", "epochs", "steps", "started", "best", "val/acc", "took", "samples/s"]),
-        (80, ["run", "best", "last", "status", "epochs", "started"]),
+        (80, ["run", "best", "last", "status", "epochs", "steps", "started", "val/acc"]),
         (40, ["run", "best", "last", "status"]),
         (20, ["run", "best"]),
     ],
