@@ -113,7 +113,10 @@ def metrics() -> Any:
         names = ["multiclass_average_precision", "calibration_error", *(f"recall_{each}" for each in classes)]
         values = [0.98765, 1.2345e-05, 0.5, float("nan"), 1.0]
         history.add(EpochRecord(stage, loader, 3, 1200, True, names, torch.tensor(values), 0, name or None))
-    best = {"val/imagenet/multiclass_average_precision": (0.9912, 1_000), "val/sketches/calibration_error": (0.0123, 12_000)}
+    best = {
+        "val/imagenet/multiclass_average_precision": (0.9912, 1_000),
+        "val/sketches/calibration_error": (0.0123, 12_000),
+    }
     return history.table(best, classes)
 
 
