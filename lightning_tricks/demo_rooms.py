@@ -89,7 +89,7 @@ def _devices(trainer: Trainer, history: History) -> Rows:
     if not callbacks_of_type(trainer, DeviceMonitor):
         return {"load": "not measured: that needs the extra 'devices'"}
     times = sum("host/data_wait" in step for step in history)
-    return {"hardware": f"{available_cores()} cores", "load": f"logged {times} times; its table stands above"}
+    return {"hardware": f"{available_cores()} cores", "load": f"logged {times} times; the page has its table"}
 
 
 def _ensembles(trainer: Trainer, history: History) -> Rows:
