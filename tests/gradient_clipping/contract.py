@@ -12,7 +12,7 @@ _MAX_NORM = 0.5
 def verify(lab: Lab, setting: Setting, callback: type = GradientClipping) -> None:
     """Each step's gradient has the norm of the reference implementation, cut at `max_norm`, and the log says so."""
     bare = lab.fit_bare(setting)
-    clipped = lab.fit([callback(_MAX_NORM)], setting)
+    clipped = lab.fit([callback(_MAX_NORM, log="all")], setting)
     assert len(clipped) == setting.ranks
     for rank, bare_rank in zip(clipped, bare, strict=True):
         assert len(rank.steps) == len(bare_rank.steps) > 0 or setting.closures_vary
@@ -41,7 +41,7 @@ def _check_log(rank, tolerance: float) -> None:
 CASES = (
     Case(
         callback=GradientClipping,
-        arguments={"max_norm": _MAX_NORM, "norm_type": 3.0, "groups": {"net.0.*": 0.2}, "log_layers": True},
+        arguments={"max_norm": _MAX_NORM, "norm_type": 3.0, "groups": {"net.0.*": 0.2}, "log": "all", "log_layers": True},
         kind="changer",
         neutral={"max_norm": math.inf},
         instances=1,
