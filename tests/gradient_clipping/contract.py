@@ -41,7 +41,13 @@ def _check_log(rank, tolerance: float) -> None:
 CASES = (
     Case(
         callback=GradientClipping,
-        arguments={"max_norm": _MAX_NORM, "norm_type": 3.0, "groups": {"net.0.*": 0.2}, "log": "all", "log_layers": True},
+        arguments={
+            "max_norm": _MAX_NORM,
+            "norm_type": 3.0,
+            "groups": {"net.0.*": 0.2},
+            "log": "all",
+            "log_layers": True,
+        },
         kind="changer",
         neutral={"max_norm": math.inf},
         instances=1,
