@@ -35,7 +35,11 @@ def unread():
 
 @pytest.mark.parametrize(
     "callback",
-    [MetricsMonitor({"task": "multiclass", "num_classes": 10}), FlopsReport(), ModelReport()],
+    [
+        MetricsMonitor({"task": "multiclass", "num_classes": 10}, verbose=True),
+        FlopsReport(verbose=True),
+        ModelReport(verbose=True),
+    ],
     ids=lambda callback: type(callback).__name__,
 )
 def test_a_pipe_that_nobody_reads_ends_no_run(callback):
