@@ -29,6 +29,7 @@ from lightning_tricks import (
     capture_rng_state,
     seed_everything,
 )
+from lightning_tricks._torch_compat.modules import loads_as_torch_does
 from tests.contract.lab import QUIET, SETTINGS, loader, same
 
 pytestmark = pytest.mark.oldest
@@ -597,3 +598,12 @@ def test_specs_in_yaml(monkeypatch, tmp_path):
         assert tricks.callbacks()[0].method == AGC(0.02)
         cli.parser.save(cli.config, "config.yaml", overwrite=True)
         arguments = ["--config", "config.yaml"]
+
+
+def test_loading_needs_no_second_copy_of_the_weights():
+    class Own(LitNet):
+        def load_state_dict(self, *args, **kwargs):
+            return super().load_state_dict(*args, **kwargs)
+
+    assert loads_as_torch_does(LitNet()), "so that nothing has to be brought back"
+    assert not loads_as_torch_does(Own())
