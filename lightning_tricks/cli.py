@@ -56,8 +56,7 @@ class _PrintCompletion(argparse.Action):
 def _complete_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
     for action in parser._actions:
         if action.type in (path_argument, file_argument):
-            is_folder = action.metavar in ("DIR", "OTHER")
-            action.complete = shtab.DIRECTORY if is_folder else shtab.FILE  # type: ignore[attr-defined]
+            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
         for command in action.choices.values() if isinstance(action.choices, dict) else ():
             _complete_paths(command, shtab)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -84,6 +84,16 @@ def check_choice(name: str, value: object, known: Iterable[str]) -> str:
     if isinstance(value, str) and value in known:
         return value
     raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.{did_you_mean(value, known)}")
+
+
+def check_choices(name: str, values: Sequence[str], known: Iterable[str]) -> Sequence[str]:
+    """Return a list of choices, or raise a TypeError for a single string, and a ValueError as `check_choice`."""
+    if isinstance(values, str):
+        raise TypeError(f"{name} must be a list of names, got {values!r}.")
+    known = list(known)
+    for value in values:
+        check_choice(name, value, known)
+    return values
 
 
 def is_address(path: object) -> bool:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import log_to_loggers, logger_step
-from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks._shared.checks import check_choices, check_count, check_number
 from lightning_tricks._shared.report_parts import DeviceUse
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.devices.core.device_summary import (
@@ -91,11 +91,7 @@ class DeviceMonitor(TrickCallback):
         if warn_temperature is not None:
             check_number("warn_temperature", warn_temperature, above=0)
         self.interval = check_number("interval", interval, above=0, at_most=3600)
-        if isinstance(stages, str):
-            raise TypeError(f"stages must be a list of names, got {stages!r}.")
-        for stage in stages:
-            check_choice("stages", stage, _STAGES)
-        self.stages = stages
+        self.stages = check_choices("stages", stages, _STAGES)
         self.verbose = verbose
         self.summary: list[DeviceSummary] | None = None
         self._run: MonitoredRun | None = None

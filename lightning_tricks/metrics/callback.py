@@ -13,11 +13,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.checks import check_choices, check_count
 from lightning_tricks._shared.report_parts import Facts, ReportPart
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix, expected_names, is_loss_of
-from lightning_tricks.metrics.core.metric_table import is_number, per_class_names, seldom_plotted, stack_numbers
+from lightning_tricks.metrics.core.metric_table import is_number, per_class_names, seldom_plotted_keys, stack_numbers
 from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics, EvaluationPlots
@@ -115,17 +115,13 @@ class MetricsMonitor(StepsCallback):
         self.class_names = class_names
         self.plots = plots
         self.exact = exact
-        self.stages = stages
+        self.stages = check_choices("stages", stages, STAGES)
         self.output_transform = output_transform
         self.prefix = prefix
         self.log_all = log_all
         self.log_classes = log_classes
         self.verbose = verbose
         self._best = best
-        if isinstance(stages, str):
-            raise TypeError(f"stages must be a list of names, got {stages!r}.")
-        for stage in stages:
-            check_choice("stages", stage, STAGES)
         check_prefix(prefix)
         if not isinstance(plots, bool):
             check_count("plots", plots)
@@ -133,6 +129,7 @@ class MetricsMonitor(StepsCallback):
             raise TypeError(
                 f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
             )
+        self._seldom_plotted = seldom_plotted_keys(metrics)
         self._keys = LoggedKeys(expected_names(metrics, class_names), prefix, tuple(stages))
         self._best_keys = BestKeys(self._name, self._keys, best or {})
         self.results: dict[str, Tensor] = {}
@@ -303,10 +300,10 @@ class MetricsMonitor(StepsCallback):
     def report_parts(self, trainer: Trainer) -> list[ReportPart]:
         """Return what loggers do not get of the last values, and the data of the plots of the last evaluation."""
         parts: list[ReportPart] = []
-        for prefix, values in self._history.last_values().items():
-            names = seldom_plotted(self.metrics, values) - {*per_class_names(values, self.class_names or ())}
+        for prefix, values in ({} if self.log_all else self._history.last_values()).items():
+            names = self._seldom_plotted_of(values) - {*per_class_names(values, self.class_names or ())}
             facts = [(name, f"{value:.4g}") for name, value in values.items() if name in names]
-            if facts and not self.log_all:
+            if facts:
                 parts.append(Facts(title=f"Other metrics, {self._keys.key(prefix, '')[:-1]}", facts=facts))
         return parts + self._plots.report_parts()
 
@@ -396,7 +393,11 @@ class MetricsMonitor(StepsCallback):
         """Return the names of values that callbacks see, and loggers do not."""
         of_classes = set() if self.log_classes else set(per_class_names(names, self.class_names or ()))
         show_all = self.log_all or self._function != "fit"
-        return of_classes | (set() if show_all else seldom_plotted(self.metrics, names))
+        return of_classes | (set() if show_all else self._seldom_plotted_of(names))
+
+    def _seldom_plotted_of(self, names: Iterable[str]) -> set[str]:
+        keys = self._seldom_plotted
+        return {name for name in names if name in keys or name.startswith(tuple(f"{key}_" for key in keys))}
 
     def _compare_afterwards(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compare keys with what the module or another callback has logged after this one."""

@@ -88,19 +88,14 @@ def _flat(metrics: Any) -> Iterator[tuple[str, Metric]]:
         )
 
 
-def seldom_plotted(metrics: Any, names: Iterable[str]) -> set[str]:
-    """Return those of the names of values that are in a preset, and not among its main ones."""
-    keys = _seldom_plotted_keys(metrics)
-    return {name for name in names if any(name == key or name.startswith(f"{key}_") for key in keys)}
-
-
-def _seldom_plotted_keys(metrics: Any) -> set[str]:
+def seldom_plotted_keys(metrics: Any) -> set[str]:
+    """Return the keys of the metrics that are in a preset, and not among its main ones."""
     if isinstance(metrics, Mapping) and isinstance(metrics.get("task"), str):
         metrics = preset(**metrics)
     if isinstance(metrics, Preset):
         return {key for key, _ in _flat(metrics)} - {*metrics.main}
     inner = metrics.items() if isinstance(metrics, Mapping) else ()
-    return {f"{key}/{name}" for key, part in inner for name in _seldom_plotted_keys(part)}
+    return {f"{key}/{name}" for key, part in inner for name in seldom_plotted_keys(part)}
 
 
 def _without_averaging(metric: Metric) -> Metric | None:
