@@ -141,6 +141,7 @@ class TrickCallback(Callback):
             )
 
         self._lines = ()
+        is_verbose(self.verbose)  # a wrong variable is an error now, not when there is a table
         for name in _STEP_HOOKS:
             vars(self).pop(name, None)
         self.skip_hooks(*(name for name in _STEP_HOOKS if getattr(type(self), name) is getattr(Callback, name)))

@@ -11,7 +11,7 @@ from lightning_tricks import FlopsReport, ModelReport
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.console import is_verbose
 from tests.contract.cases import CASES
-from tests.contract.lab import loader
+from tests.contract.lab import QUIET, loader
 from tests.together.everything import TogetherNet, largest_sets
 from tests.together.programs import programs
 
@@ -103,6 +103,10 @@ def test_a_wrong_variable_is_named(monkeypatch):
     monkeypatch.setenv("LIGHTNING_TRICKS_VERBOSE", "loud")
     with pytest.raises(ValueError, match="LIGHTNING_TRICKS_VERBOSE must be 0 or 1, got 'loud'"):
         is_verbose(None)
+    report = FlopsReport()
+    with pytest.raises(ValueError, match="got 'loud'"):
+        Trainer(callbacks=[report], max_epochs=1, **QUIET).fit(TogetherNet(), loader(), loader())
+    assert report.count is None, "before anything runs"
 
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_fit_end"])
