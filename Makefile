@@ -23,7 +23,7 @@ m-to-z := tests/[m-z]* lightning_tricks
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest thorough ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
+.PHONY: help demo test test-oldest test-flavor thorough ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,14 @@ test-oldest: $(OLDEST)/installed $(VENV)/installed-test ## Run the tests that me
 	PYTHONPATH=$(OLDEST) $(PYTEST) --oldest $$( \
 	{ grep -rlE '$(MEETS_OLDEST)' $(or $(TESTS),tests) --include='test_*.py'; \
 	find $(or $(TESTS),tests) -name test_callback.py -o -name test_contract.py; } | sort -u)
+
+# The contract of all callbacks, real kills, and what names Lightning's classes; TESTS="tests/metrics" runs others
+FLAVORED := tests/contract/test_contract.py tests/auto_resume/test_kills.py tests/training_cli tests/mixin \
+	tests/lightning_compat tests/metrics/test_callback.py lightning_tricks
+
+test-flavor: $(VENV)/installed-test ## Run tests as programs that import pytorch_lightning
+	$(BIN)/python -m tests.flavor.copied build/flavor
+	cd build/flavor && $(subst $(BIN),$(CURDIR)/$(BIN),$(PYTEST)) $(or $(TESTS),$(FLAVORED))
 
 thorough: $(VENV)/installed-test ## Run the tests with all cases, of which `make test` and CI run a sample, and whole notebooks
 	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(PYTEST) --thorough"

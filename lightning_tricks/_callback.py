@@ -8,11 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
-from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type, other_import_style
+from lightning_tricks._lightning_compat.flavor import (
+    LIGHTNING,
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    other_flavor,
+    rank_zero_info,
+)
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.console import is_verbose, print_report
 from lightning_tricks._shared.pictures import can_log_images
 from lightning_tricks._shared.report_parts import ReportPart
@@ -130,8 +135,8 @@ class TrickCallback(Callback):
         return ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse `pytorch_lightning` and a second callback of the type; disable hooks that do nothing."""
-        if remedy := other_import_style(type(trainer)):
+        """Refuse a Trainer of the other Lightning and a second callback of the type; disable hooks that do nothing."""
+        if remedy := other_flavor(type(trainer)):
             raise MisconfigurationException(f"{type(self).__name__}: {remedy}")
         count = sum(isinstance(callback, type(self)) for callback in callbacks_of(trainer))
         if count > 1 and not self.allows_several:
@@ -186,7 +191,7 @@ class TrickCallback(Callback):
         Lightning skips a hook that is not callable; for each other one it enters a context of its profiler. A hook that
         a subclass of a user overrides is not skipped.
         """
-        own = ("lightning_tricks.", "lightning.")
+        own = ("lightning_tricks.", f"{LIGHTNING}.")
         vars(self).update(dict.fromkeys(name for name in names if getattr(type(self), name).__module__.startswith(own)))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from importlib import import_module
 from traceback import walk_tb
 from typing import Any
 
-_TRUSTED_PACKAGES = {"contextlib", "importlib", "lightning", "lightning_tricks", "torch"}
+LIGHTNING_PACKAGES = {"lightning", "lightning_fabric", "pytorch_lightning"}
+_TRUSTED_PACKAGES = {"contextlib", "importlib", *LIGHTNING_PACKAGES, "lightning_tricks", "torch"}
 
 
 class PrivateSymbolGuard(ContextDecorator):

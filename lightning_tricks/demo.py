@@ -12,16 +12,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
+from lightning_tricks._lightning_compat.flavor import (
+    LIGHTNING,
+    CSVLogger,
+    LightningDataModule,
+    LightningModule,
+    PossibleUserWarning,
+    Trainer,
+    lightning_version,
+)
 from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.fitting_table import FittingTable
+from lightning_tricks._shared.lightning_name import FABRIC
 from lightning_tricks.demo_rooms import ROWS, demo_fields, page_path
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.tricks import Tricks
@@ -208,7 +214,7 @@ def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path) -> None
         for position, (what, text) in enumerate(rows.items()):
             table.add_row(room if position == 0 else "", what, text, end_section=position == len(rows) - 1)
     make_console().print(table)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning_version()}
     (out / "report.json").write_text(json.dumps({"versions": versions, **report}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -230,5 +236,5 @@ def _read_history(folders: Sequence[str]) -> list[dict[str, float]]:
 
 def _quieten_lightning() -> None:
     """Show only the progress bar and the table: no tips for other products, no list of devices."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    for name in (LIGHTNING, FABRIC[LIGHTNING]):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
+from lightning_tricks._lightning_compat.flavor import LIGHTNING, Callback, LightningModule, Trainer
 from lightning_tricks._shared.console import make_console, write_output
 from lightning_tricks.demo import Digits, DigitsClassifier
 from lightning_tricks.tricks import Tricks
@@ -77,7 +76,7 @@ class _Watches(Callback):
 
 def _train(folder: str, killed_after: int) -> dict[str, Any]:
     """Train for two epochs; resume what there is in the folder."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger(LIGHTNING).setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     resume = {"dirpath": folder, "every_n_train_steps": 10}
     model = DigitsClassifier(Tricks(seeding=42, optimizer=True, auto_resume=resume))

@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.flavor import Trainer
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, datamodule_of
 from lightning_tricks._shared.text import format_bytes, format_si
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder

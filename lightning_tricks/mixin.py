@@ -12,15 +12,20 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    other_flavor,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter, restricted_classmethod
-from lightning_tricks._lightning_compat.trainer import callbacks_of, other_import_style
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.patterns import check_repeats
 from lightning_tricks._shared.rng import isolated_seeding
@@ -86,7 +91,7 @@ class TricksMixin(_Base):
         order = cls.__mro__
         if torch.nn.Module in order and order.index(torch.nn.Module) < order.index(TricksMixin):
             raise TypeError(f"TricksMixin must come first: class {cls.__name__}(TricksMixin, ...).")
-        if remedy := other_import_style(cls):
+        if remedy := other_flavor(cls):
             raise TypeError(f"class {cls.__name__}(TricksMixin, ...): {remedy}")
         owner = next(base for base in order if "configure_callbacks" in vars(base))
         if owner is cls or not issubclass(owner, TricksMixin):  # that of a base before the mixin hides it

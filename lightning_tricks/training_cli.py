@@ -13,15 +13,22 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
 
-import lightning
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 import lightning_tricks
+from lightning_tricks._guards import LIGHTNING_PACKAGES
 from lightning_tricks._lightning_compat.cli import ConfigurationOnlyCLI
+from lightning_tricks._lightning_compat.flavor import (
+    LIGHTNING,
+    Callback,
+    LightningArgumentParser,
+    LightningDataModule,
+    LightningModule,
+    MisconfigurationException,
+    SaveConfigCallback,
+    Trainer,
+    get_filesystem,
+    lightning_version,
+    rank_zero_info,
+)
 from lightning_tricks._shared.checks import check_names, did_you_mean
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankError, select_gpus
@@ -129,7 +136,7 @@ class TricksCLI(ConfigurationOnlyCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Return a `TricksParser`; LightningCLI takes the class of its parser as an argument only in newer versions."""
-        kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.__version__}"])
+        kwargs.setdefault("dump_header", [f"{LIGHTNING}=={lightning_version()}"])
         kwargs.setdefault("allow_abbrev", False)  # an option that is misspelt by its end would be taken for another
         parser = TricksParser(**kwargs)
         jsonargparse = import_extra("jsonargparse", "cli", "TricksCLI needs jsonargparse[signatures]")
@@ -179,7 +186,7 @@ class TricksCLI(ConfigurationOnlyCLI):
             yield
         except (MisconfigurationException, ModuleNotFoundError, *_GPU_ERRORS, TypeError, ValueError) as error:
             for said in _chain(error):  # jsonargparse raises its own error from what a class said
-                if _package_that_raised(said) in ("lightning", "lightning_tricks"):
+                if _package_that_raised(said) in (*LIGHTNING_PACKAGES, "lightning_tricks"):
                     self.parser.error(str(said))
             if _package_that_raised(said) == "jsonargparse":
                 self.parser.error(str(error))

@@ -9,19 +9,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor
+    from lightning_tricks._lightning_compat.flavor import (
+        LightningModule,
+        ModelPruning,
+        StochasticWeightAveraging,
+        ThroughputMonitor,
+        Trainer,
+    )
 
 
 def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
     """Give a fit that had ended the scheduler of weight averaging, which is otherwise created at an epoch's start."""
     import torch
-    from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch.optim.swa_utils import SWALR
+
+    from lightning_tricks._lightning_compat.flavor import LRSchedulerConfig
 
     with needs_private("AutoResume"):
         state = swa._scheduler_state
@@ -44,9 +51,7 @@ def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> N
 @needs_private("AutoResume")
 def averaged_models(trainer: Trainer) -> list[Any]:
     """Return the averaged models that callbacks of the type WeightAveraging hold and save; None before they do."""
-    import lightning.pytorch.callbacks
-
-    averaging = getattr(lightning.pytorch.callbacks, "WeightAveraging", ())  # since Lightning 2.6
+    averaging = getattr(import_lightning("pytorch.callbacks"), "WeightAveraging", ())  # since Lightning 2.6
     callbacks: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, averaging)]
     return [callback._average_model for callback in callbacks]
 
@@ -97,11 +102,11 @@ def _tickets_with_parameters(callback: ModelPruning) -> Iterator[tuple[str, tupl
 
 def device_peak_flops(trainer: Trainer) -> float | None:
     """Return the peak FLOPs per second of the Trainer's device in its precision; None if Lightning does not know it."""
-    from lightning.fabric.utilities.throughput import get_available_flops
+    from lightning_tricks._lightning_compat.flavor import get_available_flops
 
     with needs_private("FlopsReport's peak"):
-        from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
-    return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
+        dtype_of = import_lightning("pytorch.callbacks.throughput_monitor")._plugin_to_compute_dtype
+    return get_available_flops(trainer.strategy.root_device, dtype_of(trainer.precision_plugin))
 
 
 def set_flops_per_batch(module: LightningModule, flops: float | None) -> None:

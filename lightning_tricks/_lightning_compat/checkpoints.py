@@ -7,15 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lightning.fabric.plugins import CheckpointIO
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import Strategy
+    from lightning_tricks._lightning_compat.flavor import CheckpointIO, ModelCheckpoint, Strategy, Trainer
 
 
 _STATE_ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
@@ -90,9 +88,8 @@ def value_in_checkpoint(path: str | os.PathLike[str], key: str) -> Any:
     import torch
 
     with needs_private("GradualUnfreezing under FSDP"):
-        from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA
-
-    file = Path(path) / METADATA if Path(path).is_dir() else Path(path)
+        metadata_name = import_lightning("fabric.utilities.load")._METADATA_FILENAME
+    file = Path(path) / metadata_name if Path(path).is_dir() else Path(path)
     if not file.is_file():
         return None
     try:
@@ -148,7 +145,7 @@ def _slots(strategy: Strategy) -> list[tuple[Any, str, Any]]:
 
 
 def _inner_name(checkpoint_io: Any) -> str | None:
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning_tricks._lightning_compat.flavor import CheckpointIO
 
     held = vars(checkpoint_io)
     return next((name for name in _INNER_NAMES if isinstance(held.get(name), CheckpointIO)), None)

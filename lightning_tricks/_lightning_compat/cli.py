@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.cli import LightningCLI
+from lightning_tricks._lightning_compat.flavor import LightningCLI
 
 
 class ConfigurationOnlyCLI(LightningCLI):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from torch.nn.parallel import DistributedDataParallel
+
+    from lightning_tricks._lightning_compat.flavor import Trainer
 
 
 _USERS = "a callback or an ensemble that changes which parameters train"
@@ -39,7 +40,7 @@ def rewrap_ddp(trainer: Trainer) -> None:
 
     DDP waits for the gradients of the parameters that had them when it was made. Nothing happens without DDP.
     """
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning_tricks._lightning_compat.flavor import DDPStrategy
 
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and ddp_wrapper(trainer) is not None:
@@ -50,7 +51,7 @@ def rewrap_ddp(trainer: Trainer) -> None:
 @needs_private("an ensemble with stacked BatchNorm layers")
 def syncs_batchnorm(trainer: Trainer) -> bool:
     """Whether the strategy puts layers with statistics of all ranks in place of BatchNorm (`sync_batchnorm=True`)."""
-    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning_tricks._lightning_compat.flavor import ParallelStrategy
 
     strategy = trainer.strategy
     return isinstance(strategy, ParallelStrategy) and strategy._layer_sync is not None

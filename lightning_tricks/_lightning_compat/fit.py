@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning_tricks._lightning_compat.flavor import Callback, LightningModule, Trainer
 
 
 def module_given_to_callback(name: str, value: Any) -> LightningModule | None:
@@ -34,8 +35,7 @@ def override_resume_checkpoint(
     Trainer, or None, and returns another path with the checkpoint that it read there, or None to keep what was given.
     """
     with needs_private("AutoResume"):
-        from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
-
+        migrate_checkpoint = import_lightning("pytorch.utilities.migration.utils")._pl_migrate_checkpoint
         connector: Any = trainer._checkpoint_connector
         resume_start = connector.resume_start
     override = ExitStack()
@@ -48,7 +48,7 @@ def override_resume_checkpoint(
             return
         path, checkpoint = choice
         with needs_private("AutoResume"):
-            set_private(connector, _ckpt_path=path, _loaded_checkpoint=_pl_migrate_checkpoint(checkpoint, path))
+            set_private(connector, _ckpt_path=path, _loaded_checkpoint=migrate_checkpoint(checkpoint, path))
 
     with override:
         override.enter_context(overriding(connector, resume_start=resume_selected))
@@ -65,8 +65,7 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
 @needs_private("AutoResume")
 def repeat_epoch_start_hooks(trainer: Trainer) -> None:
     """Call `on_train_epoch_start` of callbacks and module once more, in the epoch that runs."""
-    from lightning.pytorch.trainer import call
-
+    call = import_lightning("pytorch.trainer.call")
     call._call_callback_hooks(trainer, "on_train_epoch_start")
     call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
@@ -92,7 +91,7 @@ def is_at_step_boundary(trainer: Trainer) -> bool:
 
 def slurm_requeue_signal(trainer: Trainer) -> str | None:
     """Return the name of the signal on which Lightning lets SLURM requeue the job, or None where it does not."""
-    from lightning.pytorch.plugins.environments import SLURMEnvironment
+    from lightning_tricks._lightning_compat.flavor import SLURMEnvironment
 
     with needs_private("AutoResume"):
         environment = trainer._accelerator_connector.cluster_environment
@@ -118,7 +117,7 @@ def disable_finders(trainer: Trainer) -> Iterator[None]:
 
 
 def _finders(trainer: Trainer) -> list[Callback]:
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+    from lightning_tricks._lightning_compat.flavor import BatchSizeFinder, LearningRateFinder
 
     return [
         callback for callback in callbacks_of(trainer) if isinstance(callback, LearningRateFinder | BatchSizeFinder)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, overriding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lightning.pytorch import Trainer
+    from lightning_tricks._lightning_compat.flavor import Trainer
 
 
 class FitObserver:
@@ -75,9 +76,8 @@ class _ObservedLoops:
     def __init__(self, trainer: Trainer, observer: FitObserver) -> None:
         self._observer = observer
         with needs_private("AutoResume"):
-            from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
-
-            self._set_sampler_epoch, self._sized_len = _set_sampler_epoch, sized_len
+            data = import_lightning("fabric.utilities.data")
+            self._set_sampler_epoch, self._sized_len = data._set_sampler_epoch, data.sized_len
             self._strategy: Any = trainer.strategy
             self._signals: Any = trainer._signal_connector
             self._fit: Any = trainer.fit_loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_tricks._guards import PrivateSymbolGuard, overriding, set_private
+from lightning_tricks._lightning_compat.flavor import LIGHTNING
 
 __all__ = ["needs_private", "overriding", "set_private"]
 
@@ -10,5 +11,5 @@ __all__ = ["needs_private", "overriding", "set_private"]
 class needs_private(PrivateSymbolGuard):  # noqa: N801  # a context manager
     """The guard of a private Lightning symbol."""
 
-    library = "lightning"
+    library = LIGHTNING
     supported = "2.5 to 2.6"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer
 
 
 def hyperparameters_for_loggers(trainer: Trainer) -> dict[str, Any]:
@@ -28,11 +29,8 @@ def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> No
 
 def restricted_classmethod(method: Any) -> Any:
     """Make a classmethod that Lightning's own guard keeps from being called on an instance."""
-    try:
-        from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
-    except ImportError:  # the guard is a courtesy
-        return classmethod(method)
-    return _restricted_classmethod(method)
+    # the guard is a courtesy
+    return getattr(import_lightning("pytorch.utilities.model_helpers"), "_restricted_classmethod", classmethod)(method)
 
 
 def module_from_checkpoint(
@@ -40,8 +38,7 @@ def module_from_checkpoint(
 ) -> LightningModule:
     """Make a module of a checkpoint in memory, as `load_from_checkpoint` does of a file."""
     with needs_private("TricksMixin.load_from_checkpoint"):
-        from lightning.pytorch.core.saving import _load_state
-        from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
-    checkpoint = _pl_migrate_checkpoint(checkpoint)
-    made: Any = _load_state(module, checkpoint, strict=strict, **arguments)
+        load_state = import_lightning("pytorch.core.saving")._load_state
+        migrate_checkpoint = import_lightning("pytorch.utilities.migration.utils")._pl_migrate_checkpoint
+    made: Any = load_state(module, migrate_checkpoint(checkpoint), strict=strict, **arguments)
     return made  # type: ignore[no-any-return]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from lightning_tricks._lightning_compat.flavor import import_lightning, lightning_version
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.utilities import CombinedLoader
+    from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningModule, Trainer
 
 
 @needs_private("MetricsMonitor on several ranks")
@@ -88,9 +88,7 @@ def uses_distributed_sampler(trainer: Trainer) -> bool:
 
 def repeats_worker_seeds() -> bool:
     """Whether Lightning's worker seeding gives torch the same numbers in every epoch, whatever the seed (#20412)."""
-    import lightning
-
-    return Version(lightning.__version__) < Version("2.6.1")
+    return Version(lightning_version()) < Version("2.6.1")
 
 
 @needs_private("AutoResume")
@@ -126,11 +124,11 @@ def mark_restarted_loaders(trainer: Trainer, which: list[bool]) -> None:
 
 def _cycling_iterator(trainer: Trainer) -> Any:
     """Return the iterator over all training loaders, if shorter ones restart until the longest is exhausted."""
-    from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
-
     fetcher: Any = trainer.fit_loop._data_fetcher
     iterator = fetcher.combined_loader._iterator
-    return iterator if isinstance(iterator, _MaxSizeCycle) else None
+    return (
+        iterator if isinstance(iterator, import_lightning("pytorch.utilities.combined_loader")._MaxSizeCycle) else None
+    )
 
 
 @needs_private("AutoResume")
@@ -167,7 +165,7 @@ def set_num_batches_done(trainer: Trainer, count: int, at_end: bool) -> None:
 
 
 def _combined(loaders: Any) -> CombinedLoader:
-    from lightning.pytorch.utilities import CombinedLoader
+    from lightning_tricks._lightning_compat.flavor import CombinedLoader
 
     return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
 

@@ -10,8 +10,9 @@ from lightning_tricks._lightning_compat.guards import needs_private, overriding,
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from torch import Tensor
+
+    from lightning_tricks._lightning_compat.flavor import Trainer
 
 
 @needs_private("logging at the logger's interval")

@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning.pytorch.loggers import Logger
+    from lightning_tricks._lightning_compat.flavor import Logger
 
 
 def logger_kind(logger: Logger) -> str:
     """Return "csv", "tensorboard", "wandb" or "mlflow"; "" for other loggers, which cannot be continued."""
-    from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from lightning_tricks._lightning_compat.flavor import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
     kinds = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLFlowLogger}
     return next((name for name, kind in kinds.items() if isinstance(logger, kind)), "")
@@ -64,7 +65,7 @@ def open_csv_logger(logger: Any, header: list[str] | None = None) -> Path:
         logger: A CSVLogger, on rank zero.
         header: The columns of the rows that are there; None keeps the columns that the logger knows.
     """
-    from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+    from lightning_tricks._lightning_compat.flavor import ExperimentWriter
 
     with needs_private("AutoResume"):
         if logger._experiment is None:
@@ -117,9 +118,7 @@ def muted_logger(logger: Any) -> Iterator[None]:
         yield
         return
     with needs_private("AutoResume"):
-        from lightning.fabric.loggers.logger import _DummyExperiment
-
-        mute = _DummyExperiment()
+        mute = import_lightning("fabric.loggers.logger")._DummyExperiment()
         set_private(logger, _experiment=mute)
     try:
         yield

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning_tricks._lightning_compat.flavor import Trainer
 
 
 @contextmanager
@@ -137,10 +138,9 @@ def observe_trainers(
             Trainer; the context that it returns is left when they have ended.
     """
     with needs_private("AutoResume"):
-        from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as Launcher
-        from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as Connector
-
-        register, launch = Connector.register_signal_handlers, Launcher.launch
+        launcher = import_lightning("pytorch.strategies.launchers.multiprocessing")._MultiProcessingLauncher
+        connector = import_lightning("pytorch.trainer.connectors.signal_connector")._SignalConnector
+        register, launch = connector.register_signal_handlers, launcher.launch
 
     def register_observed(self: Any) -> None:
         before_registering(self.trainer)
@@ -153,10 +153,10 @@ def observe_trainers(
         with while_launched(self.kill, trainer):
             return launch(self, *args, trainer=trainer, **kwargs)
 
-    set_private(Connector, register_signal_handlers=register_observed)
-    set_private(Launcher, launch=launch_observed)
+    set_private(connector, register_signal_handlers=register_observed)
+    set_private(launcher, launch=launch_observed)
     try:
         yield
     finally:
-        set_private(Connector, register_signal_handlers=register)
-        set_private(Launcher, launch=launch)
+        set_private(connector, register_signal_handlers=register)
+        set_private(launcher, launch=launch)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning_tricks._lightning_compat.flavor import Callback, Trainer
 
 
 @needs_private("AutoResume")
@@ -108,11 +109,10 @@ def _result_state(trainer: Trainer, key: str, item: Any, paths: Mapping[int, str
 
 
 def _restore_result(trainer: Trainer, item: dict[str, Any], metrics: Mapping[str, Metric]) -> None:
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-
-    meta = _Metadata(**item["meta"])
-    meta.sync = _Sync(fn=trainer.strategy.reduce if item["reduces"] else _Sync.no_op, **item["sync"])
-    result: Any = _ResultMetric(meta, item["is_tensor"])
+    results = import_lightning("pytorch.trainer.connectors.logger_connector.result")
+    meta = results._Metadata(**item["meta"])
+    meta.sync = results._Sync(fn=trainer.strategy.reduce if item["reduces"] else results._Sync.no_op, **item["sync"])
+    result: Any = results._ResultMetric(meta, item["is_tensor"])
     if item["is_tensor"]:
         set_private(result, value=item["value"])
     elif item["metric"] in metrics:

@@ -1,4 +1,4 @@
-"""Attributes that Lightning sets without declaring them, and the two packages that hold Lightning's classes."""
+"""Attributes that Lightning sets without declaring them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning_tricks._lightning_compat.flavor import Callback, LightningDataModule, LightningModule, Trainer
 
     CallbackT = TypeVar("CallbackT", bound=Callback)
 
@@ -48,13 +48,3 @@ def overfit_batches_of(trainer: Trainer) -> float:
 def is_compiled_by_lightning(module: LightningModule) -> bool:
     """Whether `torch.compile(module)` was passed to a Trainer, which then calls the compiled steps of the module."""
     return module._compiler_ctx is not None
-
-
-def other_import_style(kind: type) -> str:
-    """Return what to change where a class comes from `pytorch_lightning`; nothing where it does not."""
-    if not any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in kind.__mro__):
-        return ""
-    return (
-        f"{kind.__name__} comes from `pytorch_lightning`, whose classes lightning_tricks does not work with: write "
-        "`import lightning.pytorch as pl` instead of `import pytorch_lightning as pl` wherever the program does."
-    )

@@ -8,22 +8,25 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
+from torch import Tensor, nn
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.callbacks import averaged_models
+from lightning_tricks._lightning_compat.flavor import (
+    LIGHTNING,
     BatchSizeFinder,
     Callback,
     Checkpoint,
     LearningRateFinder,
+    LightningDataModule,
+    LightningModule,
     ModelPruning,
     ModelSummary,
     ProgressBar,
     StochasticWeightAveraging,
     Timer,
+    Trainer,
 )
-from torch import Tensor, nn
-
-from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.callbacks import averaged_models
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._torch_compat.modules import hooks_of
@@ -53,7 +56,7 @@ _EXCLUDED_CALLBACKS = (
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1_000  # of a container that may hold what random numbers made
 
 # By name: its module takes long to import, and is there if the callback is
-_SAVES_CONFIG = ("lightning.pytorch.cli", "SaveConfigCallback")
+_SAVES_CONFIG = (f"{LIGHTNING}.cli", "SaveConfigCallback")
 
 
 class AttributeOwners:
@@ -267,6 +270,8 @@ class DatasetHolders(Part):
 def _lightning_attributes(owner: object) -> Collection[str]:
     """Return the names of the attributes that are Lightning's, or callbacks, which are owners themselves."""
     kind = type(owner)  # a proxy answers `isinstance` as it likes
+    if issubclass(kind, _EXCLUDED_CALLBACKS):
+        return (*vars(owner), "state_dict")  # met in what a module keeps, such as the arguments of its Trainer
     if issubclass(kind, LightningModule):
         callbacks = {name for name, value in vars(owner).items() if _contains_callbacks_only(value)}
         return _default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step

@@ -12,14 +12,18 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_tuning, module_given_to_callback, slurm_requeue_signal
+from lightning_tricks._lightning_compat.flavor import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+)
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
 from lightning_tricks._shared.report_parts import Facts

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    is_overridden,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.text import describe_error

@@ -9,13 +9,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserted, checkpoint_ios
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_done
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    Strategy,
+    TorchCheckpointIO,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects

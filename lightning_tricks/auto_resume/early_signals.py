@@ -11,9 +11,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-
+from lightning_tricks._lightning_compat.flavor import Trainer, TrainerFn
 from lightning_tricks._lightning_compat.observers import observe_trainers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.auto_resume.core.signals import StopRequest

@@ -9,11 +9,11 @@ from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
+from lightning_tricks._lightning_compat.flavor import LIGHTNING, Callback, LightningModule, Trainer, import_lightning
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks.auto_resume.core.configuration import (
     ABSENT,
@@ -27,17 +27,18 @@ from lightning_tricks.auto_resume.core.configuration import (
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 
 _TRAINER_SETTINGS = (*SHAPING_SETTINGS, "precision")
+_callbacks = import_lightning("pytorch.callbacks")
 _OBSERVERS = (
-    callbacks.BasePredictionWriter,
-    callbacks.BatchSizeFinder,
-    callbacks.Checkpoint,
-    callbacks.DeviceStatsMonitor,
-    callbacks.LearningRateFinder,
-    callbacks.LearningRateMonitor,
-    callbacks.ModelSummary,
-    callbacks.ProgressBar,
-    callbacks.ThroughputMonitor,
-    callbacks.Timer,
+    _callbacks.BasePredictionWriter,
+    _callbacks.BatchSizeFinder,
+    _callbacks.Checkpoint,
+    _callbacks.DeviceStatsMonitor,
+    _callbacks.LearningRateFinder,
+    _callbacks.LearningRateMonitor,
+    _callbacks.ModelSummary,
+    _callbacks.ProgressBar,
+    _callbacks.ThroughputMonitor,
+    _callbacks.Timer,
 )
 # What fits of this process began with, and what they left: owner -> name -> both. Another fit of one object, as in a
 # notebook, is configured with the former, unless somebody has set something else meanwhile.
@@ -150,7 +151,7 @@ class FitSettings:
                 values = {name: plain(getattr(callback, name)) for name in callback.training_arguments}
                 self.now.values |= {f"{label}.{name}": value for name, value in values.items()}
                 continue
-            if type(callback).__module__.startswith("lightning."):
+            if type(callback).__module__.startswith(f"{LIGHTNING}."):
                 self.now.kinds[label] = "in use"
             for argument in arguments_of(callback):
                 self._add_value(f"{label}.{argument}", callback, argument)

@@ -10,14 +10,17 @@ from contextlib import ExitStack, suppress
 from copy import deepcopy
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, repeat_epoch_start_hooks
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Timer,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects

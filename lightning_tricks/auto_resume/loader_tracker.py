@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._lightning_compat.fit import num_batches_done
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.loaders import (
     call_with_next_batch,
     load_loader_states,

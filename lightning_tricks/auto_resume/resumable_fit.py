@@ -9,10 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_tricks._lightning_compat.fit import (
     call_after_train_end,
     clear_restart_flags,
@@ -23,6 +19,13 @@ from lightning_tricks._lightning_compat.fit import (
     skip_sanity_check,
 )
 from lightning_tricks._lightning_compat.fit_observer import FitObserver, observe_fit
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.loaders import close_workers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks._shared.rng import isolated_rng

@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_files
+from lightning_tricks._lightning_compat.flavor import (
+    LIGHTNING,
+    LightningModule,
+    MisconfigurationException,
+    ModelCheckpoint,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
@@ -285,7 +289,7 @@ class RunFiles:
 
     def _allow_existing_cli_config(self) -> None:
         """Tell LightningCLI that its config was saved already, as it refuses a directory that has one."""
-        cli = sys.modules.get("lightning.pytorch.cli")
+        cli = sys.modules.get(f"{LIGHTNING}.cli")
         for callback in callbacks_of(self.trainer):
             if cli is not None and isinstance(callback, cli.SaveConfigCallback):
                 set_private(callback, already_saved=True)

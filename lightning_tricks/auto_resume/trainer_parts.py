@@ -6,9 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
-
 from lightning_tricks._lightning_compat.callbacks import (
     capture_lottery_tickets,
     restore_lottery_tickets,
@@ -17,6 +14,14 @@ from lightning_tricks._lightning_compat.callbacks import (
 )
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_callback_state, restore_checkpoint_callback_state
 from lightning_tricks._lightning_compat.fit import LOADER_LIMITS, loop_limits, set_loop_limits
+from lightning_tricks._lightning_compat.flavor import (
+    Callback,
+    LightningModule,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Trainer,
+)
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type

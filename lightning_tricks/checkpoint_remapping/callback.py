@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import __version__ as lightning_version
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserted
+from lightning_tricks._lightning_compat.flavor import (
+    CheckpointIO,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    lightning_version,
+    rank_zero_info,
+)
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.checks import check_path
@@ -252,7 +257,7 @@ def _as_lightning_checkpoint(
             f"CheckpointRemapping: only the weights of {checkpoint.source} are loaded. The fit starts at step 0 with "
             f"new optimizers. {plan.report}"
         )
-    fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version}
+    fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version()}
     return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
 
 

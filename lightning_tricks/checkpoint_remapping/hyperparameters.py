@@ -22,8 +22,8 @@ from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
-from lightning.pytorch import LightningModule
 
+from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import read_yaml

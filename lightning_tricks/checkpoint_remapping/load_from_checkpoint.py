@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch import __version__ as lightning_version
 from packaging.version import InvalidVersion, Version
 
+from lightning_tricks._lightning_compat.flavor import LightningModule, lightning_version
 from lightning_tricks._lightning_compat.hyperparameters import module_from_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
@@ -81,7 +80,7 @@ def _version_of(checkpoint: Checkpoint) -> str:
     try:
         return str(Version(checkpoint.metadata["pytorch-lightning_version"]))
     except (InvalidVersion, KeyError, TypeError):
-        return str(lightning_version)
+        return lightning_version()
 
 
 def read_module_checkpoint(

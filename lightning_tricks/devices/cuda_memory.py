@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import LIGHTNING, LightningModule, Trainer, rank_zero_warn
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step, log_to_loggers
 from lightning_tricks._lightning_compat.observers import observe_errors
 from lightning_tricks._lightning_compat.trainer import callbacks_of
@@ -35,7 +34,7 @@ from lightning_tricks.devices.core.out_of_memory import (
 )
 
 _GIB = 2**30
-_logger = logging.getLogger("lightning.pytorch")
+_logger = logging.getLogger(LIGHTNING)
 
 
 class CudaMemory(TrickCallback):

@@ -6,11 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningModule, Trainer, rank_zero_info
 from lightning_tricks._lightning_compat.logged_values import log_to_loggers, logger_step
 from lightning_tricks._shared.checks import check_choices, check_count, check_number
 from lightning_tricks._shared.report_parts import DeviceUse

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.flavor import Trainer
 from lightning_tricks._lightning_compat.observers import observe_fetches, observe_iterators
 from lightning_tricks.devices.core.bottleneck import (
     DataWait,

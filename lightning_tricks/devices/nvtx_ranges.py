@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer
 from lightning_tricks._lightning_compat.observers import observe_fetches
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, is_overridden
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.rng import check_seed, isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_cv, make_folds

@@ -150,7 +150,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         """Keep the built models as `estimators_`, stacked where that is possible and faster."""
         have_steps = [False]
         if self.uses_member_steps:
-            lightning_members.check_import_style(self, members)
+            lightning_members.check_flavor(self, members)
             have_steps = [lightning_members.has_training_step(member) for member in members]
         self._has_lightning_members = all(have_steps)
         if self._has_lightning_members:

@@ -9,11 +9,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lightning_tricks._lightning_compat.flavor import (
+    LightningDataModule,
+    MisconfigurationException,
+    Trainer,
+    is_overridden,
+)
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks._shared.checks import check_optional_count

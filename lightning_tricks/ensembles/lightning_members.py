@@ -8,14 +8,16 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    is_overridden,
+    other_flavor,
+)
 from lightning_tricks._lightning_compat.guards import overriding
-from lightning_tricks._lightning_compat.trainer import other_import_style
 from lightning_tricks._shared.modules import step_arguments
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
 from lightning_tricks.ensembles.core.members import Members
@@ -27,13 +29,13 @@ def has_training_step(member: nn.Module) -> bool:
     return isinstance(member, LightningModule) and is_overridden("training_step", member)
 
 
-def check_import_style(ensemble: object, members: Sequence[nn.Module]) -> None:
-    """Refuse LightningModules of the other import style (`pytorch_lightning`), whose steps would be left out.
+def check_flavor(ensemble: object, members: Sequence[nn.Module]) -> None:
+    """Refuse LightningModules of the other Lightning, whose steps would be left out.
 
     Raises:
         TypeError: If there is one, with the remedy.
     """
-    remedy = next(filter(None, map(other_import_style, map(type, members))), "")
+    remedy = next(filter(None, map(other_flavor, map(type, members))), "")
     if remedy:
         raise TypeError(f"{type(ensemble).__name__} would not call the training_step of its members: {remedy}")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_tricks._lightning_compat.ddp import syncs_batchnorm
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException, ModelPruning
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.core.stacked_layers import StackedBatchNorm

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.combination import Uncertainty, at_least_single

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException
 from lightning_tricks._lightning_compat.loaders import request_train_loaders
 from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_optional_count
 from lightning_tricks._shared.rng import isolated_rng

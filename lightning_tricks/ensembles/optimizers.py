@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer
 from lightning_tricks.ensembles.arguments import OPTIMIZERS, SCHEDULERS
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks.ensembles.core.combination import (

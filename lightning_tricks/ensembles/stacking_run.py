@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.loaders import request_train_loaders, uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run, overfit_batches_of
 from lightning_tricks._shared.rng import isolated_rng

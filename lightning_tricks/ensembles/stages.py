@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException, rank_zero_warn
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
 from lightning_tricks.ensembles.core.stacked_members import as_sequential

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_tricks._lightning_compat.flavor import LightningModule, rank_zero_info
 from lightning_tricks._lightning_compat.loaders import uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import overfit_batches_of
 from lightning_tricks.ensembles.core.sampling import (

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._torch_compat.optimizers import takes_scale
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on

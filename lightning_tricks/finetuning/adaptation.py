@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.ddp import ddp_wrapper, stops_at_unused_parameters
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type, is_compiled_by_lightning
 from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks._shared.modules import describe_without_gradient, names_without_gradient
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.rng import isolated_rng
@@ -30,7 +33,6 @@ _TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 _EVALUATION = tuple(
     f"on_{stage}_batch_{edge}" for stage in ("validation", "test", "predict") for edge in ("start", "end")
 )
-_log = logging.getLogger("lightning.pytorch.tricks.finetuning")
 
 
 class GradientCheckingCallback(TrickCallback):
@@ -150,7 +152,7 @@ class AdaptationCallback(GradientCheckingCallback):
             raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         self.say(str(self.report))
         if is_new and _is_lost_after_fit(pl_module.trainer):
-            _log.warning(
+            lightning_logger("finetuning").warning(
                 "%s: this strategy trains in processes that it spawns or forks, and what they add to the module does "
                 "not come back: after the fit, the module has no trained changes, and is another model than the "
                 "trained one. Add them before the fit, as by add_lora(module, LoRASettings(...)), or evaluate a "

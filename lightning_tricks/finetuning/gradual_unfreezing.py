@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_tricks._lightning_compat.checkpoints import value_in_checkpoint
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
+from lightning_tricks._lightning_compat.flavor import (
+    FSDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    StochasticWeightAveraging,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_compiled_by_lightning, is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice

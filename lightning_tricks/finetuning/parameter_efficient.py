@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.adaptation import AdaptationCallback, CoverageCheckingCallback

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_contents_changed
+from lightning_tricks._lightning_compat.flavor import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+)
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.added_parameters import RECORD_KEY

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.callbacks import providing_flops_per_batch, set_flops_per_batch
+from lightning_tricks._lightning_compat.flavor import LightningModule, ThroughputMonitor, Trainer, rank_zero_warn
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number

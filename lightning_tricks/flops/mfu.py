@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.callbacks import device_peak_flops
+from lightning_tricks._lightning_compat.flavor import Throughput, Trainer
 from lightning_tricks._shared.text import format_si
 
 

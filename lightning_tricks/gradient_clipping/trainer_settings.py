@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_tricks._guards import overriding
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of, takes_scale
 
 

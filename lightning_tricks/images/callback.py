@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_tricks._callback import StepsCallback, is_reported
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks._shared.report_parts import Pictures

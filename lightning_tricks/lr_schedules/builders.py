@@ -10,14 +10,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run, other_import_style
+from lightning_tricks._lightning_compat.flavor import (
+    GradientAccumulationScheduler,
+    MisconfigurationException,
+    Timer,
+    Trainer,
+    other_flavor,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
 from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups
 from lightning_tricks.lr_schedules.core.schedule_spec import RunTooShortError, ScheduleSpec
@@ -113,7 +118,7 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
     Raises:
         MisconfigurationException: If the number cannot be known, with the reason and the remedy.
     """
-    if remedy := other_import_style(type(trainer)):
+    if remedy := other_flavor(type(trainer)):
         raise MisconfigurationException(f"The steps of a run cannot be counted: {remedy}")
     limit = math.inf
     if trainer.max_steps != -1:

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    ParallelStrategy,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.pictures import log_image

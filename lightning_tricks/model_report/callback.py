@@ -6,12 +6,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, rank_zero_warn
 from lightning_tricks._shared.checks import check_count, check_path
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
 from lightning_tricks._shared.modules import describe_without_gradient, names_without_gradient

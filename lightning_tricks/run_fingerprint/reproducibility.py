@@ -7,8 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-
+from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_fingerprint.callback import RunFingerprint

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningModule, Trainer, sized_len
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names

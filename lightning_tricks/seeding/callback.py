@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, TrainerFn, rank_zero_warn
 from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
 from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
 from lightning_tricks._shared.report_parts import Facts

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from typing import Literal
 
 import torch
 
+from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks._shared.rng import MAX_SEED, check_seed, seed_global_rngs
 
 Deterministic = bool | Literal["warn"] | None
@@ -16,7 +16,6 @@ Deterministic = bool | Literal["warn"] | None
 _DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
 
 # A child of Lightning's logger: shown and silenced together with Lightning's own messages.
-_log = logging.getLogger("lightning.pytorch.tricks.seeding")
 
 
 def check_determinism(deterministic: Deterministic) -> Deterministic:
@@ -71,7 +70,7 @@ def seed_everything(
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
     seed_global_rngs(seed)
     if verbose:
-        _log.info("Seed set to %d", seed)
+        lightning_logger("seeding").info("Seed set to %d", seed)
     return seed
 
 

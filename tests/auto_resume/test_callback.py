@@ -28,6 +28,7 @@ from lightning_tricks import (
     BaggingClassifier,
     CheckpointRemapping,
     FusionClassifier,
+    GradientClipping,
     SnapshotEnsembleClassifier,
     Tricks,
     TricksMixin,
@@ -36,6 +37,7 @@ from lightning_tricks import (
     seed_everything,
 )
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
+from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.core.manifests import FORMAT
 from tests.auto_resume.killing import STOPPED, resumed_at, run
@@ -679,3 +681,30 @@ def test_a_learning_rate_finder_trains_before_the_fit(tmp_path):
     assert same(weights(guarded), weights(bare))
     saved = [one.step for one in CheckpointFolder(tmp_path / "runs").manifests()]
     assert saved == [bare.global_step, bare.global_step - 10], "what the finder tried is not saved"
+
+
+class _KeepsArguments(Net):
+    """As modules of libraries do, which make their Trainer themselves."""
+
+    def __init__(self, arguments):
+        super().__init__()
+        self.arguments = arguments
+        self.seen = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(batch_idx)
+
+
+def test_callbacks_in_what_a_module_keeps_are_not_entered(tmp_path):
+    def fit(max_steps):
+        callbacks = [AutoResume(tmp_path, every_n_train_steps=1), GradientClipping(1.0)]
+        module = _KeepsArguments({"callbacks": callbacks, "more": {"max_steps": max_steps}})
+        trainer = Trainer(max_steps=max_steps, callbacks=callbacks, **QUIET)
+        trainer.fit(module, loader())
+        return AttributeOwners(trainer, module).walk(), module.seen
+
+    fit(2)
+    walk, seen = fit(3)
+    assert len(seen) == 3, "not restored"
+    inside = [path for path in (*walk.owners, *walk.slots) if path.startswith("module.arguments.")]
+    assert set(inside) == {"module.arguments.callbacks.0", "module.arguments.callbacks.1"}

@@ -28,24 +28,24 @@ class Project:
         script: The script.
         package: The project's name on the package index, with the version that was last seen to work.
         needs: What the project imports, and does not ask for.
-        refused: Whether its modules are of `pytorch_lightning`, with which no callback works.
+        other_import: Whether its modules are of `pytorch_lightning`.
         note: What explains its row in the table.
     """
 
     script: Callable[[Any], None]
     package: str
     needs: tuple[str, ...] = ()
-    refused: bool = False
+    other_import: bool = False
     note: str = ""
 
 
 def of(
-    package: str, *needs: str, refused: bool = False, note: str = ""
+    package: str, *needs: str, other_import: bool = False, note: str = ""
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Enter a script in the table; one that is refused takes a list of callbacks in place of a `Job`."""
+    """Enter a script in the table."""
 
     def enter(script: Callable[[Any], None]) -> Callable[[Any], None]:
-        SCRIPTS[script.__name__] = Project(script, package, needs, refused, note)
+        SCRIPTS[script.__name__] = Project(script, package, needs, other_import, note)
         return script
 
     return enter
@@ -381,41 +381,71 @@ def regression_of_pixels(job: Job) -> None:
 # What is of `pytorch_lightning`
 
 
-@of("neuralforecast==3.3.0", "pytorch_lightning", refused=True)
-def forecast_by_hierarchical_interpolation(callbacks: list[Any]) -> None:
+@of("neuralforecast==3.3.0", other_import=True)
+def forecast_by_hierarchical_interpolation(job: Job) -> None:
     from neuralforecast import NeuralForecast
     from neuralforecast.models import NHITS
     from neuralforecast.utils import AirPassengersDF
 
-    NeuralForecast([NHITS(h=4, input_size=8, max_steps=2, accelerator="cpu", callbacks=callbacks)], "ME").fit(
-        AirPassengersDF
-    )
+    arguments = job.arguments(max_steps=2 * BATCHES)
+    del arguments["max_epochs"]
+    NeuralForecast([NHITS(h=4, input_size=8, mlp_units=[[8, 8]] * 3, **arguments)], "ME").fit(AirPassengersDF)
 
 
-@of("darts==0.48.1", "pytorch_lightning", refused=True)
-def forecast_by_basis_expansion(callbacks: list[Any]) -> None:
+@of("darts==0.48.1", "pytorch_lightning", other_import=True)
+def forecast_by_basis_expansion(job: Job) -> None:
     from darts.models import NBEATSModel
     from darts.utils.timeseries_generation import sine_timeseries
 
-    settings = {"callbacks": callbacks, "accelerator": "cpu"}
-    NBEATSModel(8, 4, n_epochs=1, num_layers=1, layer_widths=8, pl_trainer_kwargs=settings).fit(
-        sine_timeseries(length=40)
-    )
+    model = NBEATSModel(8, 4, n_epochs=2, num_layers=1, layer_widths=8, batch_size=4, pl_trainer_kwargs=job.arguments())
+    model.fit(sine_timeseries(length=40), val_series=sine_timeseries(length=20))
 
 
-@of("pytorch-tabular==1.2.0", "requests", refused=True)
-def tables(callbacks: list[Any]) -> None:
+@of("pytorch-tabular==1.2.0", "requests", other_import=True)
+def tables(job: Job) -> None:
     import pandas
     from pytorch_tabular import TabularModel
     from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
     from pytorch_tabular.models import CategoryEmbeddingModelConfig
 
-    off = {"checkpoints": None, "load_best": False, "early_stopping": None}
+    arguments = job.arguments()
+    callbacks = arguments.pop("callbacks")
+    own = {name: arguments.pop(name) for name in ("max_epochs", "accelerator")}
+    off = {"checkpoints": None, "load_best": False, "early_stopping": None, "progress_bar": "none"}
+    for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
+        del arguments[name]
     model = TabularModel(
         data_config=DataConfig(target=["y"], continuous_cols=["x"]),
         model_config=CategoryEmbeddingModelConfig(task="regression", layers="8"),
         optimizer_config=OptimizerConfig(),
-        trainer_config=TrainerConfig(max_epochs=1, accelerator="cpu", **off),
+        trainer_config=TrainerConfig(batch_size=4, trainer_kwargs=arguments, **own, **off),
         verbose=False,
     )
     model.fit(pandas.DataFrame({"x": np.arange(40.0), "y": np.arange(40.0)}), callbacks=callbacks)
+
+
+@of("lightly==1.5.22", other_import=True)
+def contrast_of_views(job: Job) -> None:
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import SimCLRProjectionHead
+    from pytorch_lightning import LightningModule
+
+    class SimCLR(LightningModule):
+        """As the examples of the project are, with a small backbone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.ReLU())
+            self.projection_head = SimCLRProjectionHead(16, 16, 8)
+            self.criterion = NTXentLoss()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            views = (self.projection_head(self.backbone(view)) for view in batch)
+            loss = self.criterion(*views)
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.06)
+
+    job.fit(SimCLR(), loader(lambda g: (image(g), image(g))))

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tests.flavor.copied import copy
 from tests.foreign.projects import SCRIPTS, Project
 
 SECONDS = 600  # of a script
@@ -58,11 +59,15 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "project": SCRIPTS[name].package}
     try:
         python = environment(SCRIPTS[name], folder)
+        source = Path.cwd()
+        if SCRIPTS[name].other_import:
+            source = place / "source"
+            copy(source)
         with (place / "output.txt").open("w") as output:
             subprocess.run(
                 [python, "-m", "tests.foreign.train", name, place],
                 cwd=place,  # some write where they run
-                env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+                env={**os.environ, "PYTHONPATH": str(source)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=SECONDS,
@@ -90,8 +95,6 @@ def _row(one: dict[str, Any]) -> list[str]:
     cells = [one["project"], one.get("version", ""), f"{one.get('module', '')} (`{one['name']}`)"]
     if "not examined" in one:
         return [*cells, "", "not examined", "", ""]
-    if "refused" in one:
-        return [*cells, "", "refused: `pytorch_lightning`", "", ""]
     if "bare" in one:
         return [*cells, "", "does not train without the callbacks either", "", ""]
     same = "stops with an error" if "with" in one else "no" if one["differs"] else "yes"
@@ -107,9 +110,7 @@ def _row(one: dict[str, Any]) -> list[str]:
 
 def _notes(one: dict[str, Any]) -> str:
     said = [f"- {SCRIPTS[one['name']].note}"] if SCRIPTS[one["name"]].note else []
-    said += [
-        f"- error: {_short(one[key])}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one
-    ]
+    said += [f"- error: {_short(one[key])}" for key in ("not examined", "bare", "with", "resume") if key in one]
     said += [
         f"- {key}: {', '.join(one[key][:8])}"
         for key in ("differs", "differs from itself", "resume differs")

@@ -20,8 +20,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import lightning
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-import lightning_tricks
 from tests.contract.lab import HostReads
 from tests.foreign.projects import SCRIPTS
 from tests.styles.frame import STOPS, Job, added, differences, new_warnings, train
@@ -29,15 +29,21 @@ from tests.styles.frame import STOPS, Job, added, differences, new_warnings, tra
 READS = "AutoResume", "DeviceMonitor"  # what they read seldom is no read of a step
 
 
+class Names(Callback):
+    """Notes the module that is trained, which some projects make themselves."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        kind = next(base for base in type(pl_module).__mro__ if not base.__module__.startswith("tests."))
+        Observed.module = f"{kind.__module__.partition('.')[0]} {kind.__name__}"
+
+
 class Observed(Job):
     """Notes the module that is trained."""
 
     module = ""
 
-    def fit(self, module: Any, *data: Any, **arguments: Any) -> None:
-        kind = next(base for base in type(module).__mro__ if not base.__module__.startswith("tests."))
-        type(self).module = f"{kind.__module__.partition('.')[0]} {kind.__name__}"
-        super().fit(module, *data, **arguments)
+    def probes(self) -> list[Callback]:
+        return [Names(), *super().probes()]
 
 
 def seeded(script: Any) -> Any:
@@ -73,23 +79,11 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:600]} ({', '.join(frames)})"
 
 
-def refusal(script: Any) -> str:
-    """Return what a callback says in a Trainer of `pytorch_lightning`."""
-    script([])
-    try:
-        script([lightning_tricks.GradientClipping(max_norm=1.0)])
-    except Exception as error:
-        return said(error)
-    return "nothing"
-
-
 def examine(name: str, folder: Path) -> dict[str, Any]:
     """Return what a script does with and without the callbacks."""
     project = SCRIPTS[name]
     package = project.package.partition("==")[0].partition("[")[0]
     found: dict[str, Any] = {"name": name, "project": package, "version": importlib.metadata.version(package)}
-    if project.refused:
-        return found | {"refused": refusal(project.script)}
     script = seeded(project.script)
     try:
         bare = train(script, folder / "bare", {})

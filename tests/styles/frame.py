@@ -170,12 +170,18 @@ class Job:
     def logger(self) -> CSVLogger:
         return CSVLogger(self.folder, name="logs")
 
-    def trainer(self, *callbacks: Callback, **arguments: Any) -> Trainer:
-        """A Trainer with the script's own callbacks and, as the only change, those that are added."""
+    def arguments(self, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
+        """Arguments of a Trainer with the script's own callbacks and, as the only change, those that are added."""
         new = [getattr(lightning_tricks, name)(**given) for name, given in self.added.items()]
-        return Trainer(
-            **{"callbacks": [*callbacks, *new, *self.probes()], "logger": self.logger(), **self.settings(), **arguments}
-        )
+        return {
+            "callbacks": [*callbacks, *new, *self.probes()],
+            "logger": self.logger(),
+            **self.settings(),
+            **arguments,
+        }
+
+    def trainer(self, *callbacks: Callback, **arguments: Any) -> Trainer:
+        return Trainer(**self.arguments(*callbacks, **arguments))
 
     def fit(
         self, module: LightningModule, *data: Any, datamodule: Any = None, callbacks: Any = (), **arguments: Any

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_tricks._shared.lightning_name import lightning_name
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks._torch_compat.tensors import tree_map_only
 
@@ -242,10 +243,8 @@ def _find_optimizers(model_copy: Any, trainer: Any) -> Sequence[Any]:
 def _wrapped_type(optimizer: Any) -> type:
     """Return the type that Lightning's wrapper of an optimizer has."""
     own = type(optimizer) if isinstance(optimizer, Optimizer) else Optimizer
-    for name in ("lightning.pytorch.core.optimizer", "pytorch_lightning.core.optimizer"):
-        if name in sys.modules:
-            return type(f"Lightning{own.__name__}", (sys.modules[name].LightningOptimizer, own), {})
-    return own
+    lightning = sys.modules.get(f"{lightning_name()}.core.optimizer")
+    return type(f"Lightning{own.__name__}", (lightning.LightningOptimizer, own), {}) if lightning else own
 
 
 def _local_all_gather(world_size: int) -> Callable[..., Any]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lightning_tricks._shared.lightning_name import lightning_package
+
 FORMAT = 2  # of the manifests and of what AutoResume adds to a checkpoint
 CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
 CHECKPOINT_NAME = re.compile(r"(\d{6,})-epoch=\d+-step=\d+\.ckpt")
@@ -111,9 +113,9 @@ def installed_versions() -> Mapping[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("lightning", "lightning_tricks"):
+    for name, package in (("lightning", lightning_package()), ("lightning_tricks", "lightning_tricks")):
         try:
-            found[name] = version(name)
+            found[name] = version(package)
         except PackageNotFoundError:
             continue
     return found

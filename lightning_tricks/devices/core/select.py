@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_tricks._shared.file_locks import lock_holder
+from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks.devices.core.gpu_locks import (
     GpuLockError,
     choosing,
@@ -37,7 +37,6 @@ from lightning_tricks.devices.core.result import NoGpuAvailableError, Selection,
 from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, parse_size, refusal
 from lightning_tricks.devices.core.visible_devices import Machine, VisibleDevice, hidden_gpus, see_machine
 
-_log = logging.getLogger("lightning.pytorch.tricks.devices")
 _REMEDY = "Relax the limits that are named, wait by timeout=<seconds>, or train without a GPU by fallback='cpu'."
 
 
@@ -142,11 +141,11 @@ def _choose(request: Request, nvml: Any) -> Selection:
             if error.final or left <= 0:
                 if request.fallback is None:
                     raise
-                _log.warning("select_gpus selects the CPU. %s", error)
+                lightning_logger("devices").warning("select_gpus selects the CPU. %s", error)
                 with state.changing():
                     return state.take(Selection("cpu", 1))
             if not said:
-                _log.warning("select_gpus waits up to %g s. %s", request.timeout, error)
+                lightning_logger("devices").warning("select_gpus waits up to %g s. %s", request.timeout, error)
                 said = True
         time.sleep(min(1.0, left))
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 from lightning_tricks._shared.dry_run.runner import TensorCopies, dry_run, find_loss
 from lightning_tricks._shared.dry_run.tensor_copies import NoDataError
 from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
+from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks._torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 from lightning_tricks.flops.core.flops_count import FlopsCount, FlopsRow
 from lightning_tricks.flops.core.operator_counter import ModuleCost, OperatorCounter
@@ -29,7 +29,6 @@ from lightning_tricks.flops.core.thop_rules import has_thop_rule, thop_macs
 Backend = Literal["torch", "thop"]
 
 # A child of Lightning's logger, so that it is shown and silenced together with Lightning's own messages
-_log = logging.getLogger("lightning.pytorch.tricks.flops")
 
 
 def count_flops(
@@ -177,7 +176,7 @@ def _count_with_torch(
 
     (model_copy, counter), notes = dry_run(model, call, count)
     for note in notes:
-        _log.info("FLOPs of %s: %s.", type(model_copy).__name__, note)
+        lightning_logger("flops").info("FLOPs of %s: %s.", type(model_copy).__name__, note)
     counted = _build_count(
         _build_rows(model_copy, counter.total, counter.module_costs),
         train_step_flops=_to_int(2 * (counter.total.macs + counter.backward_macs)) if backward else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import re
 import shutil
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks._shared.modules import describe_without_gradient
 from lightning_tricks._shared.text import format_bytes, format_shape, render_text
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
     from rich.table import Table
 
-_log = logging.getLogger("lightning.pytorch.tricks.model_report")
 
 _LAYER = re.compile(r"([│├└─ ]*)(.+?) +(\[.*?\]|--) +(\[.*\]|--) +(\S+)")  # a line of torchinfo's summary
 _TOTALS = ("Total params", "Trainable params", "Non-trainable params")
@@ -196,7 +195,7 @@ def render_graph(source: Path) -> list[Path]:
         The paths of the pictures.
     """
     if shutil.which("dot") is None:
-        _log.info(DOT_NOT_INSTALLED)
+        lightning_logger("model_report").info(DOT_NOT_INSTALLED)
         return []
     import graphviz
 

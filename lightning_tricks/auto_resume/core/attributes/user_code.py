@@ -87,8 +87,8 @@ def is_user_class(kind: type) -> bool:
 
 
 def is_user_module(name: str) -> bool:
-    """Whether a module that is imported is the user's own code, not one of an installed package."""
-    if type(name) is not str or name not in sys.modules or _is_foreign(name):
+    """Whether a module that is imported is the user's own code, not one of an installed package or of this one."""
+    if is_known_library(name) or name not in sys.modules:
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
@@ -133,7 +133,7 @@ def is_callable_with_state(kind: type) -> bool:
 
 def is_users(function: types.FunctionType) -> bool:
     """Whether a function is the user's own, not one of an installed package or of this one."""
-    if not is_user_module(function.__module__) or function.__module__.startswith("lightning_tricks."):
+    if not is_user_module(function.__module__):
         return False
     # the code that dataclasses and attrs write for a class is in no file, while the class is
     is_generated = function.__code__.co_filename.startswith(("<string>", "<attrs "))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lightning_tricks._shared.lightning_name import lightning_name
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 
 DOWNLOAD_AGAIN = "Download it again."
@@ -113,7 +114,7 @@ def describe_directory(path: Path) -> str:
     files = {file.name for file in path.iterdir()}
     if ".metadata" in files:
         tool = (
-            "python -m lightning.pytorch.utilities.consolidate_checkpoint " + str(path)
+            f"python -m {lightning_name()}.utilities.consolidate_checkpoint {path}"
             if "meta.pt" in files
             else f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
         )

@@ -1,6 +1,4 @@
-"""`import pytorch_lightning as pl`, whose classes are others: refused in one sentence that says what to import."""
-
-from importlib.metadata import requires
+"""Classes of the Lightning that was not taken: refused in one sentence that says how to have the other one."""
 
 import pytest
 import torch
@@ -9,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import FusionRegressor, ScheduleSpec, TricksMixin, VotingClassifier, count_flops
-from lightning_tricks._lightning_compat.trainer import other_import_style
+from lightning_tricks._lightning_compat.flavor import other_flavor
 from lightning_tricks.lr_schedules import build_schedule, total_steps
 from tests.contract.cases import CASES
 from tests.contract.lab import QUIET
@@ -19,7 +17,7 @@ import pytorch_lightning as pl  # noqa: E402
 
 rank_zero.log = _log_of_lightning  # whichever package comes last takes over what both say
 
-_REMEDY = r"write `import lightning\.pytorch as pl` instead of `import pytorch_lightning as pl` wherever the p.*\.$"
+_REMEDY = r"import `pytorch_lightning`, .* before .*LIGHTNING_TRICKS_LIGHTNING=pytorch_lightning in the environment\.$"
 
 
 class Lit(pl.LightningModule):
@@ -37,10 +35,6 @@ class Lit(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def test_lightning_brings_the_other_package_itself():
-    assert any(requirement.startswith("pytorch-lightning") for requirement in requires("lightning"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,5 +81,5 @@ def test_the_core_takes_its_modules():
 
 
 def test_what_is_not_from_there_is_let_through():
-    assert other_import_style(nn.Linear) == ""
-    assert other_import_style(type("Trainer", (), {"__module__": "pytorch_lightning_of_mine"})) == ""
+    assert other_flavor(nn.Linear) == ""
+    assert other_flavor(type("Trainer", (), {"__module__": "pytorch_lightning_of_mine"})) == ""
