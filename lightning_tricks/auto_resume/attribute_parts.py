@@ -273,7 +273,7 @@ def _lightning_attributes(owner: object) -> Collection[str]:
     if issubclass(kind, _EXCLUDED_CALLBACKS):
         return (*vars(owner), "state_dict")  # met in what a module keeps, such as the arguments of its Trainer
     if issubclass(kind, LightningModule):
-        callbacks = {name for name, value in vars(owner).items() if _contains_callbacks_only(value)}
+        callbacks = {name for name, value in vars(owner).items() if are_callbacks(value)}
         return _default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
     if issubclass(kind, LightningDataModule):
         return _default_attributes(LightningDataModule) | {"state_dict"}
@@ -284,7 +284,8 @@ def _lightning_attributes(owner: object) -> Collection[str]:
     return ("log", "log_dict", "state_dict") if issubclass(kind, Callback) else ()
 
 
-def _contains_callbacks_only(value: object) -> bool:
+def are_callbacks(value: object) -> bool:
+    """Whether a value is a callback, or a list of nothing else."""
     parts = value if isinstance(value, list | tuple) else [value]
     return bool(parts) and all(issubclass(type(part), Callback) for part in parts)
 

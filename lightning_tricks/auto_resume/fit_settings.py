@@ -15,6 +15,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.flavor import LIGHTNING, Callback, LightningModule, Trainer, import_lightning
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks.auto_resume.attribute_parts import are_callbacks
 from lightning_tricks.auto_resume.core.configuration import (
     ABSENT,
     Change,
@@ -127,6 +128,8 @@ class FitSettings:
             if owner is None:
                 continue
             for name, value in owner.hparams_initial.items():  # a search does not change these
+                if are_callbacks(value):
+                    continue  # they are compared by themselves
                 yield from flatten(f"{prefix}.{name}", value)
                 self.places[f"{prefix}.{name}"] = owner.hparams, name, value
 

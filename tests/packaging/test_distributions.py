@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -136,3 +137,29 @@ def test_the_source_distribution_holds_what_the_readme_names(sdist):
     named = {*_text_and_links(readme)[1], *re.findall(r"\b(?:docs|examples|notebooks|tests)/[\w./-]*\w", readme)}
     assert {"docs/index.md", "examples/digits.yaml", "notebooks", "CHANGELOG.md"} <= named
     assert not {name for name in named if not name.startswith("https://") and Path(name) not in inside}
+
+
+def test_it_works_where_pytorch_lightning_alone_is_installed(wheel, tmp_path):
+    """Of what is installed here, without the package `lightning`, and without the checkout."""
+    place, program = tmp_path / "installed", tmp_path / "program.py"
+    place.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(("lightning-", "lightning_tricks")) and path.name != "lightning":
+            (place / path.name).symlink_to(path)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    program.write_text(
+        "import sys; from lightning_tricks import GradientClipping\n"
+        "from pytorch_lightning import Trainer; from pytorch_lightning.demos.boring_classes import BoringModel\n"
+        "arguments = {'accelerator': 'cpu', 'logger': False, 'enable_checkpointing': False}\n"
+        "Trainer(max_steps=2, callbacks=[GradientClipping(1.0)], **arguments).fit(BoringModel())\n"
+        "print('lightning' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-S", "-W", "ignore", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.splitlines()[-1:] == ["False"], ran.stderr

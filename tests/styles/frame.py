@@ -118,6 +118,14 @@ class Stops(Callback):
 
         self.on_train_batch_end = on_train_batch_end
 
+    # Some modules keep the arguments of their Trainer as hyper-parameters, which are copied and saved
+
+    def __deepcopy__(self, memo: object) -> Stops:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
 
 class Ends(End):
     """Writes where each process starts, what the run leaves as digests, and the plain values that its module keeps."""
