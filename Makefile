@@ -23,7 +23,7 @@ m-to-z := tests/[m-z]* lightning_tricks
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-flavor thorough ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
+.PHONY: help demo test test-oldest test-flavor test-flavor-sample thorough ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,10 @@ test-flavor: $(VENV)/installed-test ## Run tests as programs that import pytorch
 	$(BIN)/python -m tests.flavor.copied build/flavor
 	cd build/flavor && $(subst $(BIN),$(CURDIR)/$(BIN),$(PYTEST)) $(or $(TESTS),$(FLAVORED))
 
+test-flavor-sample:
+	$(MAKE) test-flavor TESTS='tests/contract/test_contract.py tests/training_cli tests/auto_resume/test_kills.py \
+	-k "works or mistake or configuration or killed_at_random or whole_process_group"'
+
 thorough: $(VENV)/installed-test ## Run the tests with all cases, of which `make test` and CI run a sample, and whole notebooks
 	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(PYTEST) --thorough"
 	$(MAKE) test-oldest PYTEST="$(PYTEST) --thorough"
@@ -57,7 +61,7 @@ thorough: $(VENV)/installed-test ## Run the tests with all cases, of which `make
 # The newest versions are installed beside the oldest, and these beside the first tests; what takes longest comes first
 ci: $(VENV)/bin/python
 	$(TWO_AT_A_TIME) $(VENV)/installed-test $(OLDEST)/installed $(wordlist 1,2,$(PARTS:%=test-%)) \
-	test-oldest $(wordlist 3,4,$(PARTS:%=test-%)) check docs
+	test-oldest $(wordlist 3,4,$(PARTS:%=test-%)) test-flavor-sample check docs
 
 soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and compare each with the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md

@@ -424,24 +424,20 @@ def tables(job: Job) -> None:
     model.fit(pandas.DataFrame({"x": np.arange(40.0), "y": np.arange(40.0)}), callbacks=callbacks)
 
 
-@of(
-    "lightly==1.5.22",
-    other_import=True,
-    note="The loss has a buffer that its `torch.empty` leaves as the memory was: that differs in each process.",
-)
-def contrast_of_views(job: Job) -> None:
-    from lightly.loss import NTXentLoss
-    from lightly.models.modules import SimCLRProjectionHead
+@of("lightly==1.5.22", other_import=True)
+def redundancy_of_views(job: Job) -> None:
+    from lightly.loss import BarlowTwinsLoss
+    from lightly.models.modules import BarlowTwinsProjectionHead
     from pytorch_lightning import LightningModule
 
-    class SimCLR(LightningModule):
+    class BarlowTwins(LightningModule):
         """As the examples of the project are, with a small backbone."""
 
         def __init__(self) -> None:
             super().__init__()
             self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.ReLU())
-            self.projection_head = SimCLRProjectionHead(16, 16, 8)
-            self.criterion = NTXentLoss()
+            self.projection_head = BarlowTwinsProjectionHead(16, 16, 8)
+            self.criterion = BarlowTwinsLoss()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             views = (self.projection_head(self.backbone(view)) for view in batch)
@@ -452,4 +448,4 @@ def contrast_of_views(job: Job) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.06)
 
-    job.fit(SimCLR(), loader(lambda g: (image(g), image(g))))
+    job.fit(BarlowTwins(), loader(lambda g: (image(g), image(g))))
