@@ -50,7 +50,7 @@ test-flavor: $(VENV)/installed-test ## Run tests as programs that import pytorch
 	$(BIN)/python -m tests.flavor.copied build/flavor
 	cd build/flavor && $(subst $(BIN),$(CURDIR)/$(BIN),$(PYTEST)) $(or $(TESTS),$(FLAVORED))
 
-test-flavor-sample:
+test-flavor-sample: $(VENV)/installed-test
 	$(MAKE) test-flavor TESTS='tests/contract/test_contract.py tests/training_cli tests/auto_resume/test_kills.py \
 	-k "works or mistake or configuration or killed_at_random or whole_process_group"'
 

@@ -18,6 +18,7 @@ from lightning_tricks._guards import LIGHTNING_PACKAGES
 from lightning_tricks._lightning_compat.cli import ConfigurationOnlyCLI
 from lightning_tricks._lightning_compat.flavor import (
     LIGHTNING,
+    OTHER,
     Callback,
     LightningArgumentParser,
     LightningDataModule,
@@ -31,6 +32,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._shared.checks import check_names, did_you_mean
 from lightning_tricks._shared.extras import import_extra
+from lightning_tricks._shared.lightning_name import VARIABLE
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankError, select_gpus
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.seeding import SeedEverything
@@ -324,6 +326,8 @@ def _remedy(line: str, classes: Iterable[type], options: Iterable[str]) -> str:
         module, _, name = found[1].rpartition(".")
         known = list(signature(getattr(import_module(module), name)).parameters)
         return f" {name} takes {', '.join(known) or 'no arguments'}.{did_you_mean(found[2], known)}"
+    if re.search(r"subclass of Lightning|subclass of Callback", line) and OTHER in sys.modules:
+        return f" Where it is one of `{OTHER}`, set {VARIABLE}={OTHER} in the environment."
     if "No module named" in line:
         return " Modules are looked for in the working directory and among the installed packages."
     if found := re.search(r"arguments are required: (\w+)\.model", line):

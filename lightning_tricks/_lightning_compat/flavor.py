@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.warnings import PossibleUserWarning as PossibleUserWarning
 
 LIGHTNING = lightning_name()
+OTHER = next(name for name in FABRIC if name != LIGHTNING)
 
 _HOMES = {  # as above, for those that run
     "fabric.plugins": ("CheckpointIO",),
@@ -123,11 +124,10 @@ def __getattr__(name: str) -> Any:
 
 def other_flavor(kind: type) -> str:
     """Return what to do where a class comes from the Lightning that was not taken; nothing where it does not."""
-    (other,) = {*FABRIC} - {LIGHTNING}
-    if not any(f"{base.__module__}.".startswith(f"{other}.") for base in kind.__mro__):
+    if not any(f"{base.__module__}.".startswith(f"{OTHER}.") for base in kind.__mro__):
         return ""
     return (
-        f"{kind.__name__} comes from `{other}`, and lightning_tricks works with `{LIGHTNING}` in this process: import "
-        f"`{other}`, or the library that does, before `{LIGHTNING}` and anything of lightning_tricks, or set "
-        f"{VARIABLE}={other} in the environment."
+        f"{kind.__name__} comes from `{OTHER}`, and lightning_tricks works with `{LIGHTNING}` in this process: import "
+        f"`{OTHER}`, or the library that does, before `{LIGHTNING}` and anything of lightning_tricks, or set "
+        f"{VARIABLE}={OTHER} in the environment."
     )

@@ -28,7 +28,7 @@ def lightning_name() -> str:
                 f"{VARIABLE}={given} in the environment must be {default} or {other}: set it to one of them."
             )
         return given
-    if loaded := [name for name in sys.modules if name in FABRIC]:
+    if loaded := [name for name in tuple(sys.modules) if name in FABRIC]:  # in the order of their imports
         return loaded[0]
     return other if find_spec(other) and not find_spec("lightning") else default
 
