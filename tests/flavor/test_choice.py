@@ -5,16 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from lightning_tricks._lightning_compat import flavor
+from lightning_tricks._shared import lightning_name
 from tests.flavor.copied import with_other_imports
 
 _TAKEN = (
     "from lightning_tricks._lightning_compat.flavor import LIGHTNING, Trainer; print(LIGHTNING, Trainer.__module__)"
 )
 _PL, _L = "pytorch_lightning", "lightning.pytorch"
+_THOROUGH = pytest.mark.thorough
 _PROGRAM = """
 import sys
 import torch
@@ -84,25 +87,25 @@ def _run(code, cwd, *arguments, check=True, **variables):
 
 
 @pytest.mark.parametrize(
-    ("imports", "variable", "taken"),
+    ("loaded", "installed", "variable", "taken"),
     [
-        ("", "", _L),
-        ("import lightning", "", _L),
-        ("import pytorch_lightning", "", _PL),
-        ("import a_library", "", _PL),
-        ("import lightning_tricks, a_library", "", _PL),
-        ("from lightning_tricks import seed_everything; seed_everything(1); import a_library", "", _PL),
-        ("import a_library, lightning", "", _PL),
-        ("import lightning, a_library", "", _L),
-        ("import lightning, pytorch_lightning", _PL, _PL),
-        ("import lightning_tricks", _PL, _PL),
-        ("import pytorch_lightning", _L, _L),
+        ([], ["lightning", _PL], "", _L),
+        ([], ["lightning"], "", _L),
+        ([], [_PL], "", _PL),
+        ([], [], "", _L),
+        (["lightning", _L], ["lightning", _PL], "", _L),
+        ([_PL], ["lightning", _PL], "", _PL),
+        ([_PL, "lightning", _L], ["lightning", _PL], "", _PL),
+        (["lightning", _L, _PL], ["lightning", _PL], "", _L),
+        (["lightning", _L, _PL], ["lightning", _PL], _PL, _PL),
+        ([_PL], ["lightning", _PL], _L, _L),
     ],
 )
-def test_the_one_that_the_program_uses(imports, variable, taken, tmp_path):
-    (tmp_path / "a_library.py").write_text("import pytorch_lightning as pl\n")
-    said = _run(f"{imports}\n{_TAKEN}", tmp_path, LIGHTNING_TRICKS_LIGHTNING=variable).stdout
-    assert said.split() == [taken, f"{taken}.trainer.trainer"]
+def test_the_one_that_the_program_imported_first(loaded, installed, variable, taken, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_TRICKS_LIGHTNING", variable)
+    monkeypatch.setattr(lightning_name, "find_spec", lambda name: name if name in installed else None)
+    with patch.object(sys, "modules", dict.fromkeys(["sys", *loaded])):
+        assert lightning_name.lightning_name() == taken
 
 
 @pytest.mark.parametrize(("imports", "package"), [(f"import {_PL} as pl", _PL), (f"import {_L} as pl", "lightning")])
@@ -111,7 +114,9 @@ def test_a_program_loads_one_package(imports, package, tmp_path):
     assert said == f"{package} {{{package!r}}}"
 
 
-@pytest.mark.parametrize(("first", "second"), [(_PL, _PL), (_PL, _L), (_L, _PL)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(_PL, _L), pytest.param(_PL, _PL, marks=_THOROUGH), pytest.param(_L, _PL, marks=_THOROUGH)]
+)
 def test_a_run_that_one_of_them_began_is_resumed_with_either(first, second, tmp_path):
     first, second = (_RESUMED.format(imports=f"import {name} as pl") for name in (first, second))
     whole = _run(first, tmp_path, "whole", "-1").stdout.splitlines()[-1]
