@@ -112,7 +112,7 @@ def import_lightning(path: str) -> Any:
 
 def lightning_version() -> str:
     """Return the version of Lightning."""
-    version: str = import_lightning("pytorch").__version__
+    version: str = import_module(LIGHTNING.partition(".")[0]).__version__
     return version
 
 

@@ -11,5 +11,5 @@ __all__ = ["needs_private", "overriding", "set_private"]
 class needs_private(PrivateSymbolGuard):  # noqa: N801  # a context manager
     """The guard of a private Lightning symbol."""
 
-    library = LIGHTNING
+    library = LIGHTNING.partition(".")[0]
     supported = "2.5 to 2.6"
