@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.warnings import PossibleUserWarning as PossibleUserWarning
 
 LIGHTNING = lightning_name()
+PACKAGE = LIGHTNING.partition(".")[0]
 OTHER = next(name for name in FABRIC if name != LIGHTNING)
 
 _HOMES = {  # as above, for those that run
@@ -112,7 +113,7 @@ def import_lightning(path: str) -> Any:
 
 def lightning_version() -> str:
     """Return the version of Lightning."""
-    version: str = import_module(LIGHTNING.partition(".")[0]).__version__
+    version: str = import_module(PACKAGE).__version__
     return version
 
 

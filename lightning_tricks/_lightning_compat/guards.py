@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_tricks._guards import PrivateSymbolGuard, overriding, set_private
-from lightning_tricks._lightning_compat.flavor import LIGHTNING
+from lightning_tricks._lightning_compat.flavor import PACKAGE
 
 __all__ = ["needs_private", "overriding", "set_private"]
 
@@ -11,5 +11,5 @@ __all__ = ["needs_private", "overriding", "set_private"]
 class needs_private(PrivateSymbolGuard):  # noqa: N801  # a context manager
     """The guard of a private Lightning symbol."""
 
-    library = LIGHTNING.partition(".")[0]
+    library = PACKAGE
     supported = "2.5 to 2.6"

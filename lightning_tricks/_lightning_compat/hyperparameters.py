@@ -29,8 +29,8 @@ def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> No
 
 def restricted_classmethod(method: Any) -> Any:
     """Make a classmethod that Lightning's own guard keeps from being called on an instance."""
-    # the guard is a courtesy
-    return getattr(import_lightning("pytorch.utilities.model_helpers"), "_restricted_classmethod", classmethod)(method)
+    helpers = import_lightning("pytorch.utilities.model_helpers")
+    return getattr(helpers, "_restricted_classmethod", classmethod)(method)  # the guard is a courtesy
 
 
 def module_from_checkpoint(

@@ -126,9 +126,8 @@ def _cycling_iterator(trainer: Trainer) -> Any:
     """Return the iterator over all training loaders, if shorter ones restart until the longest is exhausted."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     iterator = fetcher.combined_loader._iterator
-    return (
-        iterator if isinstance(iterator, import_lightning("pytorch.utilities.combined_loader")._MaxSizeCycle) else None
-    )
+    cycle = import_lightning("pytorch.utilities.combined_loader")._MaxSizeCycle
+    return iterator if isinstance(iterator, cycle) else None
 
 
 @needs_private("AutoResume")

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def environment(project: Project, folder: Path) -> Path:
     return python
 
 
+@cache
+def copied_source(folder: Path) -> Path:
+    """Return a folder with the tests as programs that import `pytorch_lightning` have them."""
+    source = folder.resolve() / "source"
+    copy(source)
+    return source
+
+
 def examine(name: str, folder: Path) -> dict[str, Any]:
     """Train a module in its environment; return what `train.py` found."""
     place = (folder / "runs" / name).resolve()
@@ -59,10 +68,7 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "project": SCRIPTS[name].package}
     try:
         python = environment(SCRIPTS[name], folder)
-        source = Path.cwd()
-        if SCRIPTS[name].other_import:
-            source = place / "source"
-            copy(source)
+        source = copied_source(folder) if SCRIPTS[name].other_import else Path.cwd()
         with (place / "output.txt").open("w") as output:
             subprocess.run(
                 [python, "-m", "tests.foreign.train", name, place],
