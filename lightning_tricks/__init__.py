@@ -1,7 +1,6 @@
 """The training tricks that everybody copies into Lightning code, each correct, free and one line long."""
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as type checkers take it: `typing` would be most of what importing the package costs
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume import AutoResume as AutoResume
     from lightning_tricks.checkpoint_remapping import CheckpointRemapping as CheckpointRemapping

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -24,6 +25,7 @@ pytest.register_assert_rewrite(
 
 from lightning_tricks.seeding import isolated_seeding  # noqa: E402
 from tests.contract.lab import Lab  # noqa: E402
+from tests.emulated_cuda.device import EmulatedCuda  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -75,6 +77,14 @@ def _leave_no_trace(monkeypatch, tmp_path):
         setattr(owner, name, method)
 
 
+@pytest.fixture(autouse=True)
+def _emulated_gpu(request, _leave_no_trace):
+    """Let a test of a GPU run on an emulated one where there is none."""
+    needs_one = request.node.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
+    with EmulatedCuda() if needs_one else nullcontext():
+        yield
+
+
 def pytest_sessionfinish():
     """Let all be torn down at the end."""
     gc.unfreeze()
@@ -92,7 +102,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is for `make thorough` or not for the oldest versions; skip what needs a GPU if there is none."""
+    """Leave out what is for `make thorough` or not for the oldest versions; skip what only a real GPU can do."""
     left_out = set() if config.getoption("thorough") else _for_thorough_runs(items)
     if config.getoption("oldest"):
         files = {item.path for item in items if item.get_closest_marker("oldest")}
@@ -104,8 +114,8 @@ def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+        if (gpu := item.get_closest_marker("gpu")) is not None and gpu.args:
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device, this machine has none: {gpu.args[0]}"))
 
 
 def _for_thorough_runs(items):

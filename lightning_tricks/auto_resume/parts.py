@@ -18,6 +18,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 
 IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
@@ -221,11 +222,15 @@ def state_dict_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]
 
 def move_to_device(value: Any, device: torch.device | str) -> Any:
     """Return a copy of plain containers in which tensors are detached and on a device."""
+    return _moved(stage_on_host(value) if device == "cpu" else value, device)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to(device)
     if isinstance(value, Mapping):
-        return {name: move_to_device(part, device) for name, part in value.items()}
+        return {name: _moved(part, device) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        parts = [move_to_device(part, device) for part in value]
+        parts = [_moved(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

@@ -88,7 +88,7 @@ class CachedPredictions:
             self._sums = outputs if self._sums is None else self._sums + outputs
             self._n_members += 1
         if self._sums is not None:
-            self.of_batch = self._sums[rows.to(self._sums.device)]
+            self.of_batch = self._sums[rows.to(self._sums.device, non_blocking=True)]
 
     def _forget_unless_of(self, data: _Data) -> None:
         """Start anew where an epoch has other data than the one before, or its values were changed."""
@@ -108,8 +108,9 @@ def _outputs_of_member(
     for start in range(0, len(tensors[0] if subset is None else subset), batch_size):
         rows = slice(start, start + batch_size)
         inputs = [tensor[rows if subset is None else subset[rows]] for tensor in tensors[:-1]]
+        inputs = [precision.convert_input(value.to(ensemble.device, non_blocking=True)) for value in inputs]
         with precision.forward_context():
-            outputs = member(*own_inputs([precision.convert_input(value.to(ensemble.device)) for value in inputs]))
+            outputs = member(*own_inputs(inputs))
         parts.append(at_least_single(outputs))
     return torch.cat(parts)
 

@@ -171,7 +171,7 @@ class FlopsReport(TrickCallback):
             return
         self._meter.count_batch()
         if logs_at_this_step(trainer) and trainer.global_step != self._meter.step:
-            mfu = self._meter.read(trainer)
+            mfu = torch.tensor(self._meter.read(trainer))  # a number would be copied to the device
             pl_module.log("flops/mfu", mfu, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -77,6 +77,7 @@ CASES = (
         writes_to="dirpath",
         when_idle={"every_n_train_steps": None, "every_n_epochs": None},
         looks_between_epochs=True,
+        waits={"on_run_end_then_call": 2},
         verify=verify,
         refuses={"FSDP2": "does not save the shards"},
         untested={"CUDA": "no GPU run yet"},

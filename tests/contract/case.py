@@ -33,6 +33,8 @@ class Case:
         net: Arguments of `Net` with which it has what the callback changes.
         when_idle: Arguments that leave out what it does seldom and reads values for, such as saving.
         looks_between_epochs: Whether it reads values on the CPU where an epoch begins, and none in its steps.
+        waits: Hook -> how often the host waits in it, in two epochs on a device that is emulated; none waits in a
+            training batch after the first.
         verify: Fits in a setting and asserts that the trick did its work there.
         refuses: Setting -> words of the refusal.
         untested: Setting -> the reason why nobody has tried.
@@ -54,6 +56,7 @@ class Case:
     net: Mapping[str, Any] = field(default_factory=dict)
     when_idle: Mapping[str, Any] = field(default_factory=dict)
     looks_between_epochs: bool = False
+    waits: Mapping[str, int] = field(default_factory=dict)
     verify: Callable[[Lab, Setting], None]
     refuses: Mapping[str, str] = field(default_factory=dict)
     untested: Mapping[str, str] = field(default_factory=dict)

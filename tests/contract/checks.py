@@ -29,7 +29,6 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from lightning_tricks import AutoResume, isolated_rng
 from tests.contract.case import Case
 from tests.contract.lab import (
-    QUIET,
     EvaluatedNet,
     HostReads,
     Lab,
@@ -312,7 +311,7 @@ def short_runs(case: Case, lab: Lab) -> None:
     """Short runs, by which people try whether all works, end without an error."""
     one_batch = {"limit_train_batches": 1, "limit_val_batches": 0}
     for options in ({"fast_dev_run": True}, {"max_epochs": 1, **one_batch}, {"max_epochs": -1, "max_steps": 1}):
-        trainer = Trainer(callbacks=[case.make()], **{**QUIET, **options})
+        trainer = Trainer(callbacks=[case.make()], **{**lab.quiet, **options})
         with isolated_rng(seed=0), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # which may say that a schedule is longer
             trainer.fit(EvaluatedNet(**lab.net), loader(), loader())
@@ -337,7 +336,7 @@ def stages_in_turn(case: Case, lab: Lab) -> None:
     results: dict[bool, list[Any]] = {}
     for with_it in (True, False):
         (module, _), callbacks = identical_copies(EvaluatedNet, **lab.net), [case.make()] if with_it else []
-        trainer = Trainer(callbacks=callbacks, max_epochs=1, **{**QUIET, "num_sanity_val_steps": 2})
+        trainer = Trainer(callbacks=callbacks, max_epochs=1, **{**lab.quiet, "num_sanity_val_steps": 2})
         data = {"dataloaders": loader(), "verbose": False}
         results[with_it] = [trainer.validate(module, **data), trainer.fit(module, loader(), loader())]
         results[with_it] += [trainer.validate(module, **data), trainer.test(module, **data)]
@@ -363,14 +362,14 @@ def trainer_as_it_was(case: Case, lab: Lab, other: Case | None = None) -> None:
         return
     for module in (Net, _Breaking):
         with_them, without = (
-            _traces_of_fit(module(**lab.net), callbacks)
+            _traces_of_fit(lab, module(**lab.net), callbacks)
             for callbacks in ([case.make(), *([other.make()] if other else [])], [])
         )
         assert with_them == without, _differences(with_them, without)
 
 
-def _traces_of_fit(module: Net, callbacks: list[Any]) -> dict[str, Any]:
-    trainer = Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=4, **QUIET)
+def _traces_of_fit(lab: Lab, module: Net, callbacks: list[Any]) -> dict[str, Any]:
+    trainer = Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=4, **lab.quiet)
     threads = threading.active_count()
     try:
         trainer.fit(module, loader())

@@ -129,9 +129,12 @@ class Net(LightningModule):
         return torch.optim.AdamW(parameters, lr=0.01, fused=self.optimization == "fused")
 
 
-def real_fp16() -> MixedPrecision:
-    """Real fp16 with a GradScaler on the CPU, where `precision="16-mixed"` silently becomes bf16."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+def real_fp16(device: str = "cpu") -> MixedPrecision:
+    """Real fp16 with a GradScaler, whose first steps do not overflow.
+
+    On the CPU `precision="16-mixed"` would silently become bf16.
+    """
+    return MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=1024.0))
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class Setting:
     fp16: bool = False
     ranks: int = 1
     sharded: bool = False
-    accelerator: str = "cpu"
+    accelerator: str = ""
     closures_vary: bool = False
     tolerance: float = 1e-4
 
@@ -194,7 +197,13 @@ SETTINGS = {
             ranks=2,
             sharded=True,
         ),
-        Setting("CUDA", "fp16 on a GPU", trainer={"precision": "16-mixed"}, accelerator="cuda"),
+        Setting(
+            "emulated",
+            "fp16 on a CUDA device that is emulated, which finds wrong devices and host reads, and is no evidence of CUDA",
+            fp16=True,
+            accelerator="emulated",
+        ),
+        Setting("CUDA", "fp16 on a GPU", fp16=True, accelerator="cuda"),
     )
 }
 FP32 = SETTINGS["fp32"]
@@ -332,7 +341,12 @@ class Lab:
 
     folder: Path
     net: Mapping[str, Any] = field(default_factory=dict)  # for all nets
+    accelerator: str = "cpu"  # in settings that name none
     _fits: int = 0
+
+    @property
+    def quiet(self) -> dict[str, Any]:
+        return {**QUIET, "accelerator": self.accelerator, "devices": 1}
 
     def fit(
         self,
@@ -364,9 +378,11 @@ class Lab:
             torch.manual_seed(start)
             before = _Before()
             probes = [before, _After(before, folder)] if probe else []
-            arguments = {"max_epochs": 2, **QUIET, "accelerator": setting.accelerator, **setting.trainer, **trainer}
+            arguments = {"max_epochs": 2, **self.quiet, **setting.trainer, **trainer}
+            if setting.accelerator:
+                arguments["accelerator"] = setting.accelerator.replace("emulated", "cuda")
             if setting.fp16:
-                arguments["plugins"] = [real_fp16()]
+                arguments["plugins"] = [real_fp16("cuda" if arguments["accelerator"] == "cuda" else "cpu")]
             if setting.sharded:
                 arguments["strategy"] = ModelParallelStrategy(setting.ranks, tensor_parallel_size=1)
             fitter = Trainer(callbacks=[*probes[:1], *callbacks, *probes[1:]], **arguments)
@@ -381,11 +397,11 @@ class Lab:
         else:
             run()
         files = sorted(folder.glob("rank*.pt"))
-        return [torch.load(file, weights_only=False) for file in files]
+        return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
 
     def fit_bare(self, setting: Setting = FP32, **net: Any) -> list[Facts]:
         """Return the facts of the bare Trainer, which trains once in each setting for all checks."""
-        key = (setting.name, *self.net.items(), *net.items())
+        key = (setting.name, self.accelerator, *self.net.items(), *net.items())
         if key not in _BARE_FITS:
             _BARE_FITS[key] = self.fit([], setting, net=net)
         return _BARE_FITS[key]
@@ -394,7 +410,7 @@ class Lab:
         """Validate, test or predict alone: return what the Trainer returns, and the traces on module and Trainer."""
         with isolated_rng(seed=0):
             module = EvaluatedNet(**self.net)
-        runner = Trainer(callbacks=list(callbacks), **{**QUIET, **trainer})
+        runner = Trainer(callbacks=list(callbacks), **{**self.quiet, **trainer})
         result = getattr(runner, stage)(module, loader(), **({} if stage == "predict" else {"verbose": False}))
         return result, {**traces(module), **traces_on_trainer(runner)}
 

@@ -1,6 +1,7 @@
 """Every public callback keeps the contract."""
 
 import inspect
+from contextlib import nullcontext
 from itertools import permutations
 
 import pytest
@@ -10,6 +11,7 @@ import lightning_tricks
 from tests.contract.cases import CASES
 from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised, trainer_as_it_was, works
 from tests.contract.lab import SETTINGS
+from tests.emulated_cuda.device import EmulatedCuda
 
 _NUMBERS = {name: number for number, name in enumerate([*CASES, *SETTINGS])}
 
@@ -52,7 +54,7 @@ _PROMISES_IN_SETTINGS = [
         marks=[
             *_marks(with_oldest=_is_odd(name, setting.name)),
             *([pytest.mark.thorough] if check is not works and (_NUMBERS[name] + _NUMBERS[setting.name]) % 3 else []),
-            *([pytest.mark.gpu] if setting.accelerator == "cuda" else []),
+            *([pytest.mark.gpu("`emulated` is the same without one")] if setting.accelerator == "cuda" else []),
         ],
     )
     for name, case in CASES.items()
@@ -77,7 +79,8 @@ def test_promise(case, check, lab):
 @pytest.mark.parametrize(("case", "check", "setting"), _PROMISES_IN_SETTINGS)
 def test_promise_in_setting(case, check, setting, lab):
     lab.net = case.net
-    check(case, lab, setting)  # asserts
+    with EmulatedCuda() if setting.accelerator == "emulated" else nullcontext():
+        check(case, lab, setting)  # asserts
 
 
 @pytest.mark.parametrize(("case", "other"), _PAIRS)

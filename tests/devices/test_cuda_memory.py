@@ -652,7 +652,7 @@ class RealGpuNet(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("only the real allocator has a history")
 def test_a_real_gpu_runs_out(tmp_path):
     callback = CudaMemory(dirpath=tmp_path, record_history=True)
     trainer = Trainer(callbacks=[callback], max_epochs=1, **{**QUIET, "accelerator": "gpu", "devices": 1})

@@ -422,7 +422,7 @@ assert not {"torch", "lightning"} & {*sys.modules}
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("it compares with nvidia-smi")
 def test_the_gpus_of_this_machine():
     import torch
 

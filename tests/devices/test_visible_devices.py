@@ -197,7 +197,7 @@ def test_what_a_process_uses_itself_does_not_count_on_a_gpu_that_it_holds():
 # A GPU
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("it asks the driver")
 def test_a_real_gpu_is_selected_without_a_context():
     code = """
         import os
@@ -217,7 +217,7 @@ def test_a_real_gpu_is_selected_without_a_context():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("it asks the driver")
 def test_where_torch_has_only_asked_for_cuda_the_driver_tells_its_order():
     code = """
         import torch

@@ -131,7 +131,7 @@ def test_real_fp16(family):
 def test_on_a_gpu(family, precision):
     ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
     epochs = {"FastGeometric": 4}.get(family, 10)
-    fit(ensemble, some(count=640, batch_size=32), max_epochs=epochs, accelerator="gpu", precision=precision)
+    fit(ensemble, some(count=640, batch_size=32), max_epochs=epochs, accelerator="gpu", devices=1, precision=precision)
     x, y = digits()[1].tensors
     assert accuracy(ensemble.predict(x), y) > 0.7
 

@@ -43,6 +43,7 @@ CASE = Case(
     of_one_fit=("report",),
     instances=1,
     when_idle={"target_modules": ["net.4"], "modules_to_save": []},  # AdamW reads one value for each tensor
+    waits={"configure_and_adapt": 1},
     verify=verify,
     refuses={"compile": "is compiled: add adapters first"},
     untested={"CUDA": "no GPU run yet"},

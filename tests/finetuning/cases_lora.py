@@ -49,6 +49,7 @@ CASE = Case(
         "target_modules": ["net.4"],
         "modules_to_save": [],
     },  # AdamW reads one value for each tensor
+    waits={"configure_and_adapt": 1},
     verify=verify,
     refuses={"compile": "is compiled: add LoRA first"},
     untested={"CUDA": "no GPU run yet"},

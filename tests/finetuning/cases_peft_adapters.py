@@ -40,6 +40,7 @@ CASE = Case(
     of_one_fit=("report",),
     instances=1,
     not_beside=("LoRA", "Adapters", "PrefixTuning"),
+    waits={"configure_and_adapt": 1},
     verify=verify,
     refuses={"compile": "is compiled"},
     untested={"CUDA": "no GPU run yet"},

@@ -35,6 +35,7 @@ CASE = Case(
     starts_equal=False,
     net={"attention": True},
     when_idle={"modules_to_save": []},
+    waits={"configure_and_adapt": 2},
     verify=verify,
     refuses={"compile": "is compiled: add prefixes first"},
     untested={"CUDA": "no GPU run yet"},

@@ -57,6 +57,7 @@ CASE = Case(
     kind="observer",
     neutral={"extra": "*"},
     instances=1,
+    waits={"on_train_epoch_start": 1},
     verify=verify,
     refuses={"FSDP2": "TrainableCheckpoint cannot leave anything out of the files that ModelParallelStrategy writes"},
     untested={"CUDA": "no GPU run yet"},

@@ -31,6 +31,7 @@ CASES = (
         neutral={"graph": False},
         of_one_fit=("summary",),
         instances=1,
+        waits={"on_train_batch_end": 2},
         verify=verify,
         untested={"CUDA": "no GPU run yet"},
     ),

@@ -44,6 +44,7 @@ CASES = (
         of_one_fit=("path", "_digest", "_num_rows", "_num_rows_to_keep"),
         instances=1,
         writes_to="path",
+        waits={"on_train_batch_end": 1, "on_train_end": 1},
         verify=verify,
         untested={"CUDA": "no GPU run yet"},
     ),

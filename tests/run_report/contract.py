@@ -46,6 +46,7 @@ CASES = (
         instances=1,
         writes_to="path",
         looks_between_epochs=True,
+        waits={"on_validation_end": 1, "teardown": 1},
         verify=verify,
         untested={"CUDA": "no GPU run yet"},
     ),

@@ -21,6 +21,7 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.file_locks import this_process
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
+from lightning_tricks.auto_resume.core.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.manifests import (
     CHECKPOINT_KEY,
     CHECKPOINT_NAME,
@@ -108,6 +109,7 @@ class CheckpointFolder:
         """
         name = self._next_name(known["epoch"], known["step"])
         self.private.mkdir(exist_ok=True)
+        staged_values = stage_on_host(dict(checkpoint))
         made: list[Manifest] = []
 
         def write_record(staged: Path, digest: str, size: int) -> None:
@@ -127,7 +129,7 @@ class CheckpointFolder:
             self._write_json(f"{PRIVATE_DIR}/{_WRITING_RECORD}", vars(made[0]), flush=("file",))
 
         write_atomically(
-            self.path / name, lambda stream: torch.save(dict(checkpoint), stream), write_record, flush=("file",)
+            self.path / name, lambda stream: torch.save(staged_values, stream), write_record, flush=("file",)
         )
         try:
             (self.private / _WRITING_RECORD).replace(self.path / f"{name}{_MANIFEST_SUFFIX}")

@@ -275,7 +275,7 @@ class MemberLoader:
         for indices in self.batches():
             flat = indices.flatten()
             rows = flat if subset is None else subset[flat]
-            parts = [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
+            parts = [tensor.index_select(0, rows.to(tensor.device, non_blocking=True)) for tensor in tensors]
             yield [part.pin_memory() if pinned and not part.is_cuda else part for part in parts]
 
     def _load_batches(self) -> Iterator[Any]:

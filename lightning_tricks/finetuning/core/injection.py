@@ -222,7 +222,7 @@ def seeded_generator() -> torch.Generator:
 def draw_(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
     """Draw values on the CPU, so that every device gets the same, and set a parameter to them."""
     if not parameter.is_meta:
-        drawn = torch.empty(parameter.shape, dtype=torch.float32)
+        drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         draw(drawn)
         parameter.copy_(drawn)
 

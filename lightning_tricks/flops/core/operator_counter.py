@@ -253,7 +253,7 @@ class OperatorCounter(TorchDispatchMode):
 def _apply_thop_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: Any) -> float:
     """Return the MACs that a rule with thop's signature adds to `module.total_ops` for one call."""
     with without_dispatch_modes():
-        module.total_ops = torch.zeros(1, dtype=torch.float64)
+        module.total_ops = torch.zeros(1, dtype=torch.float64, device="cpu")
         rule(module, inputs, output)
         counted = float(module.total_ops)
         del module.total_ops

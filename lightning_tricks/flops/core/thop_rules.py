@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -17,9 +18,9 @@ def thop_macs(model_copy: nn.Module, run: Callable[[], None], custom: Mapping[ty
         run: Runs the copy.
         custom: Rules by module class, as for `thop.profile(custom_ops=...)`.
     """
-    _, _, layers = load_thop().profile(
-        _RunAdapter(model_copy, run), (), dict(custom), verbose=False, ret_layer_info=True
-    )
+    adapter = _RunAdapter(model_copy, run)
+    with torch.device("cpu"):  # where its rules count, whatever the default device is
+        _, _, layers = load_thop().profile(adapter, (), dict(custom), verbose=False, ret_layer_info=True)
     macs: dict[nn.Module, float] = {}
 
     def visit(module: nn.Module, children: dict[str, Any]) -> None:
@@ -56,6 +57,8 @@ class _RunAdapter(nn.Module):
         super().__init__()
         self.model = model
         self._run = run
+        self._default_device = torch.get_default_device()
 
     def forward(self) -> None:
-        self._run()
+        with self._default_device:
+            self._run()

@@ -42,8 +42,10 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
     preds, target = inputs.get("preds"), inputs.get("target")
     if not isinstance(preds, Tensor) or not isinstance(target, Tensor):
         return
+    checked = {None}
     for key, task in tasks.items():
-        if task is not None:
+        if task not in checked:
+            checked.add(task)
             try:
                 _check(preds, target, task)
             except ValueError as error:
@@ -117,18 +119,24 @@ def _remedy_for_shapes(preds: Tensor, target: Tensor, task: Task) -> str:
 
 
 def _check_classes(name: str, values: Tensor, task: Task) -> None:
+    classes = task.classes if task.kind == "multiclass" else 2
+    wrong = values < 0 if classes is None else (values < 0) | (values >= classes)
+    if values.is_floating_point():
+        wrong |= values != values.round()
+    if task.ignore_index is not None:
+        wrong &= values != task.ignore_index
+    if not wrong.any():  # the only read of the device where all is well
+        return
     counted = values if task.ignore_index is None else values[values != task.ignore_index]
     if values.is_floating_point() and not torch.equal(counted, counted.round()):
         remedy = "whole numbers" if task.kind == "multiclass" else "(target > 0.5).long() for targets that are soft"
         raise ValueError(f"{name} must be classes, got {counted[counted != counted.round()][0]:g}: return {remedy}.")
-    classes = task.classes if task.kind == "multiclass" else 2
-    outside = counted[(counted < 0) | (counted >= classes)] if classes is not None else counted[counted < 0]
-    if len(outside):
-        allowed = f"0 to {classes - 1}" if classes is not None else "at least 0"
-        aside = "" if task.ignore_index is None else f" or ignore_index={task.ignore_index}"
-        found = ", ".join(f"{value:g}" for value in outside.unique().tolist()[:5])
-        remedy = f": {_remedy_for_classes(counted, outside, classes)}" if name == "targets" else ""
-        raise ValueError(f"{name} must be {allowed}{aside}, got {found}{remedy}.")
+    outside = values[wrong]
+    allowed = f"0 to {classes - 1}" if classes is not None else "at least 0"
+    aside = "" if task.ignore_index is None else f" or ignore_index={task.ignore_index}"
+    found = ", ".join(f"{value:g}" for value in outside.unique().tolist()[:5])
+    remedy = f": {_remedy_for_classes(counted, outside, classes)}" if name == "targets" else ""
+    raise ValueError(f"{name} must be {allowed}{aside}, got {found}{remedy}.")
 
 
 def _remedy_for_classes(target: Tensor, outside: Tensor, classes: int | None) -> str:
@@ -144,9 +152,10 @@ def _remedy_for_classes(target: Tensor, outside: Tensor, classes: int | None) ->
 
 
 def _check_probabilities(preds: Tensor, task: Task) -> None:
-    outside = (preds < 0) | (preds > 1)
-    sums_to_one = task.kind != "multiclass" or bool(((preds.sum(1) - 1).abs() < 1e-2).all())
-    if outside.any() or not sums_to_one:
+    wrong = ((preds < 0) | (preds > 1)).any()
+    if task.kind == "multiclass":
+        wrong |= ~((preds.sum(1) - 1).abs() < 1e-2).all()
+    if wrong:
         remedy = "torch.softmax(logits, dim=1)" if task.kind == "multiclass" else "torch.sigmoid(logits)"
         low, high = preds.min().item(), preds.max().item()
         raise ValueError(

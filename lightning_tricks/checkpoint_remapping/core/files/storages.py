@@ -112,7 +112,7 @@ class FileStorages:
             return cast(torch.UntypedStorage, self.mapped[start : start + size])
         self.budget.spend(size)
         storage = torch.UntypedStorage(size)
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
         with self.open() as stream:
             stream.seek(start)
             if size and stream.readinto(memory) != size:  # type: ignore[attr-defined]

@@ -63,6 +63,7 @@ def align(
     Raises:
         AmbiguousAlignmentError: If two assignments are equally good.
         CheckpointError: If the rules do not fit, as in `load_weights`.
+        TypeError: If an argument holds no tensors by name, such as the path of a file.
 
     Examples:
         >>> weights = {f"module.{name}": tensor for name, tensor in torch.nn.Linear(2, 3).state_dict().items()}
@@ -87,6 +88,11 @@ def tensors_of(holder: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict
     """Return the tensors by name of a model, of a checkpoint, or among other values."""
     if isinstance(holder, Checkpoint | torch.nn.Module):
         holder = holder.state_dict if isinstance(holder, Checkpoint) else holder.state_dict()
+    if not isinstance(holder, Mapping):
+        raise TypeError(
+            f"expected a model, what read_checkpoint returned, or tensors by name, got {holder!r}; a file is read by "
+            "read_checkpoint(path)."
+        )
     return {name: tensor for name, tensor in holder.items() if isinstance(tensor, torch.Tensor)}
 
 

@@ -1,0 +1,80 @@
+"""What a checkpoint holds of a CUDA device, copied to the host together: one wait in place of one for each tensor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_BYTES = 2**28  # of pinned memory; what is larger is left to `torch.save`, which holds one storage at a time
+
+
+def stage_on_host(value: Any) -> Any:
+    """Return plain containers in which the tensors of CUDA devices are on the CPU, the smallest first up to 256 MiB.
+
+    `torch.save` reads one storage after the other, and the host waits for each. Here the copies go to pinned memory and
+    are waited for together. Tensors that share a storage share its copy. What is no plain container, and what is in it,
+    is left as it is.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    _replace(value, note)
+    copies = _copies(_smallest(storages.values()))
+
+    def replace(tensor: Tensor) -> Tensor:
+        copy = copies.get(tensor.untyped_storage().data_ptr())
+        if copy is None:
+            return tensor
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    return _replace(value, replace) if copies else value
+
+
+def _replace(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Rebuild containers with what a function makes of each plain tensor on a CUDA device."""
+    if type(value) is Tensor:
+        return function(value) if value.is_cuda and _is_its_storage(value) else value
+    if type(value) in (dict, OrderedDict):
+        made = type(value)((key, _replace(part, function)) for key, part in value.items())
+        if isinstance(made, OrderedDict):
+            vars(made).update(vars(value))  # a state dict's versions
+        return made
+    return type(value)(_replace(part, function) for part in value) if type(value) in (list, tuple) else value
+
+
+def _is_its_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _smallest(storages: Iterable[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    taken, room = [], _MAX_BYTES
+    for storage in sorted(storages, key=torch.UntypedStorage.nbytes):
+        room -= storage.nbytes()
+        if room < 0:
+            break
+        taken.append(storage)
+    return taken
+
+
+def _copies(storages: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
+    """Copy storages to the CPU; by the address of each."""
+    if not storages:
+        return {}
+    sizes = [storage.nbytes() for storage in storages]
+    parts = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True).split(sizes)
+    for storage, part in zip(storages, parts, strict=True):
+        part.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), non_blocking=True)
+    for device in {storage.device for storage in storages}:
+        torch.cuda.current_stream(device).synchronize()
+    # apart from each other, or each would keep all of them
+    return {storage.data_ptr(): part.clone().untyped_storage() for storage, part in zip(storages, parts, strict=True)}

@@ -1,0 +1,268 @@
+"""The emulation finds what people write without a GPU: each of these callbacks has one fault, and is found by it."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from tests.contract.lab import Lab, same
+from tests.emulated_cuda.device import EmulatedCuda
+from tests.emulated_cuda.test_callbacks import waits_of
+
+
+class Observer(Callback):
+    """Keeps the sum of the losses as it should."""
+
+    def __init__(self):
+        self.total = None
+
+    def look(self, trainer, pl_module, loss, scores, target):
+        self.total = loss if self.total is None else self.total + loss
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.look(trainer, pl_module, outputs["loss"].detach(), outputs["preds"].detach(), outputs["target"])
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state_dict):
+        self.total = state_dict["total"].cuda()
+
+
+def observer(look):
+    """Make a class of a function."""
+    return type(look.__name__, (Observer,), {"look": look})
+
+
+def adds_to_a_tensor_without_device(self, trainer, pl_module, loss, scores, target):
+    self.total = torch.zeros(()) if self.total is None else self.total
+    self.total += loss
+
+
+def weighs_by_a_tensor_without_device(self, trainer, pl_module, loss, scores, target):
+    self.total = (scores * torch.ones(10)).sum()
+
+
+def counts_without_device(self, trainer, pl_module, loss, scores, target):
+    self.total = (torch.arange(len(target)) == target).sum()
+
+
+def converts_without_device(self, trainer, pl_module, loss, scores, target):
+    self.total = (torch.as_tensor(np.ones(10, np.float32)) + scores).sum()
+
+
+def looks_up_without_device(self, trainer, pl_module, loss, scores, target):
+    self.total = torch.ones(10)[target].sum()
+
+
+def is_on_another_device(self, trainer, pl_module, loss, scores, target):
+    self.total = scores.sum(0) + torch.zeros(10, device="cuda:1")
+
+
+def names_a_device_that_is_not_there(self, trainer, pl_module, loss, scores, target):
+    self.total = loss.to("cuda:7")
+
+
+def converts_to_numpy(self, trainer, pl_module, loss, scores, target):
+    self.total = loss.numpy()
+
+
+def is_converted_by_numpy(self, trainer, pl_module, loss, scores, target):
+    self.total = np.mean(np.asarray(scores))
+
+
+def sets_a_gradient_without_device(self, trainer, pl_module, loss, scores, target):
+    pl_module.net[0].bias.grad = torch.zeros(16)
+
+
+def draws_from_a_generator_of_the_cpu(self, trainer, pl_module, loss, scores, target):
+    self.total = torch.rand(3, device=loss.device, generator=torch.Generator())
+
+
+def reads_an_item(self, trainer, pl_module, loss, scores, target):
+    self.total = loss.item()
+
+
+def asks_a_tensor(self, trainer, pl_module, loss, scores, target):
+    if loss > 1e9:
+        raise ZeroDivisionError
+
+
+def reads_a_list(self, trainer, pl_module, loss, scores, target):
+    self.total = sum(target.tolist())
+
+
+def compares_tensors(self, trainer, pl_module, loss, scores, target):
+    self.total = torch.equal(scores.argmax(1), target)
+
+
+def copies_to_the_host(self, trainer, pl_module, loss, scores, target):
+    self.total = loss.cpu()
+
+
+def copies_to_memory_that_is_not_pinned(self, trainer, pl_module, loss, scores, target):
+    self.total = torch.empty(()).copy_(loss, non_blocking=True)
+
+
+def indexes_by_a_mask(self, trainer, pl_module, loss, scores, target):
+    self.total = scores[target > 3].sum()
+
+
+def indexes_by_the_host(self, trainer, pl_module, loss, scores, target):
+    self.total = scores[[0, 1]].sum()
+
+
+def counts_classes(self, trainer, pl_module, loss, scores, target):
+    self.total = target.unique().sum()
+
+
+def makes_a_number_a_tensor(self, trainer, pl_module, loss, scores, target):
+    self.total = torch.tensor(3.0, device=loss.device)
+
+
+def formats_a_tensor(self, trainer, pl_module, loss, scores, target):
+    self.total = f"{loss:.3f}"
+
+
+def synchronizes(self, trainer, pl_module, loss, scores, target):
+    torch.cuda.synchronize()
+
+
+def saves(self, trainer, pl_module, loss, scores, target):
+    torch.save({"scores": scores}, io.BytesIO())
+
+
+def asks_whether_it_is_cuda(self, trainer, pl_module, loss, scores, target):
+    if loss.is_cuda:
+        pl_module.net[0].bias.data.mul_(0.9)
+
+
+def asks_for_the_type_of_the_device(self, trainer, pl_module, loss, scores, target):
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.02 if pl_module.device.type == "cuda" else 0.01
+
+
+def asks_whether_there_is_a_gpu(self, trainer, pl_module, loss, scores, target):
+    if torch.cuda.is_available():
+        pl_module.net[0].weight.data.add_(1e-3)
+
+
+def reads_before_it_arrived(self, trainer, pl_module, loss, scores, target):
+    pinned = torch.empty(10, pin_memory=True).copy_(scores[0], non_blocking=True)
+    pl_module.net[4].bias.data.add_(float(pinned.sum()))
+
+
+MIXES = [
+    adds_to_a_tensor_without_device,
+    weighs_by_a_tensor_without_device,
+    counts_without_device,
+    converts_without_device,
+    looks_up_without_device,
+    is_on_another_device,
+    names_a_device_that_is_not_there,
+    converts_to_numpy,
+    is_converted_by_numpy,
+    sets_a_gradient_without_device,
+    draws_from_a_generator_of_the_cpu,
+]
+WAITS = [
+    reads_an_item,
+    asks_a_tensor,
+    reads_a_list,
+    compares_tensors,
+    copies_to_the_host,
+    copies_to_memory_that_is_not_pinned,
+    indexes_by_a_mask,
+    indexes_by_the_host,
+    counts_classes,
+    makes_a_number_a_tensor,
+    formats_a_tensor,
+    synchronizes,
+    saves,
+]
+BRANCHES = [
+    asks_whether_it_is_cuda,
+    asks_for_the_type_of_the_device,
+    asks_whether_there_is_a_gpu,
+    reads_before_it_arrived,
+]
+
+
+@pytest.mark.parametrize("look", MIXES)
+def test_another_device_is_an_error(look, tmp_path):
+    with EmulatedCuda(), pytest.raises((RuntimeError, TypeError), match=r"device|cuda:"):
+        Lab(tmp_path, accelerator="cuda").fit([observer(look)()])
+
+
+@pytest.mark.parametrize("look", WAITS)
+def test_a_wait_in_a_batch_is_seen(look, tmp_path):
+    waits = waits_of(Lab(tmp_path, accelerator="cuda"), [observer(look)()])
+    found = [wait for wait in waits if wait.moment == "a later batch"]
+    assert len(found) >= 19
+    assert {wait.line.rsplit(":")[0] for wait in found} == {__file__}
+
+
+@pytest.mark.parametrize("look", BRANCHES)
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+def test_a_branch_that_changes_values_has_other_bits(look, tmp_path):
+    (on_cpu,) = Lab(tmp_path / "cpu").fit([observer(_without_pinning(look))()])
+    with EmulatedCuda():
+        (on_device,) = Lab(tmp_path / "device", accelerator="cuda").fit([observer(look)()])
+    assert not same(on_device.weights, on_cpu.weights)
+
+
+def _without_pinning(look):
+    """On the CPU, where nothing can be pinned, `reads_before_it_arrived` reads the values."""
+    if look is not reads_before_it_arrived:
+        return look
+
+    def reads(self, trainer, pl_module, loss, scores, target):
+        pl_module.net[4].bias.data.add_(float(scores[0].sum()))
+
+    return reads
+
+
+class IsRestoredToTheCpu(Observer):
+    def look(self, trainer, pl_module, loss, scores, target):
+        if self.total is None:
+            self.total = torch.zeros(10, device=loss.device)
+        self.total = self.total + scores.sum(0)
+
+    def load_state_dict(self, state_dict):
+        self.total = state_dict["total"].cpu()
+
+
+def test_a_state_that_is_restored_to_the_cpu_is_an_error(tmp_path):
+    with EmulatedCuda():
+        lab = Lab(tmp_path, accelerator="cuda")
+        lab.fit([IsRestoredToTheCpu()], max_epochs=1, save_to=tmp_path / "one.ckpt")
+        with pytest.raises(RuntimeError, match="two devices, cuda:0 and cpu"):
+            lab.fit([IsRestoredToTheCpu()], ckpt_path=tmp_path / "one.ckpt")
+
+
+class LeavesTheDevicesGeneratorMoved(Observer):
+    def look(self, trainer, pl_module, loss, scores, target):
+        with torch.random.fork_rng(devices=[]):
+            torch.rand(3, device=loss.device)
+
+
+def test_random_numbers_of_the_device_that_are_drawn_are_missed(tmp_path):
+    with EmulatedCuda():
+        lab = Lab(tmp_path, accelerator="cuda")
+        runs = [
+            lab.fit([callback], net={"dropout": 0.2}) for callback in (Observer(), LeavesTheDevicesGeneratorMoved())
+        ]
+    assert not same(runs[0][0].weights, runs[1][0].weights)
+
+
+def test_the_healthy_one_passes_all(tmp_path):
+    (on_cpu,) = Lab(tmp_path / "cpu").fit([Observer()])
+    with EmulatedCuda():
+        lab = Lab(tmp_path / "device", accelerator="cuda")
+        (on_device,) = lab.fit([Observer()])
+        lab.fit([Observer()], max_epochs=1, save_to=tmp_path / "one.ckpt")
+        lab.fit([Observer()], ckpt_path=tmp_path / "one.ckpt")
+    assert same(on_device.weights, on_cpu.weights)
+    waits = waits_of(Lab(tmp_path / "waits", accelerator="cuda"), [Observer()])
+    assert not [wait for wait in waits if wait.moment == "a later batch"]
