@@ -23,7 +23,7 @@ m-to-z := tests/[m-z]* lightning_tricks
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-flavor test-flavor-sample thorough ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
+.PHONY: help demo test test-oldest test-flavor test-flavor-sample thorough ci soak fuzz sweep matrix foreign mutants coverage check fix bench gpu docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -108,6 +108,10 @@ fix: $(VENV)/installed-test ## Mend what ruff can mend, and write the generated 
 bench: $(VENV)/installed-test ## Run the benchmarks, which print ratios, and write benchmarks/results.json and docs/benchmarks.md
 	for script in $(or $(SCRIPTS),benchmarks/[a-z]*.py); do $(BIN)/python $$script || exit 1; done
 	$(BIN)/python benchmarks/_summary.py
+
+gpu: $(VENV)/installed-test ## Run what needs a GPU, and write what it found into the docs; DRY=1 tries the commands without one
+	$(BIN)/python -m tests.gpu.run $(if $(DRY),--dry --result build/gpu.json)
+	$(if $(DRY),,$(BIN)/python benchmarks/_summary.py && $(BIN)/python -m tests.documents.generated)
 
 docs: $(VENV)/installed-test ## Build the documentation into build/docs; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

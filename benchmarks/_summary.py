@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+ON_GPU = HERE.parent / "tests" / "gpu" / "result.json"  # of `make gpu`
 SUMMARY, PAGE = HERE / "results.json", HERE.parent / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
@@ -21,12 +22,15 @@ says otherwise: below 1, the contestant takes less. The spread is the range betw
 
 
 def gather() -> dict[str, Any]:
-    """Return the results of all benchmarks by claim; those of this run replace older ones."""
+    """Return the results of all benchmarks by claim and device; those of this run replace older ones."""
     found: dict[str, Any] = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {}
-    for path in sorted((HERE / "results").glob("*.json")):
-        result = json.loads(path.read_text())
+    results = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
+    if ON_GPU.exists():
+        results += json.loads(ON_GPU.read_text())["benchmarks"].values()
+    for result in results:
         if "ratios" in result:
-            found[result.pop("claim")] = result
+            device, claim = result["environment"]["device"], result.pop("claim")
+            found[claim if device == "CPU" else f"{claim} on {device}"] = result
     return dict(sorted(found.items()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _ratios import arguments, be_quiet, measure, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, measure, now, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -23,7 +23,13 @@ from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 
 SAMPLES, BATCH_SIZE, STEPS, SAVES = 100_000, 32, 300, 20
-LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+LEAN = {
+    "accelerator": ACCELERATOR,
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Classifier(LightningModule):
@@ -48,12 +54,12 @@ class Timer(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the time."""
-        now = time.perf_counter()
-        self.first = getattr(self, "first", now)
+        at = now()
+        self.first = getattr(self, "first", at)
         self.count = getattr(self, "count", 0) + 1
         if self.count == 21:
-            self.from_21 = now
-        self.last = now
+            self.from_21 = at
+        self.last = at
 
 
 def loader() -> DataLoader[Any]:
@@ -111,11 +117,11 @@ def saves(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str
 
     def timed(name: str, plain: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
+            start = now()
             try:
                 return plain(*args, **options)
             finally:
-                spent[name].append(time.perf_counter() - start)
+                spent[name].append(now() - start)
 
         return call
 
@@ -162,7 +168,7 @@ def taking_up(share: float, data: DataLoader[Any], rounds: int) -> dict[str, dic
 
     class First(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-            self.at = time.perf_counter()
+            self.at = now()
             raise RuntimeError
 
     def first_step(guarded: bool) -> float:
@@ -171,7 +177,7 @@ def taking_up(share: float, data: DataLoader[Any], rounds: int) -> dict[str, dic
         guards = [AutoResume(folder / "runs", every_n_epochs=None)] if guarded else []
         trainer = Trainer(max_epochs=1, callbacks=[*guards, first], enable_checkpointing=False, **LEAN)
         module = Classifier(64)
-        start = time.perf_counter()
+        start = now()
         with suppress(RuntimeError):
             trainer.fit(module, data, ckpt_path=None if guarded else folder / "lightning.ckpt")
         return first.at - start

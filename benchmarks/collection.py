@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 
 import torch
-from _ratios import arguments, be_quiet, measure, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, measure, now, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -81,18 +80,18 @@ class Clock(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time."""
         if trainer.current_epoch == 1:
-            self.epoch = time.perf_counter()
+            self.epoch = now()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Note the time of the second batch."""
         if batch_idx == 1:
-            self.second_batch = time.perf_counter()
+            self.second_batch = now()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Note the time."""
-        self.last_batch = time.perf_counter()
+        self.last_batch = now()
 
 
 def fit(make: Callable[[], tuple[nn.Module, TensorDataset, int]], names: list[str]) -> dict[str, float]:
@@ -104,16 +103,17 @@ def fit(make: Callable[[], tuple[nn.Module, TensorDataset, int]], names: list[st
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         trainer = Trainer(
             max_epochs=2,
-            accelerator="cpu",
+            accelerator=ACCELERATOR,
+            devices=1,
             logger=CSVLogger(folder),
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[first, *(MAKE[name](folder) for name in names if name in MAKE), last],
             **clips,
         )
-        start = time.perf_counter()
+        start = now()
         trainer.fit(Classifier(net), DataLoader(data, batch_size=batch_size))
-        end = time.perf_counter()
+        end = now()
     return {STEPS: last.last_batch - first.second_batch, LATER: end - first.epoch, FIRST: first.epoch - start}
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ratios import arguments, be_quiet, measure, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.loggers import CSVLogger
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import DeviceMonitor, seed_everything
 
-LEAN = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+LEAN = {"accelerator": ACCELERATOR, "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
 STEPS = 1000
 MAKE: dict[str, Callable[[], list[Callback]]] = {
     "without": list,

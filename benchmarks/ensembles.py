@@ -7,13 +7,12 @@ import io
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torchensemble
-from _ratios import arguments, be_quiet, measure, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, measure, ratios, report, work
 from lightning.pytorch import Trainer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -84,13 +83,13 @@ def fit_theirs(
     net: type[nn.Module], n: int, data: TensorDataset, epochs: int, lr: float = 1e-3
 ) -> tuple[nn.Module, float]:
     """Fit torchensemble's VotingClassifier; return it and the CPU time in seconds."""
-    model = torchensemble.VotingClassifier(estimator=net, n_estimators=n, cuda=False)
+    model = torchensemble.VotingClassifier(estimator=net, n_estimators=n, cuda=ACCELERATOR == "cuda")
     model.set_optimizer("Adam", lr=lr)
     loader = DataLoader(data, 64, shuffle=True)
-    start = time.process_time()
+    start = work()
     with contextlib.redirect_stdout(io.StringIO()):
         model.fit(loader, epochs=epochs, log_interval=10**9, save_model=False)
-    return model, time.process_time() - start
+    return model, work() - start
 
 
 def fit_ours(
@@ -99,12 +98,13 @@ def fit_ours(
     """Fit our VotingClassifier, the Trainer included; return it and the CPU time in seconds."""
     model = VotingClassifier(net, n, optimizer=("Adam", {"lr": lr}), **options)
     loader = DataLoader(data, 64, shuffle=True)
-    start = time.process_time()
+    start = work()
     Trainer(
-        max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=epochs, accelerator=ACCELERATOR, devices=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(model, loader)  # fmt: skip
-    return model, time.process_time() - start
+    return model, work() - start
 
 
 def training(rounds: int) -> dict[str, dict[str, dict[str, float]]]:

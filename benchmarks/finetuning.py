@@ -10,7 +10,7 @@ from pathlib import Path
 import peft
 import torch
 import torchvision
-from _ratios import arguments, be_quiet, measure, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -109,7 +109,8 @@ def sizes() -> dict[str, dict[str, float]]:
     for name, callbacks in (("all weights", []), ("LoRA", [lora, TrainableCheckpoint()])):
         trainer = Trainer(
             max_steps=1,
-            accelerator="cpu",
+            accelerator=ACCELERATOR,
+            devices=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

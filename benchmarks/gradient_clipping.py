@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 import torchvision
-from _ratios import arguments, be_quiet, measure, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, measure, now, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from timm.utils.agc import adaptive_clip_grad as timm_adaptive_clip_grad
 from torch import Tensor, nn
@@ -77,11 +76,11 @@ class Clock(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start."""
-        self.start = time.perf_counter()
+        self.start = now()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop."""
-        self.elapsed = time.perf_counter() - self.start
+        self.elapsed = now() - self.start
 
 
 def trainers(shapes: list[torch.Size]) -> dict[str, Callable[[], float]]:
@@ -90,7 +89,8 @@ def trainers(shapes: list[torch.Size]) -> dict[str, Callable[[], float]]:
     def fit(callbacks: list[Callback], **trainer: float) -> float:
         clock = Clock()
         Trainer(
-            max_epochs=1, accelerator="cpu", callbacks=[clock, *callbacks], logger=False, enable_checkpointing=False,
+            max_epochs=1, accelerator=ACCELERATOR, devices=1,
+            callbacks=[clock, *callbacks], logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, **trainer,
         ).fit(module, DataLoader(torch.zeros(_STEPS, 1)))  # fmt: skip
         return clock.elapsed

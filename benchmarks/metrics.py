@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torchvision
-from _ratios import arguments, be_quiet, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, now, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -111,11 +111,11 @@ class Rotation(Callback):
         """Let the next contestant in, and start."""
         pl_module.idiom, self.callbacks = self.contestants[self.order[trainer.current_epoch]]
         trainer.callbacks[:] = [*self.callbacks, self]
-        self.start = time.perf_counter()
+        self.start = now()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop, last of all callbacks."""
-        self.times[self.order[trainer.current_epoch]].append(time.perf_counter() - self.start)
+        self.times[self.order[trainer.current_epoch]].append(now() - self.start)
         for monitor in self.callbacks:
             if isinstance(monitor, TimedMonitor):
                 self.times.setdefault("inside MetricsMonitor's hooks", []).append(monitor.inside)
@@ -135,7 +135,7 @@ def epochs(net: nn.Module, data: TensorDataset, batch_size: int, rounds: int, id
         contestants |= {idiom: (idiom, []) for idiom in _IDIOMS}
     rotation = Rotation(contestants, rounds + 2)
     Trainer(
-        max_epochs=len(rotation.order), accelerator="cpu", callbacks=[monitor, rotation], logger=False,
+        max_epochs=len(rotation.order), accelerator=ACCELERATOR, devices=1, callbacks=[monitor, rotation], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     ).fit(Classifier(net), DataLoader(data, batch_size))  # fmt: skip
     return rotation.times

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torchvision
-from _ratios import arguments, be_quiet, measure, ratios, report
+from _ratios import ACCELERATOR, arguments, be_quiet, measure, now, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -26,7 +26,13 @@ from lightning_tricks import RunFingerprint, seed_everything
 from lightning_tricks.run_fingerprint import fingerprint
 from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 
-LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+LEAN = {
+    "accelerator": ACCELERATOR,
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 HOOKS = ("on_batch_start", "on_backward_start", "on_optimizer_step", "on_batch_end")
 
 
@@ -56,12 +62,12 @@ class Clock(Callback):
 
     def on_train_batch_start(self, *args: Any) -> None:
         """Begin a step."""
-        self.began.append(time.perf_counter())
+        self.began.append(now())
         self.inside.append(0.0)
 
     def on_train_end(self, *args: Any) -> None:
         """Note the end."""
-        self.ended = time.perf_counter()
+        self.ended = now()
 
     def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Count the time in a method as passed inside."""
@@ -131,9 +137,9 @@ def hashes(rounds: int) -> dict[str, dict[str, float]]:
 
     def cold(contestant: Callable[[], Any]) -> float:
         others.add_(1)
-        start = time.perf_counter()
+        start = now()
         contestant()
-        return time.perf_counter() - start
+        return now() - start
 
     times = measure({name: partial(cold, each) for name, each in contestants.items()}, rounds)
     return ratios(times, "sum of 64-bit words")

@@ -80,6 +80,5 @@ CASES = (
         waits={"on_run_end_then_call": 2},
         verify=verify,
         refuses={"FSDP2": "does not save the shards"},
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

@@ -52,6 +52,5 @@ CASES = (
         instances=1,
         opens_addresses=("path",),
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

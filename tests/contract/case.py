@@ -37,7 +37,6 @@ class Case:
             training batch after the first.
         verify: Fits in a setting and asserts that the trick did its work there.
         refuses: Setting -> words of the refusal.
-        untested: Setting -> the reason why nobody has tried.
     """
 
     callback: type[Callback]
@@ -59,10 +58,9 @@ class Case:
     waits: Mapping[str, int] = field(default_factory=dict)
     verify: Callable[[Lab, Setting], None]
     refuses: Mapping[str, str] = field(default_factory=dict)
-    untested: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert {*self.refuses, *self.untested} <= SETTINGS.keys(), "a setting's name is misspelt"
+        assert self.refuses.keys() <= SETTINGS.keys(), "a setting's name is misspelt"
         assert (self.neutral is None) == bool(self.why_no_neutral), "a neutral setting, or the reason why there is none"
 
     def make(self, **changed: Any) -> Callback:
@@ -74,6 +72,3 @@ class Case:
 
     def make_neutral(self) -> Callback | None:
         return None if self.neutral is None else self.callback(**self.neutral)
-
-    def support(self, setting: str) -> Literal["tested", "refuses", "untested"]:
-        return "refuses" if setting in self.refuses else "untested" if setting in self.untested else "tested"

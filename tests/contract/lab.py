@@ -199,7 +199,7 @@ SETTINGS = {
         ),
         Setting(
             "emulated",
-            "fp16 on a CUDA device that is emulated, which finds wrong devices and host reads, and is no evidence of CUDA",
+            "fp16 on an emulated CUDA device: finds wrong devices and host reads, and is no evidence of CUDA",
             fp16=True,
             accelerator="emulated",
         ),

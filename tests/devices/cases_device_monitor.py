@@ -60,5 +60,4 @@ CASE = Case(
     of_one_fit=("summary",),
     instances=1,
     verify=verify,
-    untested={"CUDA": "no GPU run yet"},
 )

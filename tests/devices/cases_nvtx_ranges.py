@@ -65,5 +65,4 @@ CASE = Case(
     neutral={},
     instances=1,
     verify=verify,
-    untested={"CUDA": "no GPU run yet"},
 )

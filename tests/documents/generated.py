@@ -1,29 +1,52 @@
 """Pages of docs/ that are written by `python -m tests.documents.generated` (`make fix`): support and reference."""
 
 import inspect
+import json
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import lightning_tricks
 from tests.contract.cases import CASES
 from tests.contract.lab import SETTINGS
 
+RESULT = Path(__file__).parents[1] / "gpu" / "result.json"
 DOCS = Path(__file__).parents[2] / "docs"
-_MARKS = {"tested": "✓", "refuses": "refuses", "untested": "untested"}
+_ON_GPU = {"passed": "✓", "failed": "fails"}
+_ELSEWHERE = """
+## What nobody has run
+
+The emulated device holds CPU tensors under the name `cuda:0`. It finds tensors that are made, left or restored on the
+wrong device, branches on the device, and what the host waits for: on it all callbacks, one ensemble of each kind and
+all presets of `TricksMixin` train, are stopped and resumed, with the bits of the CPU. No callback lets the host wait in
+a training batch after the first.
+
+| where | what is simulated | what nobody has run |
+| --- | --- | --- |
+| CUDA | devices, copies, waits, random numbers, fp16 with a GradScaler | kernels, streams, memory: `make gpu` does |
+| several GPUs | the same program on two ranks of the CPU | NCCL; `make gpu` does |
+| MPS (macOS) | no float64, no fork, no `/proc`, `fcntl` alone | training on it |
+| Windows | paths, names of files, signals, locks, encodings; types are checked for it | the package itself |
+| Slurm, two nodes | the variables of the environment, two groups of processes | a real cluster |
+| TPU, HPU, DeepSpeed | nothing | all |
+"""
 _NOTE = "<!-- written by `make fix` -->\n"
 
 
-def support_page() -> str:
-    """Trick x setting, from the contract's cases."""
+def support_page(on_gpu: Mapping[str, Any] | None) -> str:
+    """Trick x setting, from the contract's cases and from what `make gpu` wrote."""
     columns = [*SETTINGS, "resume", "YAML"]
     lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " :-: |" * len(columns)]
     for name, case in CASES.items():
-        marks = [_MARKS[case.support(column)] for column in columns]
-        lines.append(f"| `{name}` | " + " | ".join(marks) + " |")
+        marks = dict.fromkeys(columns, "✓") | dict.fromkeys(case.refuses, "refuses")
+        marks["CUDA"] = _ON_GPU.get(on_gpu["callbacks"].get(name), "untested") if on_gpu else "untested"
+        lines.append(f"| `{name}` | " + " | ".join(marks.values()) + " |")
     meanings = {name: setting.meaning for name, setting in SETTINGS.items()}
     meanings |= {"resume": "from a checkpoint at the end of an epoch", "YAML": "built by LightningCLI and saved again"}
+    if on_gpu:
+        meanings["CUDA"] += f": {on_gpu['device']}, torch {on_gpu['torch']}"
     text = f"""# Support
 
 {_NOTE}
@@ -34,7 +57,7 @@ Which callback works in which setting. Every ✓ stands for a test that trains t
 - untested: nobody has run it there yet.
 """
     rows = [f"| {name} | {meaning} |" for name, meaning in meanings.items()]
-    return "\n".join([text, *lines, "", "| column | setting |", "| --- | --- |", *rows, ""])
+    return "\n".join([text, *lines, "", "| column | setting |", "| --- | --- |", *rows, _ELSEWHERE])
 
 
 def reference_pages() -> dict[str, str]:
@@ -72,7 +95,8 @@ def _packages() -> Iterator[tuple[str, str, list[str]]]:
 def pages() -> dict[Path, str]:
     """Return file -> text of every generated page."""
     reference = {DOCS / "reference" / name: text for name, text in reference_pages().items()}
-    return {DOCS / "support.md": support_page(), **reference}
+    on_gpu = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else None
+    return {DOCS / "support.md": support_page(on_gpu), **reference}
 
 
 if __name__ == "__main__":

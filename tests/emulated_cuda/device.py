@@ -36,25 +36,21 @@ from tests.emulated_cuda.waits import Waits
 COUNT = 2
 _CPU, _UNDECIDED = -1, -2  # undecided: made inside an operator of several steps; the first tensor that it meets decides
 
-_FACTORIES = (
-    "arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window "
-    "hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range scalar_tensor "
-    "sparse_coo_tensor tensor tril_indices triu_indices zeros"
-).split()
-_LIKE = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split()
-_NEW = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+_FACTORIES = """
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window
+    hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range scalar_tensor
+    sparse_coo_tensor tensor tril_indices triu_indices zeros
+""".split()  # noqa: SIM905
+_LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
+_NEW = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
 _FROM_DATA = {"as_tensor", "asarray", "new_tensor", "sparse_coo_tensor", "tensor"}
 
 aten = torch.ops.aten
 # What asks the device for a value or for the shape of its result
-_READS = {
-    getattr(aten, name)
-    for name in (
-        "_local_scalar_dense equal nonzero masked_select _unique _unique2 unique_dim unique_consecutive bincount "
-        "multinomial repeat_interleave _linalg_check_errors histc is_nonzero"
-    ).split()
-    if hasattr(aten, name)
-}
+_READS = """
+    _local_scalar_dense equal nonzero masked_select _unique _unique2 unique_dim unique_consecutive bincount multinomial
+    repeat_interleave _linalg_check_errors histc is_nonzero
+""".split()  # noqa: SIM905
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
@@ -244,7 +240,7 @@ class EmulatedCuda(TorchDispatchMode):
 
     def _note_reads(self, func: Any, args: tuple[Any, ...], home: int) -> None:
         packet = func.overloadpacket
-        if packet in _READS:
+        if packet.__name__ in _READS:
             self.waits.note("read", str(packet))
         elif packet in _INDEXING:
             masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
@@ -357,7 +353,7 @@ class EmulatedCuda(TorchDispatchMode):
     def _parse_to(
         self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, torch.dtype | None, bool, dict[str, Any]]:
-        """Return the target (a number of ours, another device or None), the dtype, whether it may run on, and the rest."""
+        """Return the target (a number of ours, another device or None), dtype, whether it may run on, and the rest."""
         kwargs = dict(kwargs)
         device, dtype, other = (kwargs.pop(name, None) for name in ("device", "dtype", "other"))
         flags = [arg for arg in args if isinstance(arg, bool)]

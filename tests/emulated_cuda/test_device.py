@@ -228,7 +228,7 @@ def test_memory_is_that_of_living_tensors(device):
     assert torch.cuda.memory_allocated() - before == 4000
     del kept
     assert torch.cuda.memory_allocated() == before
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 131072.00 GiB"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 131072\.00 GiB"):
         torch.empty(1 << 45, device="cuda")
 
 

@@ -46,5 +46,4 @@ CASE = Case(
     waits={"configure_and_adapt": 1},
     verify=verify,
     refuses={"compile": "is compiled: add adapters first"},
-    untested={"CUDA": "no GPU run yet"},
 )

@@ -57,5 +57,4 @@ CASE = Case(
     neutral={"schedule": {0: "*"}},
     instances=1,
     verify=verify,
-    untested={"CUDA": "no GPU run yet"},
 )

@@ -52,5 +52,4 @@ CASE = Case(
     waits={"configure_and_adapt": 1},
     verify=verify,
     refuses={"compile": "is compiled: add LoRA first"},
-    untested={"CUDA": "no GPU run yet"},
 )

@@ -43,5 +43,4 @@ CASE = Case(
     waits={"configure_and_adapt": 1},
     verify=verify,
     refuses={"compile": "is compiled"},
-    untested={"CUDA": "no GPU run yet"},
 )

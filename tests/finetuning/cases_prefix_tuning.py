@@ -38,5 +38,4 @@ CASE = Case(
     waits={"configure_and_adapt": 2},
     verify=verify,
     refuses={"compile": "is compiled: add prefixes first"},
-    untested={"CUDA": "no GPU run yet"},
 )

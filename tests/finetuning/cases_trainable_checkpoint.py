@@ -60,5 +60,4 @@ CASE = Case(
     waits={"on_train_epoch_start": 1},
     verify=verify,
     refuses={"FSDP2": "TrainableCheckpoint cannot leave anything out of the files that ModelParallelStrategy writes"},
-    untested={"CUDA": "no GPU run yet"},
 )

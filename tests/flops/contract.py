@@ -25,6 +25,5 @@ CASES = (
         of_one_fit=("count",),
         instances=1,
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

@@ -53,6 +53,5 @@ CASES = (
         instances=1,
         waits={"step": 3, "on_fit_end": 1, "teardown": 1},
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

@@ -56,6 +56,5 @@ CASES = (
         neutral={"stages": []},
         instances=1,
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

@@ -61,6 +61,5 @@ CASES = (
         second={"prefix": None, "best": {"train/f1": "max"}},
         waits={"on_train_batch_end": 62, "on_fit_end": 1},
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

@@ -33,6 +33,5 @@ CASES = (
         instances=1,
         waits={"on_train_batch_end": 2},
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

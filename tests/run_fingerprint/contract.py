@@ -46,6 +46,5 @@ CASES = (
         writes_to="path",
         waits={"on_train_batch_end": 1, "on_train_end": 1},
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

@@ -48,6 +48,5 @@ CASES = (
         looks_between_epochs=True,
         waits={"on_validation_end": 1, "teardown": 1},
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )

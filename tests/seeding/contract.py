@@ -25,6 +25,5 @@ CASES = (
         why_no_neutral="seeding is the effect: there is no seed that is as good as none",
         instances=1,
         verify=verify,
-        untested={"CUDA": "no GPU run yet"},
     ),
 )
