@@ -159,7 +159,8 @@ class EmulatedCuda(TorchDispatchMode):
             self._note_reads(func, args, home)
         with self._random_numbers_of(home, func, args, kwargs):
             made = func(*args, **kwargs)
-        if func.overloadpacket is aten.copy_ and len(given) == 2 and not self._blocks(given, homes, args):
+        is_to_host = func.overloadpacket is aten.copy_ and len(given) == 2 and homes[0] < 0 <= homes[1]
+        if is_to_host and not self._blocks(given, homes, args):
             self._send(given[0])
         if home != _CPU:
             old = {storage._cdata for storage in map(_storage, given) if storage is not None}
@@ -218,8 +219,8 @@ class EmulatedCuda(TorchDispatchMode):
 
     def _blocks(self, given: list[Tensor], homes: list[int], args: tuple[Any, ...]) -> bool:
         """Whether the host waits for a copy: it does, unless told not to, and always for one to memory not pinned."""
-        is_to_host = homes[0] < 0 <= homes[1]
-        return not (len(args) > 2 and args[2]) or not is_to_host or not self._is_pinned(given[0])
+        non_blocking = len(args) > 2 and bool(args[2])
+        return not non_blocking or (homes[0] < 0 <= homes[1] and not self._is_pinned(given[0]))
 
     def _send(self, target: Tensor) -> None:
         """Let a copy to the host arrive when it is waited for; before, its memory holds other values."""

@@ -137,6 +137,7 @@ def test_what_the_host_waits_for_is_counted_with_its_line(device, wait, kind):
     [
         lambda x: (x * 2).sum().sqrt(),
         lambda x: torch.ones(3).to("cuda", non_blocking=True),
+        lambda x: x.copy_(torch.ones(3), non_blocking=True),
         lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
         lambda x: x.to("cpu", non_blocking=True),
         lambda x: torch.full((), 3.0, device="cuda"),

@@ -42,9 +42,9 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
     preds, target = inputs.get("preds"), inputs.get("target")
     if not isinstance(preds, Tensor) or not isinstance(target, Tensor):
         return
-    checked = {None}
+    checked = set[Task]()
     for key, task in tasks.items():
-        if task not in checked:
+        if task is not None and task not in checked:
             checked.add(task)
             try:
                 _check(preds, target, task)
