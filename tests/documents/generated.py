@@ -21,7 +21,7 @@ _ELSEWHERE = """
 The emulated device holds CPU tensors under the name `cuda:0`. It finds tensors that are made, left or restored on the
 wrong device, branches on the device, and what the host waits for: on it all callbacks, one ensemble of each kind and
 all presets of `TricksMixin` train, are stopped and resumed, with the bits of the CPU. No callback lets the host wait in
-a training batch after the first.
+a training batch after the first, but where it writes something then: rows of `RunFingerprint`, images of `ImageLogger`.
 
 | where | what is simulated | what nobody has run |
 | --- | --- | --- |

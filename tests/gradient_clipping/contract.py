@@ -51,7 +51,7 @@ CASES = (
         kind="changer",
         neutral={"max_norm": math.inf},
         instances=1,
-        waits={"step": 3, "on_fit_end": 1, "teardown": 1},
+        waits={"step": 1, "on_fit_end": 1, "teardown": 1},
         verify=verify,
     ),
 )

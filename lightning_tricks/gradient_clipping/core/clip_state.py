@@ -339,7 +339,7 @@ class ClipGroups:
                 label,
                 None if excluded else self._methods[label],
                 [parameters[index] for index in members],
-                torch.tensor(members, device=parameters[0].device),
+                torch.tensor(members, device="cpu").to(parameters[0].device, non_blocking=True),
             )
             for (label, excluded), members in indices_by_label.items()
         ]
