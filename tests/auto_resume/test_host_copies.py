@@ -57,6 +57,20 @@ def test_what_is_too_large_is_left_to_torch():
         assert not staged["small"].is_cuda
 
 
+def test_where_no_memory_can_be_pinned_all_is_left_to_torch():
+    make = torch.empty
+
+    def refusing(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return make(*args, **kwargs)
+
+    with EmulatedCuda():
+        value = {"weight": torch.ones(3, device="cuda")}
+        with patch.object(torch, "empty", refusing):
+            assert stage_on_host(value) is value
+
+
 def test_other_tensors_are_left_as_they_are():
     with EmulatedCuda():
         parameter = nn.Parameter(torch.ones(2, device="cuda"))

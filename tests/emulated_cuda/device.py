@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -76,6 +76,7 @@ class EmulatedCuda(TorchDispatchMode):
     def __enter__(self) -> EmulatedCuda:
         assert EmulatedCuda.active is None, "there is one emulation at a time"
         EmulatedCuda.active = self
+        _device_constructors()  # those of torch, before they are patched
         self._patches.callback(setattr, EmulatedCuda, "active", None)
         self._patch_tensors()
         self._patch_factories()
@@ -88,6 +89,7 @@ class EmulatedCuda(TorchDispatchMode):
         self._arrive()
         super().__exit__(*exception)
         self._patches.close()
+        _device_constructors.cache_clear()  # which may know those that are patched
         self._homes.clear()
         self._pinned.clear()
 
@@ -393,7 +395,8 @@ class EmulatedCuda(TorchDispatchMode):
         def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
             source = args[0] if args and isinstance(args[0], Tensor) else None
             if source is not None and name in ("as_tensor", "asarray"):
-                return source.to(device, kwargs.get("dtype")) if device is not None else factory(*args, **kwargs)
+                target = device if device is not None else _default_device(source.device)
+                return source.to(target, kwargs.get("dtype") or source.dtype)
             if device is not None:
                 home = self.index(device)
             elif source is not None and (follows or name in ("tensor", "normal")):
@@ -401,7 +404,7 @@ class EmulatedCuda(TorchDispatchMode):
                 if source.device.type not in ("cpu", "cuda"):
                     home = None
             else:
-                home = self.index(_default_device())
+                home = self.index(_default_device(torch.device("cpu")))
             if home is None:
                 return factory(*args, **kwargs) if device is None else factory(*args, device=device, **kwargs)
             if name in _FROM_DATA:
@@ -508,9 +511,9 @@ class _Move(torch.autograd.Function):
         return emulation.place(copied, ctx.origin), None, None, None
 
 
-def _default_device() -> torch.device:
+def _default_device(otherwise: torch.device) -> torch.device:
     modes = reversed(torch.overrides._get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), torch.device("cpu"))
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), otherwise)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:

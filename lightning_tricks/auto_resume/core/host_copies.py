@@ -71,7 +71,11 @@ def _copies(storages: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStor
     if not storages:
         return {}
     sizes = [storage.nbytes() for storage in storages]
-    parts = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True).split(sizes)
+    try:
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # the system lets nobody pin as much: then `torch.save` reads all
+        return {}
+    parts = memory.split(sizes)
     for storage, part in zip(storages, parts, strict=True):
         part.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), non_blocking=True)
     for device in {storage.device for storage in storages}:
