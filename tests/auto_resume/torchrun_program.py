@@ -1,0 +1,41 @@
+"""A training script that torchrun starts; one rank is killed once: `torchrun_program.py FOLDER SIGNAL`."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_tricks import AutoResume, isolated_rng
+from tests.contract.lab import QUIET, EvaluatedNet, loader
+
+
+class KilledOnce(Callback):
+    """Sends rank one a signal after its seventh step, if no process was killed in this folder before."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.marker, self.name = folder / "killed", name
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.name != "none" and trainer.global_rank == 1 and trainer.global_step == 7 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), getattr(signal, self.name))
+
+
+def main() -> None:
+    """Train three epochs of five steps on two ranks, and write the weights of each."""
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    callbacks = [AutoResume(folder / "runs", every_n_train_steps=2), KilledOnce(folder, name)]
+    trainer = Trainer(**QUIET, strategy="ddp", devices=2, max_epochs=3, callbacks=callbacks)
+    with isolated_rng(seed=0):
+        net = EvaluatedNet(dropout=0.2)
+    torch.manual_seed(1)
+    trainer.fit(net, loader(shuffle=True), loader())
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    torch.save((attempt, net.state_dict(), torch.get_rng_state()), folder / f"end{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
