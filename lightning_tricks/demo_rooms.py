@@ -77,7 +77,7 @@ def _auto_resume(trainer: Trainer, history: History) -> Rows:
 def _checkpoint_remapping(trainer: Trainer, history: History) -> Rows:
     """Load the trained weights under the names with which DataParallel saves them."""
     module = trainer.lightning_module
-    wrapped = torch.nn.DataParallel(module, device_ids=[]).state_dict()
+    wrapped = torch.nn.ModuleDict({"module": module}).state_dict()  # as DataParallel wraps it
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
         save_weights(wrapped, path, clean=False)

@@ -79,9 +79,10 @@ def _leave_no_trace(monkeypatch, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _emulated_gpu(request, _leave_no_trace):
-    """Let a test of a GPU run on an emulated one where there is none."""
+    """Let a test of a GPU run on an emulated one where there is none; with `--emulated`, all tests beside one."""
     needs_one = request.node.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
-    with EmulatedCuda() if needs_one else nullcontext():
+    beside_one = request.config.getoption("emulated")
+    with EmulatedCuda() if needs_one else EmulatedCuda(1) if beside_one else nullcontext():
         yield
 
 
@@ -93,6 +94,7 @@ def pytest_sessionfinish():
 def pytest_addoption(parser):
     """Add what `make test-oldest` and `make thorough` give."""
     parser.addoption("--oldest", action="store_true", help="of files with tests that are marked `oldest`, run these")
+    parser.addoption("--emulated", action="store_true", help="run the tests as on a machine with a GPU")
     parser.addoption("--thorough", action="store_true", help="run what is marked `thorough` too, and notebooks in full")
 
 

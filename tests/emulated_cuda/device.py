@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 from tests.emulated_cuda import generators, stubs
 from tests.emulated_cuda.waits import Waits
 
-COUNT = 2
 _CPU, _UNDECIDED = -1, -2  # undecided: made inside an operator of several steps; the first tensor that it meets decides
 
 _FACTORIES = """
@@ -55,18 +54,18 @@ _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_,
 
 
 class EmulatedCuda(TorchDispatchMode):
-    """Within it there are two CUDA devices; `waits` lists what the host waited for."""
+    """Within it there are CUDA devices; `waits` lists what the host waited for."""
 
     active: EmulatedCuda | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
         super().__init__()
         self.waits = Waits(self._arrive)
         self.current = 0
         self.peak = 0
         self.limit = stubs.TOTAL
         self._on_their_way: list[tuple[Tensor, Tensor]] = []
-        self.generators = [generators.Generator(f"cuda:{index}") for index in range(COUNT)]
+        self.generators = [generators.Generator(f"cuda:{index}") for index in range(count)]
         self._homes: dict[int, tuple[StorageWeakRef, int]] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self._limit = 1000
@@ -103,8 +102,8 @@ class EmulatedCuda(TorchDispatchMode):
         if device.type != "cuda":
             return None
         index = self.current if device.index is None else device.index
-        if index >= COUNT:
-            raise RuntimeError(f"CUDA error: invalid device ordinal ({index} of {COUNT})")
+        if index >= len(self.generators):
+            raise RuntimeError(f"CUDA error: invalid device ordinal ({index} of {len(self.generators)})")
         return int(index)
 
     def home(self, tensor: Tensor) -> int:

@@ -111,7 +111,8 @@ def test_a_new_head_on_weights_of_data_parallel(monkeypatch, capsys):
     net = _run("new_head.py", monkeypatch, "mine.pt")["model"].net
     assert net.fc.out_features == 10
     source = pretrained.module.state_dict()
-    assert all(torch.equal(value, source[name]) for name, value in net.state_dict().items() if name[:3] != "fc.")
+    loaded = {name: value for name, value in net.state_dict().items() if name[:3] != "fc."}
+    assert all(torch.equal(value, source[name].to(value.device)) for name, value in loaded.items())
     assert capsys.readouterr().out.startswith("120/122 tensors")
     _run("new_head.py", monkeypatch)
     assert Path("resnet18.pt").exists(), "without a file it makes one"
@@ -229,4 +230,4 @@ def test_the_model_of_the_configuration_is_that_of_a_script(monkeypatch, here, c
     seen = []
     monkeypatch.setattr(LightningModule, "on_fit_start", lambda self: seen.append(copy.deepcopy(self.net.state_dict())))
     _command(monkeypatch, "fit", "--config", "examples/digits.yaml", "--trainer.fast_dev_run=true")
-    assert all(torch.equal(seen[0][name], value) for name, value in expected.items())
+    assert all(torch.equal(seen[0][name].to(value.device), value) for name, value in expected.items())
