@@ -10,8 +10,9 @@ random numbers of its own.
 What it shows: tensors that are made, left or restored on the wrong device, branches on the device that change values,
 and reads and copies that stall. What it cannot show: anything about kernels, their rounding and determinism; streams,
 which are in order here; memory (`memory_allocated` counts living storages); which of its operators autocast runs in
-float16, as the lists are those of the CPU; NCCL; `torch.compile`, whose graphs carry devices of their own; NVML; what
-C++ alone does with a device. It is never evidence that something runs on CUDA.
+float16, as the lists are those of the CPU; NCCL; `torch.compile`, whose graphs carry devices of their own; lazy
+modules before their first call; NVML, for which `FakeNvml` stands; what C++ alone does with a device. It is never
+evidence that something runs on CUDA.
 """
 
 from __future__ import annotations
