@@ -22,6 +22,14 @@ from rich.table import Table
 Contestants = Mapping[str, Callable[[], Any]]
 Ratio = dict[str, Any]  # median, q1, q3 and the peer
 ACCELERATOR = "cuda" if torch.cuda.is_available() else "cpu"
+# What a Trainer is given that prints and logs nothing
+LEAN: dict[str, Any] = {
+    "accelerator": ACCELERATOR,
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def now() -> float:

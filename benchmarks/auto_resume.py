@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _ratios import ACCELERATOR, arguments, be_quiet, measure, now, ratios, report
+from _ratios import LEAN, arguments, be_quiet, measure, now, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -23,13 +23,6 @@ from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 
 SAMPLES, BATCH_SIZE, STEPS, SAVES = 100_000, 32, 300, 20
-LEAN = {
-    "accelerator": ACCELERATOR,
-    "devices": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Classifier(LightningModule):

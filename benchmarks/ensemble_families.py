@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torchensemble
-from _ratios import ACCELERATOR, be_quiet, environment, measure, ratios, report, work
+from _ratios import ACCELERATOR, LEAN, be_quiet, environment, measure, ratios, report, work
 from ensembles import MLP, DigitsMLP, LeNet, digits, random_images
 from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
@@ -80,11 +80,7 @@ def fit_ours(
     length = {"GradientBoosting": epochs * n, "FastGeometric": epochs + CYCLE * n}.get(family, epochs)
     loader = DataLoader(data, 64, shuffle=True)
     start = work()
-    Trainer(
-        max_epochs=length, accelerator=ACCELERATOR, devices=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(model, loader)  # fmt: skip
+    Trainer(max_epochs=length, enable_checkpointing=False, **LEAN).fit(model, loader)
     return model, work() - start
 
 
@@ -108,11 +104,7 @@ def fit_plain(net: type[nn.Module], data: TensorDataset, epochs: int) -> float:
     """Fit one model with the bare Trainer; return the CPU time in seconds."""
     model, loader = Plain(net()), DataLoader(data, 64, shuffle=True)
     start = work()
-    Trainer(
-        max_epochs=epochs, accelerator=ACCELERATOR, devices=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(model, loader)  # fmt: skip
+    Trainer(max_epochs=epochs, enable_checkpointing=False, **LEAN).fit(model, loader)
     return work() - start
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 import torchensemble
-from _ratios import ACCELERATOR, arguments, be_quiet, measure, ratios, report, work
+from _ratios import ACCELERATOR, LEAN, arguments, be_quiet, measure, ratios, report, work
 from lightning.pytorch import Trainer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -99,11 +99,7 @@ def fit_ours(
     model = VotingClassifier(net, n, optimizer=("Adam", {"lr": lr}), **options)
     loader = DataLoader(data, 64, shuffle=True)
     start = work()
-    Trainer(
-        max_epochs=epochs, accelerator=ACCELERATOR, devices=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(model, loader)  # fmt: skip
+    Trainer(max_epochs=epochs, enable_checkpointing=False, **LEAN).fit(model, loader)
     return model, work() - start
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torchvision
-from _ratios import ACCELERATOR, arguments, be_quiet, measure, now, ratios, report
+from _ratios import LEAN, arguments, be_quiet, measure, now, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -26,13 +26,6 @@ from lightning_tricks import RunFingerprint, seed_everything
 from lightning_tricks.run_fingerprint import fingerprint
 from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 
-LEAN = {
-    "accelerator": ACCELERATOR,
-    "devices": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 HOOKS = ("on_batch_start", "on_backward_start", "on_optimizer_step", "on_batch_end")
 
 

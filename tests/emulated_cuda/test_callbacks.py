@@ -87,21 +87,20 @@ def waits_of(lab, callbacks):
     return [wait for wait in device.waits if wait.blocks]
 
 
-class Before(Callback):
-    """First in the list: says which batch it is that the others are about to see."""
-
+class _Moments(Callback):
     def __init__(self, waits):
         self.waits = repeat(waits).__next__  # which AutoResume does not see
+
+
+class Before(_Moments):
+    """First in the list: says which batch it is that the others are about to see."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.waits().moment = "a later batch" if trainer.fit_loop.total_batch_idx else "the first batch"
 
 
-class After(Callback):
+class After(_Moments):
     """Last in the list."""
-
-    def __init__(self, waits):
-        self.waits = repeat(waits).__next__
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.waits().moment = ""

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:`lr_scheduler.step"),
 ]
+_ON_DEVICE = {"accelerator": "cuda", "devices": 1, "max_epochs": 4}
 _OTHERS = {
     "Voting": {},
     "Bagging": {},
@@ -68,14 +69,13 @@ def test_an_ensemble_has_the_bits_of_the_cpu(name, kind):
 @pytest.mark.filterwarnings("error:AutoResume")
 def test_an_ensemble_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
     train, test = _data()
-    options = {"accelerator": "cuda", "devices": 1, "max_epochs": 4}
     with EmulatedCuda():
         whole, first, second = (_make(name) for _ in range(3))
         with isolated_rng(seed=0):
-            fit(whole, train, test, **options)
+            fit(whole, train, test, **_ON_DEVICE)
         with isolated_rng(seed=0), pytest.raises(RuntimeError, match="stopped"):
-            fit(first, train, test, **options, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), _Stops(6)])
-        fit(second, train, test, **options, callbacks=[AutoResume(tmp_path)])
+            fit(first, train, test, **_ON_DEVICE, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), _Stops(6)])
+        fit(second, train, test, **_ON_DEVICE, callbacks=[AutoResume(tmp_path)])
         assert same(dict(second.state_dict()), dict(whole.state_dict()))
 
 
@@ -84,8 +84,7 @@ def test_no_batch_after_the_first_makes_the_host_wait(name):
     train, test = _data()
     with EmulatedCuda() as device:
         moments = [Before(device.waits), After(device.waits)]
-        options = {"accelerator": "cuda", "devices": 1, "max_epochs": 4, "callbacks": moments}
-        fit(_make(name), train, test, **options)
+        fit(_make(name), train, test, **_ON_DEVICE, callbacks=moments)
     found = Counter(wait.line for wait in device.waits if wait.blocks and wait.moment == "a later batch" and wait.hook)
     assert not found
 
@@ -119,7 +118,7 @@ def test_a_preset_trains_and_is_resumed(preset, precision, tmp_path):
             return Tricked(outputs=outputs, tricks=Tricks.preset(preset, dirpath=str(tmp_path / folder), **classes))
 
     train, test = _data()
-    options = {"accelerator": "cuda", "devices": 1, "max_epochs": 4, "precision": precision}
+    options = {**_ON_DEVICE, "precision": precision}
     with EmulatedCuda():
         whole, first, second = make("whole"), make("stopped"), make("stopped")
         fit(whole, train, test, **options)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks._shared.tensors import tensors_in
+
 _MAX_BYTES = 2**28  # of pinned memory; what is larger is left to `torch.save`, which holds one storage at a time
 
 
@@ -19,16 +21,10 @@ def stage_on_host(value: Any) -> Any:
     are waited for together. Tensors that share a storage share its copy. What is no plain container, and what is in it,
     is left as it is.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            storages[storage.data_ptr()] = storage
-        return tensor
-
-    _replace(value, note)
-    copies = _copies(_smallest(storages.values()))
+    if not torch.cuda.is_initialized():  # then there is no tensor on such a device
+        return value
+    given = (tensor.untyped_storage() for tensor in tensors_in(value) if _is_staged(tensor))
+    copies = _copies(_smallest({storage.data_ptr(): storage for storage in given if storage.nbytes()}.values()))
 
     def replace(tensor: Tensor) -> Tensor:
         copy = copies.get(tensor.untyped_storage().data_ptr())
@@ -42,8 +38,8 @@ def stage_on_host(value: Any) -> Any:
 
 def _replace(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Rebuild containers with what a function makes of each plain tensor on a CUDA device."""
-    if type(value) is Tensor:
-        return function(value) if value.is_cuda and _is_its_storage(value) else value
+    if isinstance(value, Tensor):
+        return function(value) if _is_staged(value) else value
     if type(value) in (dict, OrderedDict):
         made = type(value)((key, _replace(part, function)) for key, part in value.items())
         if isinstance(made, OrderedDict):
@@ -52,8 +48,10 @@ def _replace(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(value)(_replace(part, function) for part in value) if type(value) in (list, tuple) else value
 
 
-def _is_its_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+def _is_staged(tensor: Tensor) -> bool:
+    """Whether a tensor is on a CUDA device, and is what its storage, offset, sizes and strides make it."""
+    is_plain = type(tensor) is Tensor and tensor.is_cuda and tensor.layout is torch.strided
+    return is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _smallest(storages: Iterable[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
