@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from lightning_tricks._lightning_compat.sharded import is_sharding, plain_states
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def override_resume_checkpoint(
         override.close()
         choice = select_checkpoint(checkpoint_path)
         if choice is None:
-            resume_start(checkpoint_path, *args, **kwargs)
+            if not is_sharding(trainer.strategy):  # which reads it after its setup
+                resume_start(checkpoint_path, *args, **kwargs)
             return
         path, checkpoint = choice
         with needs_private("AutoResume"):
@@ -57,8 +59,9 @@ def override_resume_checkpoint(
 
 @needs_private("AutoResume")
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Return what `Trainer.save_checkpoint` would write; every rank has to call it."""
-    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    """Return what `Trainer.save_checkpoint` would write, with plain states; every rank has to call it."""
+    with plain_states(trainer.strategy):
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return checkpoint
 
 

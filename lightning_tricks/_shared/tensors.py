@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +51,29 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor, so that each rank has the whole tensor; return any other tensor as it is."""
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return whole
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank holds; return any other tensor as it is."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def replace_tensors(value: Any, function: Callable[[tuple[Any, ...], Tensor], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Rebuild plain containers with what a function makes of each tensor, given the keys that lead to it.
+
+    What is no plain container, and what is in it, is left as it is.
+    """
+    if isinstance(value, Tensor):
+        return function(path, value)
+    if type(value) in (dict, OrderedDict):
+        made = type(value)((key, replace_tensors(part, function, (*path, key))) for key, part in value.items())
+        if isinstance(made, OrderedDict):
+            vars(made).update(vars(value))  # a state dict's versions
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(replace_tensors(part, function, (*path, place)) for place, part in enumerate(value))
+    return value
 
 
 def detach_tensors(value: Any) -> Any:

@@ -19,7 +19,6 @@ from lightning_tricks._lightning_compat.flavor import (
     FSDPStrategy,
     LightningModule,
     MisconfigurationException,
-    ModelParallelStrategy,
     Trainer,
     TrainerFn,
     rank_zero_info,
@@ -40,7 +39,7 @@ _OUTLIVES = (
     "Give a directory that outlives the machine, such as one of a network file system, or copy a local one with a tool "
     "of that storage: after the run, and back before the next start."
 )
-_SHARDED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+_REFUSED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy)
 
 
 class AutoResume(TrickCallback):
@@ -53,7 +52,8 @@ class AutoResume(TrickCallback):
     epoch means and a validation that is due are all resumed. Samples that were seen are skipped at the sampler.
 
     Checkpoints are saved between two optimizer steps only, never within accumulation or validation: a kill loses what
-    came after the last save, and the next process repeats it. Saving does not change the run.
+    came after the last save, and the next process repeats it. Saving does not change the run. Under
+    `ModelParallelStrategy` each rank writes its shards by torch.distributed.checkpoint; a checkpoint is a folder then.
 
     Loggers and ModelCheckpoint are resumed as well. CSVLogger and TensorBoardLogger keep their version, and the rows
     that they wrote after the save are removed, so that each row is there once. WandbLogger and MLFlowLogger continue
@@ -119,6 +119,7 @@ class AutoResume(TrickCallback):
     Raises:
         TypeError: If a number or the signals have the wrong type.
         ValueError: If a value is out of range, a signal is unknown, or `dirpath` is an address such as `s3://...`.
+        MisconfigurationException: In a fit under FSDP1 or DeepSpeed.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -293,10 +294,10 @@ class AutoResume(TrickCallback):
 
     def _check_supported(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = type(trainer.strategy).__name__
-        if isinstance(trainer.strategy, _SHARDED_STRATEGIES):
+        if isinstance(trainer.strategy, _REFUSED_STRATEGIES):
             raise MisconfigurationException(
-                f"AutoResume does not save the shards of {strategy}. Train with one device or DDP, or resume with "
-                "Lightning's ModelCheckpoint and ckpt_path='last'."
+                f"AutoResume does not save the shards of {strategy}. Shard with ModelParallelStrategy (FSDP2), train "
+                "with one device or DDP, or resume with Lightning's ModelCheckpoint and ckpt_path='last'."
             )
         if "dataloader_iter" in signature(module.training_step).parameters:
             raise MisconfigurationException(

@@ -23,8 +23,10 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.text import describe_error
+from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
 from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
+from lightning_tricks.auto_resume.core.shards import put_shards, shape_of
 from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -111,19 +113,29 @@ class CheckpointSelection:
         self._kept = None
 
     def _read(self, path: Path) -> dict[str, Any]:
-        stream, self._stream = self._stream or path.open("rb"), None
+        stream, self._stream = self._stream or main_file(path).open("rb"), None
         with stream:
             if self.settings.allow_pickle:
                 checkpoint: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=False)
-                return checkpoint
-            checkpoint = _load_plain_data_or_raise(path, stream)
+            else:
+                checkpoint = _load_plain_data_or_raise(main_file(path), stream)
+                self._check_plain(checkpoint, path)
+        if path.is_dir():
+            try:
+                checkpoint = put_shards(checkpoint, path, self.module)
+            except Exception as error:
+                raise MisconfigurationException(
+                    f"AutoResume: {path} cannot be read: {describe_error(error)}."
+                ) from error
+        return checkpoint
+
+    def _check_plain(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         for key_path, kind in find_objects(checkpoint).items():
             raise MisconfigurationException(
                 f"AutoResume: {describe_object(self.trainer, self.module, key_path, kind)} in {path}. Objects are not "
                 "restored, as that would run code of the file. If nobody else writes to that directory, "
                 "AutoResume(..., allow_pickle=True) restores them."
             )
-        return checkpoint
 
     def _is_taken(self, user_path: str | os.PathLike[str], manifest: Manifest | None) -> bool:
         """Return whether the user's checkpoint is resumed, and log which one is.
@@ -158,7 +170,7 @@ class CheckpointSelection:
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
         if manifest.run.get("parameters") == self.identity["parameters"]:
             return
-        found = _shape_differences(self.module, _load_plain_data_or_raise(path, self._stream)["state_dict"])
+        found = _shape_differences(self.module, _load_plain_data_or_raise(main_file(path), self._stream)["state_dict"])
         if self._stream is not None:
             self._stream.seek(0)
         if found:
@@ -171,7 +183,7 @@ class CheckpointSelection:
 def _position(path: str | os.PathLike[str]) -> tuple[Any, Any] | None:
     """Return epoch and step of a checkpoint that anybody may have written; None if it cannot be read."""
     try:
-        checkpoint = load_plain_data(Path(path))
+        checkpoint = load_plain_data(main_file(Path(path)))
         return checkpoint["epoch"], checkpoint["global_step"]
     except Exception:  # of the file system, of torch, or of a file that is something else
         return None
@@ -227,10 +239,10 @@ def _shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: i
     """Return a phrase for each parameter in which a module differs from a saved state dict."""
     own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     found = [
-        f"{name} has shape {shape} in this run and {tuple(saved[name].shape) if name in saved else 'is missing'} "
+        f"{name} has shape {shape} in this run and {shape_of(saved[name]) if name in saved else 'is missing'} "
         "in the checkpoint"
         for name, shape in own.items()
-        if name not in saved or tuple(saved[name].shape) != shape
+        if name not in saved or shape_of(saved[name]) != shape
     ]
     mine = module.state_dict().keys()
     found += [f"{name} is in the checkpoint only" for name in saved if name not in mine]

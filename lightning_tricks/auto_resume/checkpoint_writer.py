@@ -18,6 +18,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects
@@ -26,6 +27,7 @@ from lightning_tricks.auto_resume.checkpoint_selection import describe_object
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
+from lightning_tricks.auto_resume.core.shards import files_of_rank, take_shards, write_shards
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
 from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -90,7 +92,7 @@ class CheckpointWriter:
             save_point: The moment of the save.
             rank_state: The state of this rank.
             get_shared_state: Returns the state that is the same on all ranks and that the Trainer's checkpoint, its
-                argument, lacks; called on rank zero.
+                argument, lacks; called on rank zero, and on all ranks where the model is sharded.
             identity: What distinguishes this run from others.
 
         Raises:
@@ -98,23 +100,27 @@ class CheckpointWriter:
         """
         trainer = self.trainer
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
-        ranks = gather_objects(rank_state)
-        self._warn_unsaved(ranks)
         self.is_saving = True
         try:
             with isolated_rng():  # hooks of a save must not change the random numbers of the run
                 checkpoint = dump_checkpoint(trainer)
         finally:
             self.is_saving = False
-        failure = ""
-        if trainer.is_global_zero:
-            checkpoint[CHECKPOINT_KEY] = {
-                "format": FORMAT,
-                "moment": save_point.value,
-                "shared": get_shared_state(checkpoint),
-                "ranks": ranks,
-            }
-            failure = self._write(checkpoint, identity, finished=save_point is SavePoint.FIT_END)
+        knows_all = trainer.is_global_zero or is_sharding(trainer.strategy)
+        checkpoint[CHECKPOINT_KEY] = {
+            "format": FORMAT,
+            "moment": save_point.value,
+            "shared": get_shared_state(checkpoint) if knows_all else {},
+            "ranks": rank_state,
+        }
+        shards, failure = dict[str, tuple[str, int]](), ""
+        if is_sharding(trainer.strategy):
+            checkpoint, shards, failure = self._write_shards(checkpoint)
+        entry: dict[str, Any] = checkpoint[CHECKPOINT_KEY]
+        entry["ranks"] = gather_objects(entry["ranks"])
+        self._warn_unsaved(entry["ranks"])
+        if trainer.is_global_zero and not failure:
+            failure = self._write(checkpoint, identity, shards, finished=save_point is SavePoint.FIT_END)
         failure = trainer.strategy.broadcast(failure)
         if failure and self.settings.on_failed_save == "raise":
             raise OSError(failure)
@@ -141,10 +147,53 @@ class CheckpointWriter:
                 max_steps=trainer.max_steps,
             )
 
-    def _write(self, checkpoint: Mapping[str, Any], identity: Mapping[str, Any], finished: bool) -> str:
+    def _write_shards(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, int]], str]:
+        """Write what is sharded; return the rest, the files with SHA-256 and size, and why that failed, or nothing.
+
+        All ranks have to call it.
+        """
+        trainer, folder = self.trainer, self.run_files.folder
+        files, failure = dict[str, tuple[str, int]](), ""
+        if trainer.is_global_zero:
+            failure = self._failure_of(folder.prepare_shards)
+        failure = trainer.strategy.broadcast(failure)
+        if not failure:
+            checkpoint, tensors = take_shards(checkpoint, self.module)
+            failure = self._failure_of(lambda: write_shards(folder.shards_in_writing, tensors))
+        if not failure:
+            failure = self._failure_of(
+                lambda: files.update(files_of_rank(folder.shards_in_writing, trainer.global_rank))
+            )
+        failures, files_of_ranks = zip(*gather_objects((failure, files)), strict=True)
+        return (
+            checkpoint,
+            dict(item for files in files_of_ranks for item in files.items()),
+            next(filter(None, failures), ""),
+        )
+
+    def _failure_of(self, write: Callable[[], object]) -> str:
+        """Return why a write failed, or nothing."""
+        try:
+            write()
+        except Exception as error:  # of the disk, a logger, or the pickling of a user's object
+            return (
+                f"AutoResume: step {self.trainer.global_step} could not be saved in {self.run_files.folder.path}: "
+                f"{error}. The checkpoint before it is complete."
+            )
+        return ""
+
+    def _write(
+        self,
+        checkpoint: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        shards: Mapping[str, tuple[str, int]],
+        finished: bool,
+    ) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing."""
         trainer, folder = self.trainer, self.run_files.folder
-        try:
+        problems = []
+
+        def write() -> None:
             for logger in trainer.loggers:  # rows that are still in memory would be lost in a kill
                 logger.save()
             manifest = folder.save(
@@ -155,16 +204,15 @@ class CheckpointWriter:
                 finished=finished,
                 loggers=self.run_files.loggers.records(),
                 run=identity,
+                shards=shards,
             )
             self.run_files.on_save(manifest)
             self.final_manifest = manifest if finished else None
             folder.prune(self.settings.keep_last)
-            return "" if self.settings.allow_pickle else self._why_not_loadable(checkpoint, folder.path / manifest.file)
-        except Exception as error:  # of the disk, a logger, or the pickling of a user's object
-            return (
-                f"AutoResume: step {trainer.global_step} could not be saved in {folder.path}: {error}. The "
-                "checkpoint before it is complete."
-            )
+            if not self.settings.allow_pickle:
+                problems.append(self._why_not_loadable(checkpoint, folder.path / manifest.main_file))
+
+        return self._failure_of(write) or "".join(problems)
 
     def _warn_unsaved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Name what a resumed run will lack, each thing once."""

@@ -21,9 +21,10 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks._shared.tensors import gather_objects, is_sharded
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners, Attributes, DatasetHolders
@@ -246,11 +247,14 @@ def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapp
     """Return where the checkpoint that the Trainer would write now differs from the saved one."""
     with isolated_rng():  # hooks may draw random numbers
         checkpoint = dump_checkpoint(trainer)
-    if not trainer.is_global_zero:
+    if not (trainer.is_global_zero or is_sharding(trainer.strategy)):
         return []
     saved: Mapping[str, Any] = {}
     with suppress(MisconfigurationException):  # somebody may have overwritten the file since it was read
         saved = load_saved()
     compared = {name: value for name, value in saved.items() if name not in _NOT_COMPARED_ENTRIES}
+    if not trainer.is_global_zero:  # all that is not sharded is as rank zero had it
+        weights = {name: value for name, value in compared.get("state_dict", {}).items() if is_sharded(value)}
+        compared = {"state_dict": weights, "optimizer_states": compared.get("optimizer_states", [])}
     timers = tuple(f"callbacks.{timer.state_key}." for timer in callbacks_of_type(trainer, Timer))
     return [path for path in differing_paths(compared, checkpoint) if not path.startswith(timers)]

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._lightning_compat.flavor import LightningModule, StochasticWeightAveraging, Trainer, is_overridden
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
+from lightning_tricks._shared.tensors import local_part
 from lightning_tricks._torch_compat.modules import hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
@@ -139,14 +140,14 @@ class LeftOutTensors(Part):
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors by name; those in the state dict may have other names there."""
-        in_checkpoint = {value.data_ptr() for value in checkpoint["state_dict"].values() if _has_data(value)}
+        in_checkpoint = {_place(value) for value in checkpoint["state_dict"].values() if _has_data(value)}
         names = {*dict(self.module.named_parameters()), *nn.Module.state_dict(self.module)}  # others: see Buffers
         found = {
             name: value
             for name, value in _tensors(self.module).items()
             if name in names
             and _has_data(value)
-            and value.data_ptr() not in in_checkpoint
+            and _place(value) not in in_checkpoint
             and not _is_unchanged(name, value, self._initial.get(name))
         }
         return {"left_out": move_to_device(found, "cpu")}
@@ -333,8 +334,12 @@ def _has_data(value: Any) -> bool:
     return is_plain and value.device.type != "meta" and value.numel() > 0
 
 
+def _place(value: Tensor) -> int:
+    return local_part(value).data_ptr()
+
+
 def _digest(value: Tensor) -> str:
-    flat = value.detach().cpu().contiguous().reshape(-1)
+    flat = local_part(value).detach().cpu().contiguous().reshape(-1)
     return hashlib.sha1(flat.view(torch.uint8).numpy().tobytes(), usedforsecurity=False).hexdigest()
 
 

@@ -27,7 +27,9 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loaders import close_workers
+from lightning_tricks._lightning_compat.sharded import is_sharding, restored_before_setup
 from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._shared.tensors import reshard_fsdp2
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
@@ -85,6 +87,7 @@ class ResumableFit(FitObserver):
         installed.callback(self.stop_request.close)
         installed.callback(self.loaders.close)
         installed.enter_context(call_after_train_end(trainer, self.after_train_end))
+        self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
         installed.enter_context(override_resume_checkpoint(trainer, self._select_checkpoint))
 
@@ -103,6 +106,7 @@ class ResumableFit(FitObserver):
             self.configuration.resume_from(saved)
         self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
         if saved is None:
+            self._restore_after_setup()
             return None
         self._resumed, self._pending, self._checkpoint = manifest, saved, checkpoint
         self._loader_origins = dict(saved.rank["made"])
@@ -358,6 +362,10 @@ class ResumableFit(FitObserver):
 
     def _save(self, save_point: SavePoint) -> None:
         trainer = self.trainer
+        if is_sharding(trainer.strategy):
+            reshard_fsdp2(
+                self.module
+            )  # a validation leaves whole parameters, which are others than those of optimizers
         at_end = save_point is SavePoint.FIT_END or (save_point is SavePoint.AFTER_BATCH and is_last_batch(trainer))
         state = self.state.capture()
         state |= {"made": self._loader_origins, "epoch": self._epoch_start, "loaders": self.loaders.state(at_end)}

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data._utils import worker
 
-from tests.auto_resume.training import DEFAULTS, train
+from tests.auto_resume.training import DEFAULTS, ON_FILES, train
 from tests.contract.processes import append_output_to, run_and_exit
 
 STOPPED = 75
@@ -41,6 +41,7 @@ PHASES = {
     "after the last step": ("on_train_end", lambda options: 1),
     "after the fit": ("on_fit_end", lambda options: 1),
 }
+IN_A_SAVE = "while files are written"
 
 
 def one_in_three_with_the_oldest(*cases: Any) -> list[Any]:
@@ -167,6 +168,16 @@ def phases_of(options: dict[str, Any]) -> list[str]:
 
 def random_kill(options: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """Choose a kill that can happen with these options."""
+    if str(options.get("strategy")).startswith("fsdp2"):
+        rank = chance.randrange(options["ranks"])
+        if chance.random() < 0.4:  # rank zero writes more
+            return {
+                "phase": IN_A_SAVE,
+                "kill": [ON_FILES, chance.randrange(1, 150 if rank == 0 else 14), "SIGKILL", rank],
+            }
+        phase = chance.choice(phases_of(options))
+        name, target = chance.choice((("SIGKILL", rank), ("SIGKILL", "group"), ("SIGTERM", rank)))
+        return {"phase": phase, "kill": [*kill_at(phase, name, options)[:3], target]}
     phase = chance.choice(phases_of(options))
     names = ["SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1"]
     return {"phase": phase, "kill": kill_at(phase, chance.choice(names), options)}

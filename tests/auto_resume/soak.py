@@ -20,11 +20,13 @@ import lightning
 import torch
 import torchmetrics
 
-from tests.auto_resume.killing import PHASES, STOPPED, differences, random_kill, resumed_at, run, warned
+from tests.auto_resume.killing import IN_A_SAVE, PHASES, STOPPED, differences, random_kill, resumed_at, run, warned
 from tests.auto_resume.scenarios import BATCHES, SCENARIOS
 from tests.auto_resume.training import train
 
 SCRIPT = "the script of training.py"
+PLACES = (*PHASES, IN_A_SAVE)
+SHARDED = {"fsdp2": 2, "fsdp2 tensor": 4}  # strategies of the script, and ranks
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,14 @@ def random_options(chance: random.Random) -> dict[str, Any]:
     }
 
 
+def sharded_tasks(chance: random.Random) -> Iterator[Task]:
+    """The script with a model that is sharded, over and over."""
+    while True:
+        for strategy, ranks in SHARDED.items():
+            options = {**random_options(chance), "strategy": strategy, "ranks": ranks, "iterable": "", "val_loaders": 1}
+            yield Task(strategy, {**options, "workers": 0, "persistent": False}, train, "", options)
+
+
 def tasks(chance: random.Random) -> Iterator[Task]:
     """Each scenario with each number of ranks and workers in turn, over and over, and other ways to train between."""
     like = {"samples": 4 * BATCHES, "validate": "epoch"}
@@ -97,7 +107,7 @@ def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: 
         while short() and kill["phase"] not in short() and chance.random() < 0.9:
             kill = random_kill(task.phases_like, chance)
         status = run(killed, {**task.options, "kill": kill["kill"]}, script=task.script)
-        if status in (-9, STOPPED) or (status == 1 and task.options["ranks"] == 2):
+        if status in (-9, 256 - 9, STOPPED) or (status == 1 and task.options["ranks"] == 2):
             found.kills[kill["phase"]] += 1
             kills.append([kill["phase"], kill["kill"][2]])
     found.runs += 1
@@ -131,16 +141,16 @@ def as_tables(found: dict[str, Found]) -> str:
         "warning that says so.",
         "The columns after that count kills by phase:",
         "",
-        *(f"{number}. {phase}" for number, phase in enumerate(PHASES, 1)),
+        *(f"{number}. {phase}" for number, phase in enumerate(PLACES, 1)),
         "",
-        f"| scenario | runs | exact | warned | {' | '.join(str(number) for number in range(1, len(PHASES) + 1))} |",
-        f"|---|{'---:|' * (3 + len(PHASES))}",
+        f"| scenario | runs | exact | warned | {' | '.join(str(number) for number in range(1, len(PLACES) + 1))} |",
+        f"|---|{'---:|' * (3 + len(PLACES))}",
     ]
     for name in sorted(found):
         one = found[name]
-        counts = " | ".join(str(one.kills[phase]) for phase in PHASES)
+        counts = " | ".join(str(one.kills[phase]) for phase in PLACES)
         lines.append(f"| {name} | {one.runs} | {one.exact} | {one.warned} | {counts} |")
-    sums = [sum(one.kills[phase] for one in found.values()) for phase in PHASES]
+    sums = [sum(one.kills[phase] for one in found.values()) for phase in PLACES]
     exact, has_warned = sum(one.exact for one in found.values()), sum(one.warned for one in found.values())
     lines.append(f"| **sum** | {runs} | {exact} | {has_warned} | {' | '.join(map(str, sums))} |")
     problems = [f"- {name}: {problem}" for name in sorted(found) for problem in found[name].problems]
@@ -154,6 +164,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=25, help="kills in each phase at least (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--result", type=Path, help="a file for the tables")
+    parser.add_argument("--sharded", action="store_true", help="models that are sharded over ranks, and nothing else")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chance, number, resumed = random.Random(arguments.seed), 0, 0
@@ -161,7 +172,7 @@ def main() -> None:
     ways = {
         (name, ranks, workers)
         for name, one in SCENARIOS.items()
-        if one.is_there
+        if one.is_there and not arguments.sharded
         for ranks in one.ranks
         for workers in one.workers
     }
@@ -172,12 +183,12 @@ def main() -> None:
     def short() -> list[str]:
         return [phase for phase in PHASES if kills(phase) < arguments.each]
 
-    for task in tasks(chance):
+    for task in sharded_tasks(chance) if arguments.sharded else tasks(chance):
         number += 1
         with tempfile.TemporaryDirectory() as folder:
             resumed += chain(Path(folder), task, chance, found[task.name], short)
         ways.discard((task.name, task.options["ranks"], task.options["workers"]))
-        total = sum(kills(phase) for phase in PHASES)
+        total = sum(kills(phase) for phase in PLACES)
         if number % 10 == 0:
             sys.stdout.write(f"{number} runs, {total} kills, {resumed} times resumed within a run\n")
             sys.stdout.flush()

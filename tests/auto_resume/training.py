@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,20 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torchmetrics import Accuracy
 
 from lightning_tricks import seed_everything
+from lightning_tricks._shared.tensors import local_part
 from lightning_tricks.auto_resume import AutoResume
-from tests.contract.lab import real_fp16
+from tests.contract.lab import fork, real_fp16
 
 DEFAULTS: dict[str, Any] = {
     "samples": 44,  # 11 batches of 4: a partial tail under accumulation
@@ -40,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "persistent": False,
     "iterable": "",  # "sized", "unsized", "buffered" or "own" (both unsized) for an IterableDataset
     "ranks": 1,
-    "strategy": "ddp",
+    "strategy": "ddp",  # or "fsdp2", "fsdp2 meta", "fsdp2 tensor"
     "accumulate": 1,
     "validate": "epoch",  # or "none", or a number of steps
     "val_loaders": 2,
@@ -206,6 +211,7 @@ class StatefulBatches(Batches):
 
 
 MOMENTS = ("script", "prepare_data", "configure_model", "training_step")  # that callbacks have no hook for
+ON_FILES = "files"  # the moment of the n-th change of a file or folder in the directory of AutoResume
 
 
 def reach(moment: str) -> None:
@@ -216,7 +222,24 @@ def reach(moment: str) -> None:
         os.kill(os.getpid(), getattr(signal, name))
 
 
+def signal_at_change(folder: Path, number: int, name: str, rank: int) -> None:
+    """Send this process, if it is the rank, a signal at the n-th change of a file or a folder below a folder."""
+    changes = itertools.count(1)
+
+    def notice(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            return
+        reads = event == "open" and not (isinstance(arguments[1], str) and arguments[1].strip("rbt"))
+        if not reads and str(arguments[0]).startswith(str(folder)) and next(changes) == number:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    if int(os.environ.get("LOCAL_RANK", "0")) == rank:
+        sys.addaudithook(notice)
+
+
 class DigitsNet(LightningModule):
+    on_meta = False  # until the strategy gives memory to the net
+
     def __init__(self, optimization: str, asks: bool) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -231,6 +254,25 @@ class DigitsNet(LightningModule):
 
     def configure_model(self):
         reach("configure_model")
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            self.shard(self.device_mesh)
+
+    def reset_parameters(self):
+        """What the strategy calls after it gave memory to a module, with any values in it."""
+        self.seen.zero_()
+        self.accuracy, self.val_accuracy = (Accuracy("multiclass", num_classes=10) for _ in range(2))
+
+    def shard(self, mesh):
+        """Shard each layer: of FSDP2, and in two dimensions with another net, as a batch norm cannot be cut."""
+        if mesh.size(1) > 1:
+            self.net = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+            parallelize_module(self.net, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        elif self.on_meta:
+            with torch.device("meta"):
+                self.net = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+        for layer in self.net:
+            fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(self, mesh=mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         reach("training_step")
@@ -348,6 +390,7 @@ def digest(value: Any) -> str:
 
     def add(part: Any) -> None:
         if isinstance(part, torch.Tensor):
+            part = local_part(part)
             flat = part.detach().cpu().contiguous().reshape(-1)
             hashing.update(f"{part.dtype}{tuple(part.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes())
         elif isinstance(part, np.ndarray):
@@ -432,7 +475,7 @@ def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
     if options["guarded"]:
         found.append(AutoResume(folder / "resume", **options["resume"]))
     found.append(End(folder))
-    if options["kill"] and options["kill"][0] not in MOMENTS:
+    if options["kill"] and options["kill"][0] not in (*MOMENTS, ON_FILES):
         found.append(Kill(*options["kill"], again=options["again"]))
     return found
 
@@ -443,12 +486,25 @@ def loggers_of(options: dict[str, Any], folder: Path) -> list[Logger]:
     return [*named, Notes(folder)]
 
 
-def train(folder: Path, options: dict[str, Any]) -> Trainer:
-    """Fit, as the options say."""
+def train(folder: Path, options: dict[str, Any]) -> Trainer | None:
+    """Fit, as the options say; with FSDP2, in forks that the Trainer takes for ranks that another program started."""
     options = {**DEFAULTS, **options}
+    if not options["strategy"].startswith("fsdp2"):
+        return fit(folder, options)
+    fork(lambda rank: fit(folder, options), options["ranks"])
+    return None
+
+
+def fit(folder: Path, options: dict[str, Any]) -> Trainer:
+    """Fit in this process."""
     warnings.filterwarnings("ignore", module=r"lightning\.")
     seed_everything(7, verbose=False)
     module = DigitsNet(options["optimization"], options["asks"])
+    strategy: Any = options["strategy"] if options["ranks"] > 1 else "auto"
+    if options["strategy"].startswith("fsdp2"):
+        in_tensor = 2 if "tensor" in options["strategy"] else 1
+        strategy = ModelParallelStrategy(options["ranks"] // in_tensor, in_tensor)
+        module.on_meta = "meta" in options["strategy"]
     fp16 = options["precision"] == "16-mixed"
     validation: dict[str, Any] = {}
     if options["validate"] == "none":
@@ -458,7 +514,7 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
         devices=options["ranks"],
-        strategy=options["strategy"] if options["ranks"] > 1 else "auto",
+        strategy=strategy,
         max_epochs=options["epochs"],
         accumulate_grad_batches=options["accumulate"],
         precision=None if fp16 else options["precision"],
@@ -478,6 +534,8 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer:
     if options["kill"] and options["kill"][0] in MOMENTS:
         moment, _, name, rank = options["kill"]
         os.environ[f"KILL_AT_{moment}"] = f"{name} {rank}"
+    if options["kill"] and options["kill"][0] == ON_FILES:
+        signal_at_change(folder / "resume", *options["kill"][1:])
     reach("script")
     train_loader, held_out = loaders(options)
     if options["reload"]:

@@ -26,6 +26,7 @@ from packaging.version import Version
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.multiprocessing import ProcessExitedException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -416,8 +417,15 @@ class Lab:
 
 
 def fork(function: Callable[[int], None], ranks: int) -> None:
-    """Run `function(rank)` in forked processes that Lightning takes for externally launched ranks."""
-    torch.multiprocessing.start_processes(_rank, args=(function, free_port()), nprocs=ranks, start_method="fork")
+    """Run `function(rank)` in forked processes that Lightning takes for externally launched ranks.
+
+    Raises:
+        SystemExit: If a rank exits, or is killed.
+    """
+    try:
+        torch.multiprocessing.start_processes(_rank, args=(function, free_port()), nprocs=ranks, start_method="fork")
+    except ProcessExitedException as error:
+        raise SystemExit(error.exit_code) from error
 
 
 def _rank(rank: int, function: Callable[[int], None], port: int) -> None:

@@ -6,10 +6,12 @@ import io
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from lightning_tricks.auto_resume.core.manifests import (
     CHECKPOINT_KEY,
     CHECKPOINT_NAME,
     FORMAT,
+    MAIN_SHARD,
     Manifest,
     NewerFormatError,
     installed_versions,
@@ -39,6 +42,7 @@ _CORRUPT_SUFFIX = ".corrupt"
 _MANIFEST_SUFFIX = ".json"
 _STAGED_NAME = re.compile(rf"\.{CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL_SUFFIX)}")
 _MAX_BYTES_IN_MEMORY = 2**28  # of a file that is read at once; of a larger one, the bytes are compared first
+_MAX_THREADS = 4
 _LOG_HEADER = b"AutoResume: the terminal of this run is gone.\n"  # the first line of a log
 # In the private folder: the manifest of the checkpoint that is being written, which is moved beside it when that is
 # there, and of the one that is being removed
@@ -49,7 +53,8 @@ class CheckpointFolder:
     """A directory of numbered checkpoints, each with a manifest; other programs may write files there, too.
 
     A checkpoint is complete once it has a manifest, which is written after it. A file is removed or renamed only if a
-    manifest lists it with the bytes that it has: its name alone does not tell that it was written here.
+    manifest lists it with the bytes that it has: its name alone does not tell that it was written here. A checkpoint of
+    shards is a folder, as Lightning writes it, which appears under its name once all is in it.
 
     Args:
         path: Path of the directory; `~` is the home directory. `prepare` creates the directory.
@@ -89,17 +94,29 @@ class CheckpointFolder:
         for path in sorted(self.path.glob("*.ckpt")):
             if CHECKPOINT_NAME.fullmatch(path.name) and path.name not in known:
                 manifest = path.with_name(f"{path.name}{_MANIFEST_SUFFIX}")
-                is_damaged = manifest.is_file() and (not _is_json(manifest) or _is_whole_archive(path))
-                if is_damaged or _has_own_part(path):
+                main = main_file(path)
+                is_damaged = manifest.is_file() and (not _is_json(manifest) or _is_whole_archive(main))
+                if is_damaged or _has_own_part(main):
                     found.append(path)
         return found
+
+    @property
+    def shards_in_writing(self) -> Path:
+        """The folder for the shards of the checkpoint that `save` writes next."""
+        return self.private / "writing"
+
+    def prepare_shards(self) -> None:
+        """Create `shards_in_writing`, empty."""
+        shutil.rmtree(self.shards_in_writing, ignore_errors=True)
+        self.shards_in_writing.mkdir(parents=True)
 
     def save(self, checkpoint: Mapping[str, Any], **known: Any) -> Manifest:
         """Write a checkpoint and then its manifest; both are on the disk when this returns.
 
         Args:
             checkpoint: What `torch.save` writes.
-            **known: The fields of `Manifest` that are not computed from the file.
+            **known: The fields of `Manifest` that are not computed from the file. With `shards`, these files are in
+                `shards_in_writing`, and on the disk.
 
         Returns:
             The manifest.
@@ -128,13 +145,15 @@ class CheckpointFolder:
             # tells after a kill that the file, which then lacks only its manifest, was written here
             self._write_json(f"{PRIVATE_DIR}/{_WRITING_RECORD}", vars(made[0]), flush=("file",))
 
-        write_atomically(
-            self.path / name, lambda stream: torch.save(staged_values, stream), write_record, flush=("file",)
-        )
+        target = self.shards_in_writing / MAIN_SHARD if known.get("shards") else self.path / name
+        write_atomically(target, lambda stream: torch.save(staged_values, stream), write_record, flush=("file",))
+        if target.parent != self.path:
+            flush_directory(target.parent)
+            target.parent.replace(self.path / name)
         try:
             (self.private / _WRITING_RECORD).replace(self.path / f"{name}{_MANIFEST_SUFFIX}")
         except BaseException:  # a checkpoint without a manifest would never be removed
-            (self.path / name).unlink(missing_ok=True)
+            self._remove_files(made[0])
             raise
         flush_directory(self.path)  # both names at once
         return made[0]
@@ -162,22 +181,18 @@ class CheckpointFolder:
 
     def _open(self, manifest: Manifest) -> tuple[str, IO[bytes] | None]:
         """Return what is wrong with a checkpoint's file; or "", and the file with the bytes that were written."""
-        path = self.path / manifest.file
-        try:
-            size = path.stat().st_size
-            if size != manifest.bytes:
-                return f"has {size} bytes instead of {manifest.bytes}", None
-            stream: IO[bytes] = path.open("rb")
-            if size <= _MAX_BYTES_IN_MEMORY:
-                with stream:
-                    stream = io.BytesIO(stream.read())
-            if file_digest(stream).hexdigest() == manifest.sha256:
-                stream.seek(0)
-                return "", stream
-            stream.close()
-            return "has other bytes than were written (SHA-256 differs)", None
-        except OSError as error:
-            return f"cannot be read ({error.strerror or error})", None
+
+        def problem_of(shard: str) -> str:
+            problem, stream = _open_intact(self.path / manifest.file / shard, *manifest.shards[shard])
+            if stream is not None:
+                stream.close()
+            return problem and f"has a shard {shard} that {problem}"
+
+        if manifest.shards:
+            with ThreadPoolExecutor(_MAX_THREADS) as threads:  # digests are computed without Python's lock
+                for problem in filter(None, threads.map(problem_of, manifest.shards)):
+                    return problem, None
+        return _open_intact(self.path / manifest.main_file, manifest.sha256, manifest.bytes)
 
     def newest(self, warn: Callable[[str], object]) -> Manifest | None:
         """Return the manifest of the newest intact checkpoint, and quarantine the damaged ones that are newer.
@@ -223,7 +238,7 @@ class CheckpointFolder:
 
     def quarantine(self, manifest: Manifest) -> None:
         """Rename a manifest, and its checkpoint unless another program replaced it by an intact one."""
-        path = self.path / manifest.file
+        path = self.path / manifest.main_file
         names = [f"{manifest.file}{_MANIFEST_SUFFIX}"]
         if path.is_file() and (self.is_own(manifest) or not _is_whole_archive(path)):
             names.append(manifest.file)
@@ -235,7 +250,7 @@ class CheckpointFolder:
     def is_own(self, manifest: Manifest) -> bool:
         """Whether a manifest's file is the one that was written with it."""
         try:
-            state = (self.path / manifest.file).stat()
+            state = (self.path / manifest.main_file).stat()
         except OSError:
             return False
         if state.st_size == manifest.bytes and state.st_mtime_ns == manifest.modified:
@@ -255,8 +270,15 @@ class CheckpointFolder:
         with suppress(OSError, RecursionError, TypeError, ValueError):
             manifest = load_manifest(record)
             if self.is_own(manifest):
-                (self.path / manifest.file).unlink(missing_ok=True)
+                self._remove_files(manifest)
         record.unlink(missing_ok=True)
+
+    def _remove_files(self, manifest: Manifest) -> None:
+        for name in manifest.all_files:  # the main one last, by which the others are known after a kill
+            (self.path / name).unlink(missing_ok=True)
+        if manifest.shards:
+            with suppress(OSError):  # somebody else has put a file there
+                (self.path / manifest.file).rmdir()
 
     def clean_up(self) -> None:
         """Remove temporary files of killed processes, and complete a checkpoint that lacks only its manifest.
@@ -266,6 +288,7 @@ class CheckpointFolder:
         staged = [path for path in self.path.glob(f".*{PARTIAL_SUFFIX}") if _STAGED_NAME.fullmatch(path.name)]
         for path in (*staged, *self.private.glob(f".*{PARTIAL_SUFFIX}")):
             path.unlink(missing_ok=True)
+        shutil.rmtree(self.shards_in_writing, ignore_errors=True)
         self._remove_recorded()
         writing = self.private / _WRITING_RECORD
         with suppress(OSError, RecursionError, TypeError, ValueError):
@@ -323,6 +346,30 @@ def fit_folders(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
     later = [folder for folder in first.path.glob("fit*") if folder.name[3:].isdecimal() and folder.is_dir()]
     for folder in sorted(later, key=lambda folder: int(folder.name[3:])):
         yield CheckpointFolder(folder)
+
+
+def main_file(checkpoint: Path) -> Path:
+    """Return the file of a checkpoint that is read first: the checkpoint itself, or what a folder has beside shards."""
+    return checkpoint / MAIN_SHARD if checkpoint.is_dir() else checkpoint
+
+
+def _open_intact(path: Path, digest: str, size: int) -> tuple[str, IO[bytes] | None]:
+    """Return what is wrong with a file; or "", and the file with the bytes that were written."""
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"has {found} bytes instead of {size}", None
+        stream: IO[bytes] = path.open("rb")
+        if size <= _MAX_BYTES_IN_MEMORY:
+            with stream:
+                stream = io.BytesIO(stream.read())
+        if file_digest(stream).hexdigest() == digest:
+            stream.seek(0)
+            return "", stream
+        stream.close()
+        return "has other bytes than were written (SHA-256 differs)", None
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})", None
 
 
 def _is_json(path: Path) -> bool:

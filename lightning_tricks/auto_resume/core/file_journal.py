@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
+from lightning_tricks.auto_resume.core.manifests import MAIN_SHARD, SHARD_NAME
 
 _BACKUP_SUFFIX = ".before"  # the suffix of files that were replaced or removed since the last save
 _MAX_JOURNAL_BYTES = 1 << 24  # bytes
@@ -24,7 +26,8 @@ class FileJournal:
 
     A resumed run repeats what it did since its last save. After `restore_files` it finds the files of then: new ones
     are removed, and others are as they were. A file is removed only if it has the digest that was recorded when it was
-    written. Files that were created after the save get no backup: the backups take the space of one save at most.
+    written; a folder, which strategies write that shard a model, only if nothing but shards is in it. Files that were
+    created after the save get no backup: the backups take the space of one save at most.
 
     Args:
         path: Path of the journal.
@@ -46,7 +49,7 @@ class FileJournal:
         self._folders = folders
         entries = self._entries()
         for folder, _, backup in _backups_in(entries, folders):
-            (folder / backup).unlink(missing_ok=True)
+            _remove(folder / backup)
         if folders:
             write_atomically(self.path, lambda stream: stream.write(_json_line({"base": base})))
         else:
@@ -73,7 +76,7 @@ class FileJournal:
         if backup:
             try:
                 os.link(path, path.with_name(backup), follow_symlinks=False)
-            except (NotImplementedError, OSError):  # a file system without hard links
+            except (NotImplementedError, OSError):  # a file system without hard links, or a folder
                 path.replace(path.with_name(backup))
 
     def record_digest(self, path: Path, digest: str) -> None:
@@ -113,10 +116,10 @@ class FileJournal:
                 continue
             if os.path.lexists(path) and not (backup and _is_same(path, folder / backup)):
                 digests = {entry.get("sha256") for entry in entries if entry.get("name") == name}
-                if _digest_of_path(path) not in digests:
+                if not (_holds_only_shards(path) or _digest_of_path(path) in digests):
                     problems.append(f"{path} is kept, because its bytes are not those that the run wrote.")
                     continue
-            path.unlink(missing_ok=True)
+            _remove(path)
             if backup:
                 (folder / backup).replace(path)
         return problems
@@ -169,6 +172,19 @@ def _backup_names(path: Path) -> list[str]:
 
 def _is_same(path: Path, other: Path) -> bool:
     return os.path.samestat(path.lstat(), other.lstat())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _holds_only_shards(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return all(part.name == MAIN_SHARD or SHARD_NAME.fullmatch(part.name) for part in path.iterdir())
 
 
 def _digest_of_path(path: Path) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.tensors import replace_tensors, tensors_in
 
 _MAX_BYTES = 2**28  # of pinned memory; what is larger is left to `torch.save`, which holds one storage at a time
 
@@ -26,26 +25,14 @@ def stage_on_host(value: Any) -> Any:
     given = (tensor.untyped_storage() for tensor in tensors_in(value) if _is_staged(tensor))
     copies = _copies(_smallest({storage.data_ptr(): storage for storage in given if storage.nbytes()}.values()))
 
-    def replace(tensor: Tensor) -> Tensor:
-        copy = copies.get(tensor.untyped_storage().data_ptr())
+    def replace(_: Any, tensor: Tensor) -> Tensor:
+        copy = copies.get(tensor.untyped_storage().data_ptr()) if _is_staged(tensor) else None
         if copy is None:
             return tensor
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    return _replace(value, replace) if copies else value
-
-
-def _replace(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Rebuild containers with what a function makes of each plain tensor on a CUDA device."""
-    if isinstance(value, Tensor):
-        return function(value) if _is_staged(value) else value
-    if type(value) in (dict, OrderedDict):
-        made = type(value)((key, _replace(part, function)) for key, part in value.items())
-        if isinstance(made, OrderedDict):
-            vars(made).update(vars(value))  # a state dict's versions
-        return made
-    return type(value)(_replace(part, function) for part in value) if type(value) in (list, tuple) else value
+    return replace_tensors(value, replace) if copies else value
 
 
 def _is_staged(tensor: Tensor) -> bool:

@@ -18,6 +18,8 @@ from lightning_tricks._shared.lightning_name import lightning_package
 FORMAT = 2  # of the manifests and of what AutoResume adds to a checkpoint
 CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
 CHECKPOINT_NAME = re.compile(r"(\d{6,})-epoch=\d+-step=\d+\.ckpt")
+MAIN_SHARD = "meta.pt"  # in a checkpoint that is a folder, what is not sharded; so Lightning names it
+SHARD_NAME = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 _MAX_MANIFEST_BYTES = 1 << 24
 
 
@@ -42,6 +44,8 @@ class Manifest:
         loggers: Positions of the run's loggers, one record each.
         run: What distinguishes this run from others: names -> plain values.
         versions: Versions of Python and the libraries.
+        shards: Of a checkpoint that is a folder, the files beside its main one, to which `sha256`, `bytes` and
+            `modified` belong: names -> SHA-256 and size.
         format: Format of this record.
     """
 
@@ -57,12 +61,25 @@ class Manifest:
     loggers: Sequence[Mapping[str, Any]] = field(default_factory=list)
     run: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    shards: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
     def number(self) -> int:
         """Number of the checkpoint in its directory; a later one has a larger number."""
         return int(self.file.partition("-")[0])
+
+    @property
+    def main_file(self) -> str:
+        """Path of the file that is read first, relative to the directory of the checkpoint."""
+        return f"{self.file}/{MAIN_SHARD}" if self.shards else self.file
+
+    @property
+    def all_files(self) -> dict[str, tuple[str, int]]:
+        """The files that the checkpoint consists of, the main one last: paths -> SHA-256 and size."""
+        return {f"{self.file}/{name}": of for name, of in self.shards.items()} | {
+            self.main_file: (self.sha256, self.bytes)
+        }
 
 
 def load_manifest(path: Path, file: str | None = None) -> Manifest:
@@ -79,13 +96,17 @@ def load_manifest(path: Path, file: str | None = None) -> Manifest:
     """
     values = load_json(path)
     manifest = Manifest(**{known.name: values[known.name] for known in fields(Manifest) if known.name in values})
-    counts = (manifest.bytes, manifest.epoch, manifest.step, manifest.batches, manifest.modified, manifest.format)
+    counts = (manifest.epoch, manifest.step, manifest.batches, manifest.modified, manifest.format)
     is_valid = (
         isinstance(manifest.file, str)
         and CHECKPOINT_NAME.fullmatch(manifest.file) is not None
         and manifest.file == (file or manifest.file)
-        and re.fullmatch("[0-9a-f]{64}", manifest.sha256) is not None
-        and all(type(count) is int and count >= 0 for count in counts)
+        and isinstance(manifest.shards, dict)
+        and all(SHARD_NAME.fullmatch(name) for name in manifest.shards)
+        and all(re.fullmatch("[0-9a-f]{64}", digest) for digest, _ in manifest.all_files.values())
+        and all(
+            type(count) is int and count >= 0 for count in (*counts, *(size for _, size in manifest.all_files.values()))
+        )
         and isinstance(manifest.finished, bool)
         and isinstance(manifest.written, int | float)
         and isinstance(manifest.run, dict)

@@ -15,6 +15,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
@@ -132,7 +133,7 @@ class _ObjectPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Take notice of a value that is not a number, a string or a container of the language itself."""
         kind = type(value)
-        if kind in (Tensor, nn.Parameter) and _is_usual(value):
+        if (kind in (Tensor, nn.Parameter) and _is_usual(value)) or (isinstance(value, Tensor) and is_sharded(value)):
             self.tensors.append(value)
             return _tensor, ()
         if kind not in self._PLAIN_TYPES and not any(value is call for call in _PLAIN_CALLS):

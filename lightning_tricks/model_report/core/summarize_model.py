@@ -19,7 +19,7 @@ from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 from lightning_tricks._shared.dry_run.runner import NoGradientError, TensorCopies, dry_run, find_loss
 from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
 from lightning_tricks._shared.extras import install_command
-from lightning_tricks._shared.tensors import full_tensor, is_sharded, tensors_in
+from lightning_tricks._shared.tensors import full_tensor, local_part, tensors_in
 from lightning_tricks._torch_compat.memory import parts_of_sparse
 from lightning_tricks.model_report.core.report_summary import ModelMemory, ModelReportSummary, ParameterRow
 
@@ -283,8 +283,7 @@ def _read_to_host(values: list[Tensor]) -> list[list[float]]:
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of some tensors, of sharded ones those of this rank's part."""
-    local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-    return sum(map(_stored_bytes, local))
+    return sum(map(_stored_bytes, map(local_part, tensors)))
 
 
 def _stored_bytes(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks._shared.tensors import local_part
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
     SCALARS,
@@ -302,7 +303,7 @@ def _in_order(value: Any) -> Any:
 
 
 def _same_tensor(saved: Tensor, restored: Tensor) -> bool:
-    restored = restored.detach().to("cpu")
+    saved, restored = local_part(saved), local_part(restored.detach()).to("cpu")
     if saved.shape != restored.shape or saved.layout != restored.layout:
         return False
     if saved.layout != torch.strided or saved.is_quantized:

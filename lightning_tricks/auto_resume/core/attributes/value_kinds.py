@@ -260,7 +260,9 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
         lambda made, parts, present: deque.__init__(made, (), parts["maxlen"]),
     ),
     _container(tuple, accepts=lambda kind: hasattr(kind, "_fields")),
-    ValueKind("tensor", (Tensor,), value_parts.take_tensor, value_parts.make_tensor, value_parts.fill_tensor),
+    ValueKind(
+        "tensor", (Tensor, "torch.DTensor"), value_parts.take_tensor, value_parts.make_tensor, value_parts.fill_tensor
+    ),
     ValueKind("parameter", (nn.Parameter,), *_PARAMETER),
     ValueKind("array", (np.ndarray,), value_parts.take_array, value_parts.make_array, value_parts.fill_array),
     ValueKind("scalar", (), value_parts.take_array, value_parts.make_number, bases=(np.generic,)),

@@ -1,0 +1,292 @@
+"""Runs whose model is sharded over ranks, by FSDP2 and in two dimensions: killed, resumed, evaluated, damaged."""
+
+import os
+import pickle
+import random
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from packaging.version import Version
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import AutoResume, LoRA, seed_everything
+from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
+from lightning_tricks.auto_resume.core.shards import _MetadataUnpickler
+from tests.auto_resume.killing import STOPPED, differences, kill_at, resumed_at, run
+from tests.auto_resume.training import ON_FILES
+from tests.contract.lab import fork
+
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator"
+)
+FSDP2 = {"ranks": 2, "strategy": "fsdp2", "samples": 28, "epochs": 2, "val_loaders": 1, "sanity": 0}
+TENSOR = {**FSDP2, "ranks": 4, "strategy": "fsdp2 tensor"}
+
+
+def chance_kill(options, seed):
+    """A kill while files are written, of any rank; rank zero writes more of them."""
+    chance = random.Random(seed)
+    rank = chance.randrange(options["ranks"])
+    return [ON_FILES, chance.randrange(1, 12) if rank else chance.randrange(20, 120), "SIGKILL", rank]
+
+
+CASES = {
+    "a rank": (FSDP2, kill_at("in the middle of an epoch", "SIGKILL", FSDP2, 1)),
+    "all ranks, in two dimensions": (TENSOR, kill_at("just after validation", "SIGKILL", TENSOR, "group")),
+    "a signal, in two dimensions": (TENSOR, kill_at("in the middle of an epoch", "SIGTERM", TENSOR, 2)),
+    "fp16 with accumulation": (
+        {**FSDP2, "precision": "16-mixed", "accumulate": 2},
+        kill_at("in mid-accumulation", "SIGKILL", FSDP2, 0),
+    ),
+    "a net on the meta device": (
+        {**FSDP2, "strategy": "fsdp2 meta"},
+        kill_at("at an epoch's end", "SIGKILL", FSDP2, 1),
+    ),
+    "manual optimization": (
+        {**FSDP2, "optimization": "manual"},
+        kill_at("in the middle of an epoch", "SIGKILL", FSDP2),
+    ),
+    "workers": ({**FSDP2, "workers": 2}, kill_at("in the last batch of an epoch", "SIGKILL", FSDP2)),
+    "ModelCheckpoint": (
+        {**FSDP2, "loggers": ["csv"], "checkpointing": [{"dirpath": "mine", "save_top_k": 1, "save_last": True}]},
+        kill_at("just after validation", "SIGKILL", FSDP2),
+    ),
+    **{f"in a save, {seed}": (FSDP2, chance_kill(FSDP2, seed)) for seed in range(6)},
+    **{f"in a save in two dimensions, {seed}": (TENSOR, chance_kill(TENSOR, seed)) for seed in range(3)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(4)
+def test_killed_and_resumed_is_as_undisturbed(tmp_path, case):
+    """Each rank has its shards again, bit for bit, and its own buffers and random numbers."""
+    options, kill = CASES[case]
+    assert run(tmp_path / "whole", {**options, "guarded": False}) == 0, (tmp_path / "whole/output.txt").read_text()
+    status = run(tmp_path / "killed", {**options, "kill": kill})
+    assert status == (STOPPED if kill[2] == "SIGTERM" else -9 if kill[3] == "group" else 256 - 9)
+    assert run(tmp_path / "killed", options) == 0, (tmp_path / "killed/output.txt").read_text()[-3000:]
+    assert differences(tmp_path / "killed", tmp_path / "whole") == []
+    assert kill[0] == ON_FILES or resumed_at(tmp_path / "killed")[0] > 0
+    assert "AutoResume: " not in _warnings(tmp_path / "killed/output.txt")
+    left = {path.suffix for path in (tmp_path / "killed/resume").iterdir() if path.name != ".auto_resume"}
+    assert left == {".ckpt", ".json"}
+    assert not (tmp_path / "killed/resume/.auto_resume/writing").exists()
+
+
+def _warnings(file: Path) -> str:
+    said = (line for line in file.read_text().splitlines() if line.startswith("AutoResume: "))
+    return "\n".join(line for line in said if "resumes at" not in line and "stopped by" not in line)
+
+
+class Net(LightningModule):
+    """A net whose layers are sharded, with averages of its weights that it keeps by itself."""
+
+    def __init__(self, shards: bool = True) -> None:
+        super().__init__()
+        self.shards, self.averages = shards, {}
+        self.net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def configure_model(self):
+        if self.shards:
+            for layer in self.net:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    def on_train_start(self):
+        self.averages = {name: value.detach().clone() for name, value in self.named_parameters()}
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for name, value in self.named_parameters():
+            self.averages[name].lerp_(value.detach(), 0.1)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data(shuffle=False):
+    draws = torch.Generator().manual_seed(1)
+    rows = torch.randn(48, 8, generator=draws), torch.randint(3, (48,), generator=draws)
+    return DataLoader(TensorDataset(*rows), 4, shuffle=shuffle)
+
+
+def trainer(*callbacks, ranks=2, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    strategy = ModelParallelStrategy(ranks, 1) if ranks else "auto"
+    quiet |= {"accelerator": "cpu", "devices": ranks or 1, "enable_checkpointing": False}
+    return Trainer(callbacks=list(callbacks), strategy=strategy, **{**quiet, **options})
+
+
+def whole_weights(module):
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in module.state_dict().items()
+    }
+
+
+class Stops(Callback):
+    """Asks the run to stop at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step and trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def append(file, text):
+    with file.open("a") as opened:
+        opened.write(text)
+
+
+def fit(folder, stop=0, ranks=2, callbacks=(), note=None, **options):
+    """Fit in forks until a step, or to the end; there each rank saves what `note` returns of the module."""
+
+    def work(rank):
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: append(folder / "said.txt", f"{message}\n")
+        seed_everything(3, verbose=False)
+        module, others = Net(), [*callbacks, *([Stops(stop)] if stop else [])]
+        fitting = trainer(AutoResume(folder / "runs", **options), *others, ranks=ranks, max_epochs=2)
+        fitting.fit(module, data(shuffle=True), data())
+        torch.save(note(module) if note else None, folder / f"note.{rank}.pt")
+
+    if stop:
+        with pytest.raises(SystemExit):
+            fork(work, ranks)
+        return []
+    fork(work, ranks)
+    return [torch.load(folder / f"note.{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def test_attributes_that_hold_shards_are_restored(tmp_path):
+    """As in averages of the weights that are kept by hand."""
+
+    def averages(module):
+        return {name: value.to_local() for name, value in module.averages.items()}
+
+    (tmp_path / "whole").mkdir()
+    wanted = fit(tmp_path / "whole", note=averages)
+    fit(tmp_path, 8)
+    found = fit(tmp_path, note=averages)
+    assert len(found) == len(wanted) == 2
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_lightning_evaluates_the_checkpoint(tmp_path):
+    """It is a folder as Lightning's own strategy writes it."""
+    saved = fit(tmp_path, note=whole_weights)
+    newest = sorted((tmp_path / "runs").glob("*.ckpt"))[-1]
+
+    def work(rank):
+        warnings.simplefilter("always")
+        module = Net()
+        trainer().test(module, data(), ckpt_path=newest, verbose=False)
+        torch.save(whole_weights(module), tmp_path / f"tested.{rank}.pt")
+
+    fork(work, 2)
+    tested = torch.load(tmp_path / "tested.0.pt", weights_only=False)
+    assert all(torch.equal(tested[name], value) for name, value in saved[0].items() if "running" not in name)
+
+
+def test_another_number_of_ranks_takes_the_shards_it_needs(tmp_path):
+    """The weights are cut anew; what a rank had for itself is another's, which a warning says."""
+    before = fit(tmp_path, note=whole_weights)
+    after = fit(tmp_path, ranks=1, note=whole_weights)  # is over, and gives its results once more
+    assert len(after) == 1
+    assert all(torch.equal(before[0][name], value) for name, value in after[0].items())
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "meta.pt"])
+def test_a_set_with_a_damaged_file_is_set_aside(tmp_path, file):
+    """All of it, and the one before is used."""
+    fit(tmp_path, 4, every_n_train_steps=2)
+    folder = CheckpointFolder(tmp_path / "runs")
+    newest = folder.manifests()[0]
+    data = bytearray((folder.path / newest.file / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder.path / newest.file / file).write_bytes(data)
+    assert folder.find_problem(newest)
+    fit(tmp_path)
+    said = (tmp_path / "said.txt").read_text()
+    assert f"{newest.file} has " in said
+    assert "the checkpoint before it is used" in said
+    assert (folder.path / f"{newest.file}.corrupt").is_dir()
+
+
+def test_a_rank_that_cannot_write_costs_one_save(tmp_path, monkeypatch):
+    """Every rank learns of it, training goes on, and the next save is whole."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    write, failed = FileSystemWriter.write_data, []
+
+    def write_data(self, *args, **kwargs):
+        if os.environ["LOCAL_RANK"] == "1" and not failed:
+            failed.append(1)
+            raise OSError(28, "No space left on device")
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    fit(tmp_path, every_n_train_steps=6, every_n_epochs=None)
+    said = (tmp_path / "said.txt").read_text()
+    assert "step 6 could not be saved" in said
+    assert "rank 1: [Errno 28] No space left on device" in said
+    assert [manifest.step for manifest in CheckpointFolder(tmp_path / "runs").manifests()] == [12, 12]
+
+
+def test_lora_is_resumed(tmp_path):
+    """Its layers are added before the model is sharded."""
+    lora = {"callbacks": [LoRA(2, target_modules=["net.0"])]}
+    (tmp_path / "whole").mkdir()
+    wanted = fit(tmp_path / "whole", note=whole_weights, **lora)
+    fit(tmp_path, 4, **lora)
+    found = fit(tmp_path, note=whole_weights, **lora)
+    assert any("lora" in name for name in found[0])
+    assert all(torch.equal(found[0][name], value) for name, value in wanted[0].items())
+
+
+def test_metadata_are_read_without_running_their_code(tmp_path):
+    """A pickle that would call something is an error."""
+
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "called"),)
+
+    for module, name in (("torch.distributed.checkpoint.filesystem", "os.mkdir"), ("torch", "load"), ("os", "mkdir")):
+        with pytest.raises(pickle.UnpicklingError, match="which no metadata need"):
+            _MetadataUnpickler(None).find_class(module, name)
+    file = tmp_path / ".metadata"
+    file.write_bytes(pickle.dumps(Hostile()))
+    with file.open("rb") as stream, pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        _MetadataUnpickler(stream).load()
+    assert not (tmp_path / "called").exists()
+
+
+def test_a_folder_keeps_what_others_put_into_it(tmp_path):
+    """Where an old checkpoint is removed."""
+    fit(tmp_path, 2, keep_last=1)
+    (first,) = CheckpointFolder(tmp_path / "runs").manifests()
+    (tmp_path / "runs" / first.file / "notes.txt").write_text("mine")
+    fit(tmp_path, keep_last=1)
+    assert [path.name for path in (tmp_path / "runs" / first.file).iterdir()] == ["notes.txt"]
+    (last,) = CheckpointFolder(tmp_path / "runs").manifests()
+    assert main_file(tmp_path / "runs" / last.file).name == "meta.pt"
