@@ -59,21 +59,28 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def replace_tensors(value: Any, function: Callable[[tuple[Any, ...], Tensor], Any], path: tuple[Any, ...] = ()) -> Any:
+def replace_tensors(
+    value: Any,
+    function: Callable[[tuple[Any, ...], Tensor], Any],
+    path: tuple[Any, ...] = (),
+    others: Callable[[Any], Any] = lambda value: value,
+) -> Any:
     """Rebuild plain containers with what a function makes of each tensor, given the keys that lead to it.
 
-    What is no plain container, and what is in it, is left as it is.
+    What is no plain container is what `others` makes of it; as a rule it is left as it is.
     """
     if isinstance(value, Tensor):
         return function(path, value)
     if type(value) in (dict, OrderedDict):
-        made = type(value)((key, replace_tensors(part, function, (*path, key))) for key, part in value.items())
+        items = ((key, replace_tensors(part, function, (*path, key), others)) for key, part in value.items())
+        made = type(value)(items)
         if isinstance(made, OrderedDict):
             vars(made).update(vars(value))  # a state dict's versions
         return made
     if type(value) in (list, tuple):
-        return type(value)(replace_tensors(part, function, (*path, place)) for place, part in enumerate(value))
-    return value
+        places = enumerate(value)
+        return type(value)(replace_tensors(part, function, (*path, place), others) for place, part in places)
+    return others(value)
 
 
 def detach_tensors(value: Any) -> Any:
@@ -106,14 +113,15 @@ def reshard_fsdp2(module: nn.Module) -> None:
             part.reshard()
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Return the values of all ranks in order, on each rank; the value of this process alone if there is no other.
 
-    Every rank has to call it. Tensors should be on the CPU, because they are pickled.
+    Every rank has to call it. Tensors should be on the CPU, because they are pickled. A `group` of all ranks keeps a
+    thread of its own apart from what others exchange.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return [value]
     values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
+    distributed.all_gather_object(values, value, group)
     return values

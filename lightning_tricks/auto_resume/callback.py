@@ -22,6 +22,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     TrainerFn,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
@@ -29,7 +30,13 @@ from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.auto_resume.checkpoint_writer import durable_checkpoints
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
-from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, StopRequest, check_signals, redirect_output
+from lightning_tricks.auto_resume.core.signals import (
+    DEFAULT_SIGNALS,
+    StopRequest,
+    check_signals,
+    misses_slurm_signals,
+    redirect_output,
+)
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
@@ -112,6 +119,10 @@ class AutoResume(TrickCallback):
         on_failed_save: With "warn" training continues when a save fails, for example on a full disk; with "raise" an
             error ends it. The checkpoint before is complete in both cases. A checkpoint that could not be resumed, as
             hooks put objects into it, counts as a failed save.
+        asynchronous: Whether training goes on while a checkpoint is written: it is copied in the memory of the host
+            first, which takes as much of it as the checkpoint has. What is due while one is written waits for it; with
+            "skip" it is left out. At a signal and at the end of the fit the last one is waited for. A kill while one is
+            written leaves the one before.
         allow_pickle: Whether objects in a checkpoint that are neither tensors nor plain values are restored, which
             runs code of the file: then nobody else may write to `dirpath`. Objects among hyper-parameters need no
             restoring.
@@ -141,6 +152,7 @@ class AutoResume(TrickCallback):
         exit_code: int = 75,
         on_change: Literal["raise", "new", "old"] = "raise",
         on_failed_save: Literal["warn", "raise"] = "warn",
+        asynchronous: bool | Literal["skip"] = False,
         allow_pickle: bool = False,
     ) -> None:
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
@@ -150,6 +162,8 @@ class AutoResume(TrickCallback):
         if check_count("exit_code", exit_code, 0) > 255:
             raise ValueError(f"exit_code must be in [0, 255], got {exit_code}.")
         check_signals(signals)
+        if not isinstance(asynchronous, bool) and asynchronous != "skip":
+            raise ValueError(f"asynchronous must be True, False or 'skip', got {asynchronous!r}.")
         self.dirpath = check_path("dirpath", dirpath, "a directory", remedy=_OUTLIVES)
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
@@ -160,6 +174,7 @@ class AutoResume(TrickCallback):
         self.exit_code = exit_code
         self.on_change = check_choice("on_change", on_change, ("raise", "new", "old"))
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
+        self.asynchronous = asynchronous
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
         self.was_tuned = False
@@ -235,6 +250,12 @@ class AutoResume(TrickCallback):
             run_files.prepare()
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
         run_files.check_shared()
+        if misses_slurm_signals():
+            rank_zero_warn(
+                "AutoResume: this job runs without srun, so that signals of Slurm (--signal, scancel --signal) do not "
+                "reach it, unless the job script sends them on. Start it by `srun python ...`; or by `exec python ...` "
+                "with `#SBATCH --signal=B:USR1@90`."
+            )
         self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
         self._fit = ResumableFit(self, trainer, pl_module, run_files, stop_request, self._installed)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserted, checkpoint_ios
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_done
@@ -25,6 +29,7 @@ from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.checkpoint_selection import describe_object
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
+from lightning_tricks.auto_resume.core.host_copies import HostCopies
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
 from lightning_tricks.auto_resume.core.shards import files_of_rank, take_shards, write_shards
@@ -57,6 +62,10 @@ class CheckpointWriter:
         self._saved_at = time.monotonic()
         self._status_at = -math.inf
         self._reported: set[str] = set()
+        self._copies = HostCopies()
+        self._thread: ThreadPoolExecutor | None = None  # which writes, with `asynchronous`
+        self._writing: Future[str] | None = None  # what it writes
+        self._group: Any = None  # of its own exchanges between ranks
         self._known_arguments = b""  # the objects among the hyper-parameters that were read from a checkpoint
 
     def skip_step(self, step: int) -> None:
@@ -79,14 +88,25 @@ class CheckpointWriter:
         interval = self.settings.every_n_epochs
         return interval is not None and epoch % interval == 0
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is still written; on rank zero, or where each rank writes shards."""
+        return self._writing is not None and not self._writing.done()
+
+    def skips(self) -> bool:
+        """Whether a save is left out, as one is still written; all ranks have to call it."""
+        return self.settings.asynchronous == "skip" and self.trainer.strategy.broadcast(self.is_writing)
+
     def save(
         self,
         save_point: SavePoint,
         rank_state: Mapping[str, Any],
         get_shared_state: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         identity: Mapping[str, Any],
+        *,
+        waits: bool,
     ) -> None:
-        """Write a checkpoint and remove old ones. All ranks have to call it.
+        """Write a checkpoint and remove old ones, after the one that is still written. All ranks have to call it.
 
         Args:
             save_point: The moment of the save.
@@ -94,10 +114,12 @@ class CheckpointWriter:
             get_shared_state: Returns the state that is the same on all ranks and that the Trainer's checkpoint, its
                 argument, lacks; called on rank zero, and on all ranks where the model is sharded.
             identity: What distinguishes this run from others.
+            waits: Whether it is on the disk when this returns; else a copy of it is.
 
         Raises:
-            OSError: If the checkpoint could not be written, with `on_failed_save="raise"`.
+            OSError: If the checkpoint, or the one before, could not be written, with `on_failed_save="raise"`.
         """
+        self.finish()
         trainer = self.trainer
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         self.is_saving = True
@@ -106,22 +128,65 @@ class CheckpointWriter:
                 checkpoint = dump_checkpoint(trainer)
         finally:
             self.is_saving = False
+        shards: dict[str, Tensor] = {}
         knows_all = trainer.is_global_zero or is_sharding(trainer.strategy)
-        checkpoint[CHECKPOINT_KEY] = {
-            "format": FORMAT,
-            "moment": save_point.value,
-            "shared": get_shared_state(checkpoint) if knows_all else {},
-            "ranks": rank_state,
-        }
-        shards, failure = dict[str, tuple[str, int]](), ""
+        shared = get_shared_state(checkpoint) if knows_all else {}
+        entry: Any = {"format": FORMAT, "moment": save_point.value, "shared": shared, "ranks": rank_state}
+        checkpoint[CHECKPOINT_KEY] = entry
         if is_sharding(trainer.strategy):
-            checkpoint, shards, failure = self._write_shards(checkpoint)
-        entry: dict[str, Any] = checkpoint[CHECKPOINT_KEY]
+            checkpoint, shards = take_shards(checkpoint, self.module)
+            entry = checkpoint[CHECKPOINT_KEY]
         entry["ranks"] = gather_objects(entry["ranks"])
         self._warn_unsaved(entry["ranks"])
-        if trainer.is_global_zero and not failure:
-            failure = self._write(checkpoint, identity, shards, finished=save_point is SavePoint.FIT_END)
-        failure = trainer.strategy.broadcast(failure)
+        known: dict[str, Any] = {"finished": save_point is SavePoint.FIT_END, "run": identity}
+
+        def note_position() -> None:
+            for logger in trainer.loggers:  # rows that are still in memory would be lost in a kill
+                logger.save()
+            known.update(epoch=trainer.current_epoch, step=trainer.global_step, batches=num_batches_done(trainer))
+            known.update(loggers=self.run_files.loggers.records())
+
+        failure = self._failure_of(note_position) if trainer.is_global_zero else ""
+        if waits or not self.settings.asynchronous:
+            self._report(self._write(checkpoint, shards, known, failure))
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "AutoResume")
+            if is_sharding(trainer.strategy):  # others would mix with what training exchanges
+                self._group = torch.distributed.new_group(backend="gloo")
+        if knows_all:
+            arguments, others = split_arguments(checkpoint)
+            others, shards = self._copies.take((others, shards))
+            checkpoint = {**arguments, **others}
+        self._writing = self._thread.submit(self._write, checkpoint, shards, known, failure)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is still written, if there is one."""
+        if self._writing is not None:
+            wait([self._writing])
+
+    def finish(self) -> None:
+        """Wait as well, and report a failure; all ranks have to call it.
+
+        Raises:
+            OSError: If it could not be written, with `on_failed_save="raise"`.
+        """
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._report(writing.result())
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, where a fit ends otherwise than by its end."""
+        if self._writing is not None and (failure := self._writing.result()):
+            rank_zero_warn(failure)
+        self._writing = None
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _report(self, failure: str) -> None:
+        """Raise or warn on all ranks if rank zero could not write a checkpoint."""
+        failure = self.trainer.strategy.broadcast(failure)
         if failure and self.settings.on_failed_save == "raise":
             raise OSError(failure)
         if failure:
@@ -147,29 +212,46 @@ class CheckpointWriter:
                 max_steps=trainer.max_steps,
             )
 
-    def _write_shards(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, int]], str]:
-        """Write what is sharded; return the rest, the files with SHA-256 and size, and why that failed, or nothing.
+    def _write(
+        self, checkpoint: Mapping[str, Any], shards: Mapping[str, Tensor], known: Mapping[str, Any], failure: str
+    ) -> str:
+        """Write a checkpoint and remove old ones; return why that failed, or nothing.
 
-        All ranks have to call it.
+        With `asynchronous` a thread of its own calls it, on copies. Where there are shards all ranks have to call it.
+
+        Args:
+            checkpoint: What rank zero writes.
+            shards: What each rank writes its part of.
+            known: What the manifest says of it.
+            failure: Why it cannot be written, on rank zero; or nothing.
         """
-        trainer, folder = self.trainer, self.run_files.folder
-        files, failure = dict[str, tuple[str, int]](), ""
-        if trainer.is_global_zero:
+        folder, files = self.run_files.folder, dict[str, tuple[str, int]]()
+        if shards:
+            files, failure = self._write_shards(shards, failure)
+        if failure or not self.trainer.is_global_zero:
+            return failure
+        problems = []
+
+        def write() -> None:
+            manifest = folder.save(checkpoint, shards=files, **known)
+            self.run_files.on_save(manifest)
+            self.final_manifest = manifest if manifest.finished else None
+            folder.prune(self.settings.keep_last)
+            if not self.settings.allow_pickle:
+                problems.append(self._why_not_loadable(checkpoint, folder.path / manifest.main_file))
+
+        return self._failure_of(write) or "".join(problems)
+
+    def _write_shards(self, shards: Mapping[str, Tensor], failure: str) -> tuple[dict[str, tuple[str, int]], str]:
+        """Write what is sharded; return the files of all ranks with SHA-256 and size, and why it failed, if it did."""
+        folder, rank, files = self.run_files.folder, self.trainer.global_rank, dict[str, tuple[str, int]]()
+        if not (rank or failure):
             failure = self._failure_of(folder.prepare_shards)
-        failure = trainer.strategy.broadcast(failure)
-        if not failure:
-            checkpoint, tensors = take_shards(checkpoint, self.module)
-            failure = self._failure_of(lambda: write_shards(folder.shards_in_writing, tensors))
-        if not failure:
-            failure = self._failure_of(
-                lambda: files.update(files_of_rank(folder.shards_in_writing, trainer.global_rank))
-            )
-        failures, files_of_ranks = zip(*gather_objects((failure, files)), strict=True)
-        return (
-            checkpoint,
-            dict(item for files in files_of_ranks for item in files.items()),
-            next(filter(None, failures), ""),
-        )
+        failure = gather_objects(failure, self._group)[0]
+        failure = failure or self._failure_of(lambda: write_shards(folder.shards_in_writing, shards, self._group))
+        failure = failure or self._failure_of(lambda: files.update(files_of_rank(folder.shards_in_writing, rank)))
+        failures, files_of_ranks = zip(*gather_objects((failure, files), self._group), strict=True)
+        return {name: of for files in files_of_ranks for name, of in files.items()}, next(filter(None, failures), "")
 
     def _failure_of(self, write: Callable[[], object]) -> str:
         """Return why a write failed, or nothing."""
@@ -177,42 +259,10 @@ class CheckpointWriter:
             write()
         except Exception as error:  # of the disk, a logger, or the pickling of a user's object
             return (
-                f"AutoResume: step {self.trainer.global_step} could not be saved in {self.run_files.folder.path}: "
+                f"AutoResume: step {self._saved_step} could not be saved in {self.run_files.folder.path}: "
                 f"{error}. The checkpoint before it is complete."
             )
         return ""
-
-    def _write(
-        self,
-        checkpoint: Mapping[str, Any],
-        identity: Mapping[str, Any],
-        shards: Mapping[str, tuple[str, int]],
-        finished: bool,
-    ) -> str:
-        """Write a checkpoint and remove old ones; return why that failed, or nothing."""
-        trainer, folder = self.trainer, self.run_files.folder
-        problems = []
-
-        def write() -> None:
-            for logger in trainer.loggers:  # rows that are still in memory would be lost in a kill
-                logger.save()
-            manifest = folder.save(
-                checkpoint,
-                epoch=trainer.current_epoch,
-                step=trainer.global_step,
-                batches=num_batches_done(trainer),
-                finished=finished,
-                loggers=self.run_files.loggers.records(),
-                run=identity,
-                shards=shards,
-            )
-            self.run_files.on_save(manifest)
-            self.final_manifest = manifest if finished else None
-            folder.prune(self.settings.keep_last)
-            if not self.settings.allow_pickle:
-                problems.append(self._why_not_loadable(checkpoint, folder.path / manifest.main_file))
-
-        return self._failure_of(write) or "".join(problems)
 
     def _warn_unsaved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Name what a resumed run will lack, each thing once."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -34,6 +34,7 @@ class Settings(Protocol):
     on_change: str
     on_failed_save: str
     allow_pickle: bool
+    asynchronous: bool | Literal["skip"]
     was_tuned: bool
 
     @property

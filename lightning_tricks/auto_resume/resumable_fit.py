@@ -70,6 +70,7 @@ class ResumableFit(FitObserver):
     ) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
+        run_files.await_save = self.writer.wait
         self.stop_request = stop_request
         self.loaders = LoaderTracker(trainer, module, stop_request)
         self.selection: CheckpointSelection
@@ -86,6 +87,7 @@ class ResumableFit(FitObserver):
         self._installed = installed
         installed.callback(self.stop_request.close)
         installed.callback(self.loaders.close)
+        installed.callback(self.writer.close)
         installed.enter_context(call_after_train_end(trainer, self.after_train_end))
         self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
@@ -278,7 +280,7 @@ class ResumableFit(FitObserver):
         epoch = self.trainer.current_epoch
         stop_requested, time_over = self._ask_ranks()
         if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):
-            self._save(SavePoint.EPOCH_START)
+            self._save(SavePoint.EPOCH_START, at_once=stop_requested)
         if stop_requested:
             self._stop()
 
@@ -335,7 +337,7 @@ class ResumableFit(FitObserver):
         before, self._last_step = self._last_step if self._last_step >= 0 else max(step - 1, 0), step
         stop_requested, time_over = self._ask_ranks()
         if stop_requested or time_over or self.writer.is_step_due(before, step):
-            self._save(SavePoint.AFTER_BATCH)
+            self._save(SavePoint.AFTER_BATCH, at_once=stop_requested)
         if stop_requested:
             self._stop()
         self.writer.write_status_if_due()
@@ -344,7 +346,7 @@ class ResumableFit(FitObserver):
         """Save the end of the fit, after all hooks that may change it."""
         if not self._is_running or id(self.settings) not in map(id, callbacks_of(self.trainer)):
             return  # the fit of a tuner, which leaves the callbacks out
-        self._save(SavePoint.FIT_END)
+        self._save(SavePoint.FIT_END, at_once=True)
         self.writer.write_status("finished")
 
     def on_fit_end(self) -> None:
@@ -360,8 +362,10 @@ class ResumableFit(FitObserver):
         """Return whether any rank was asked to stop, and whether it is time for a save."""
         return self.rank_agreement.any_rank(bool(self.stop_request.received), self.writer.is_time_over())
 
-    def _save(self, save_point: SavePoint) -> None:
+    def _save(self, save_point: SavePoint, *, at_once: bool) -> None:
         trainer = self.trainer
+        if not at_once and self.writer.skips():
+            return
         if is_sharding(trainer.strategy):
             reshard_fsdp2(
                 self.module
@@ -369,7 +373,7 @@ class ResumableFit(FitObserver):
         at_end = save_point is SavePoint.FIT_END or (save_point is SavePoint.AFTER_BATCH and is_last_batch(trainer))
         state = self.state.capture()
         state |= {"made": self._loader_origins, "epoch": self._epoch_start, "loaders": self.loaders.state(at_end)}
-        self.writer.save(save_point, state, self.state.capture_shared, self.selection.identity)
+        self.writer.save(save_point, state, self.state.capture_shared, self.selection.identity, waits=at_once)
 
     def _stop(self) -> NoReturn:
         name = self.stop_request.received or "a signal to another rank"

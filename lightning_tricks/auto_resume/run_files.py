@@ -8,8 +8,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ class RunFiles:
         self._is_first_start = True  # while no checkpoint was ever written
         self._initial_rng_state = ""
         self.problem = ""
+        self.await_save: Callable[[], object] = lambda: None  # what is written to files now belongs to the next one
 
     def open(self) -> None:
         """Lock the directory, and let the loggers, which have not begun yet, continue where they were."""
@@ -217,10 +219,14 @@ class RunFiles:
             self._installed.enter_context(
                 observe_checkpoint_files(
                     callback,
-                    lambda path, state_key=state_key: self._journal.before_change(state_key, _absolute_path(path)),  # type: ignore[misc]
+                    partial(self._before_change, state_key),
                     lambda path, target: self._journal.record_digest(_absolute_path(path), link_digest(target)),
                 )
             )
+
+    def _before_change(self, state_key: str, path: Path) -> None:
+        self.await_save()  # which starts the journal anew
+        self._journal.before_change(state_key, _absolute_path(path))
 
     def record_file_digest(self, path: Path, digest: str) -> None:
         """Note the digest of a checkpoint that the Trainer is about to write."""
@@ -228,6 +234,7 @@ class RunFiles:
 
     def record_state(self, *, flush: bool = True) -> None:
         """Note that somebody else is about to write the present state to a file, or may do so."""
+        self.await_save()
         with suppress(OSError):
             self._journal.record_state(self.trainer.current_epoch, self.trainer.global_step, flush=flush)
 

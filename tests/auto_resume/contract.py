@@ -68,6 +68,7 @@ CASES = (
             "exit_code": 99,
             "on_change": "new",
             "on_failed_save": "raise",
+            "asynchronous": "skip",
             "allow_pickle": True,
         },
         kind="observer",

@@ -7,6 +7,7 @@ did not say what it had to. With `--result FILE` it writes what it found as tabl
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; setting it later breaks threads of forks
 
 import lightning
 import torch
@@ -166,7 +169,6 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help="a file for the tables")
     parser.add_argument("--sharded", action="store_true", help="models that are sharded over ranks, and nothing else")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     chance, number, resumed = random.Random(arguments.seed), 0, 0
     found: dict[str, Found] = defaultdict(Found)
     ways = {

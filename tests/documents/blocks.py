@@ -2,7 +2,7 @@
 
 A block of `python` is a program: it runs in a process and a folder of its own, and what it prints ends with the block
 of `text` that follows. `py` is a fragment, such as the code that everybody copies: it is shown, not run. `console`
-holds commands after `$ `, `yaml` a configuration for `lightning-tricks fit`.
+holds commands after `$ `, `bash` a script, `yaml` a configuration for `lightning-tricks fit`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 _ROOT = Path(__file__).parents[2]
 README = _ROOT / "README.md"
 PAGES = [README, *sorted((_ROOT / "docs").rglob("*.md"))]
-LANGUAGES = {"python", "py", "console", "yaml", "powershell", "ini"}
+LANGUAGES = {"python", "py", "console", "bash", "yaml", "powershell", "ini"}
 
 # A block may be a part of a list, and what it prints follows it
 _BLOCK = re.compile(r"^ *```(\w+)[^\n]*\n(.*?)^ *```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)

@@ -1,7 +1,12 @@
-"""What a checkpoint holds of a CUDA device, copied to the host together: one wait in place of one for each tensor."""
+"""Copies of what a checkpoint holds in the memory of the host.
+
+What lies on a CUDA device is copied together, with one wait in place of one for each tensor; or all is copied, to be
+written while training goes on.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +38,54 @@ def stage_on_host(value: Any) -> Any:
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     return replace_tensors(value, replace) if copies else value
+
+
+class HostCopies:
+    """Copies checkpoints to memory of the host, which the next copy uses again: there is one copy at a time."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, bool], list[Tensor]] = {}  # by number of bytes, and whether it is pinned
+
+    def take(self, value: Any) -> Any:
+        """Return a copy of plain containers, tensors and what else can be copied; the one before is overwritten.
+
+        Tensors that share memory share it in the copy as well. What cannot be copied is left as it is.
+        """
+        memory, copies, devices = self._memory, dict[tuple[torch.device, int], Tensor](), set[torch.device]()
+        self._memory = {}
+
+        def memory_for(storage: torch.UntypedStorage) -> Tensor:
+            kind = storage.nbytes(), storage.device.type == "cuda"
+            free = memory.get(kind)
+            found = free.pop() if free else torch.empty(kind[0], dtype=torch.uint8, device="cpu", pin_memory=kind[1])
+            self._memory.setdefault(kind, []).append(found)
+            return found
+
+        def copy_tensor(_: Any, tensor: Tensor) -> Tensor:
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+                return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+            storage = tensor.untyped_storage()
+            key = storage.device, storage.data_ptr()
+            if key not in copies:
+                given = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                copies[key] = memory_for(storage).copy_(given, non_blocking=storage.device.type == "cuda")
+                devices.add(storage.device)
+            empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            return empty.set_(copies[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+        made = replace_tensors(value, copy_tensor, others=_copied)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return made
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an object of the user
+        return value
 
 
 def _is_staged(tensor: Tensor) -> bool:

@@ -87,8 +87,13 @@ def put_shards(values: Any, folder: Path, module: nn.Module) -> Any:
     return whole
 
 
-def write_shards(folder: Path, shards: Mapping[str, Tensor]) -> None:
+def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Any = None) -> None:
     """Write tensors to a folder, each rank its part; all ranks have to call it.
+
+    Args:
+        folder: The folder.
+        shards: The tensors by their keys.
+        group: The process group by which the ranks agree; None for the usual one.
 
     Raises:
         OSError: On all ranks, if one of them could not write.
@@ -97,7 +102,7 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor]) -> None:
     writer = checkpoint.FileSystemWriter(folder)
     planner = checkpoint.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what ranks share is as rank zero has it
     try:
-        checkpoint.save(dict(shards), storage_writer=writer, planner=planner)
+        checkpoint.save(dict(shards), storage_writer=writer, planner=planner, process_group=group)
     except checkpoint.CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
         raise OSError(reasons) from error

@@ -56,6 +56,20 @@ def check_signals(names: object) -> tuple[str, ...]:
     return found
 
 
+def misses_slurm_signals() -> bool:
+    """Whether this process belongs to a Slurm job, and the job's signals pass it by.
+
+    Slurm sends them to what `srun` started. Without it, only the job script gets those that are sent to the batch
+    shell, or what has taken its place by `exec`.
+    """
+    if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ:
+        return False
+    try:
+        return not Path(f"/proc/{os.getppid()}/comm").read_text().startswith("slurmstepd")
+    except OSError:
+        return False
+
+
 class StopRequest:
     """Records that a signal asked for a stop; the handler does nothing else.
 

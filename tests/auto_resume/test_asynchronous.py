@@ -1,0 +1,175 @@
+"""Checkpoints that are written while training goes on."""
+
+import threading
+import time
+from collections import OrderedDict
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from packaging.version import Version
+
+from lightning_tricks import AutoResume, isolated_rng
+from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.auto_resume.core.host_copies import HostCopies
+from tests.auto_resume.killing import differences, kill_at, run
+from tests.auto_resume.training import ON_FILES
+from tests.contract.lab import QUIET, Net, loader, same
+
+SMALL = {"samples": 28, "epochs": 2, "val_loaders": 1, "sanity": 0}
+KEEPS = {"checkpointing": [{"dirpath": "mine", "save_top_k": 1, "save_last": True, "every_n_train_steps": 3}]}
+CASES = {
+    "one process": {},
+    "saves are left out": {"asynchronous": "skip"},
+    "two ranks": {"ranks": 2, "strategy": "ddp_fork"},
+    "ModelCheckpoint": KEEPS,
+    "shards": {"ranks": 2, "strategy": "fsdp2"},
+}
+
+
+@pytest.mark.parametrize("number", [29, 47, 68, pytest.param(0, id="in a step")])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(5)
+def test_killed_while_it_writes(tmp_path, case, number):
+    """The checkpoint before, or the new one, is resumed, bit for bit."""
+    options = {**SMALL, **CASES[case]}
+    if options.get("strategy") == "fsdp2" and Version(torch.__version__) < Version("2.7"):
+        pytest.skip("FSDP2 of torch 2.6 needs an accelerator")
+    asynchronous = options.pop("asynchronous", True)
+    options["resume"] = {"every_n_train_steps": 1, "asynchronous": asynchronous}
+    kill = [ON_FILES, number, "SIGKILL", 0] if number else kill_at("in the middle of a step", "SIGKILL", options)
+    assert run(tmp_path / "whole", {**options, "guarded": False}) == 0
+    assert run(tmp_path / "killed", {**options, "kill": kill}) != 0
+    assert run(tmp_path / "killed", options) == 0, (tmp_path / "killed/output.txt").read_text()[-3000:]
+    assert differences(tmp_path / "killed", tmp_path / "whole") == []
+    assert not list((tmp_path / "killed/resume").glob(".*.partial"))
+
+
+class Slow:
+    """Lets each save of a folder wait until it is told to go on, and notes the steps."""
+
+    def __init__(self, monkeypatch):
+        self.go_on, self.begun, self.written = threading.Event(), [], []
+        save = CheckpointFolder.save
+
+        def slow_save(folder, checkpoint, **known):
+            self.begun.append(known["step"])
+            assert self.go_on.wait(20)
+            self.written.append(known["step"])
+            return save(folder, checkpoint, **known)
+
+        monkeypatch.setattr(CheckpointFolder, "save", slow_save)
+
+
+class GoesOn(Callback):
+    """Lets the saves go on when a step has begun, and notes the steps that have."""
+
+    def __init__(self, slow, step):
+        self.slow, self.step, self.steps = slow, step, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.steps.append(trainer.global_step)
+        if trainer.global_step == self.step:
+            self.slow.go_on.set()
+
+
+def fit(folder, *callbacks, steps=10, **options):
+    guard = AutoResume(folder, every_n_epochs=None, **options)
+    with isolated_rng(seed=0):
+        net = Net(dropout=0.2)
+    torch.manual_seed(1)
+    Trainer(callbacks=[guard, *callbacks], max_steps=steps, **QUIET).fit(net, loader(shuffle=True))
+    return net
+
+
+def test_training_goes_on_and_does_not_change_what_is_written(tmp_path, monkeypatch):
+    """What is written of a step is what a save that waits writes of it."""
+    fit(tmp_path / "waits", every_n_train_steps=4, keep_last=9)
+    slow = Slow(monkeypatch)
+    goes_on = GoesOn(slow, 7)
+    fit(tmp_path / "goes on", goes_on, every_n_train_steps=4, keep_last=9, asynchronous=True)
+    assert slow.begun == slow.written == [4, 8, 10]
+    assert goes_on.steps == list(range(10))
+    files = [sorted((tmp_path / name).glob("000001-*.ckpt")) for name in ("waits", "goes on")]
+    waits, goes = (torch.load(file, weights_only=True) for (file,) in files)
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        assert same(waits[name], goes[name])
+    assert same(waits["auto_resume"]["ranks"][0]["rng"], goes["auto_resume"]["ranks"][0]["rng"])
+
+
+def test_a_save_that_is_due_meanwhile_is_left_out(tmp_path, monkeypatch):
+    """With "skip"; the end is saved in any case."""
+    slow = Slow(monkeypatch)
+    fit(tmp_path, GoesOn(slow, 6), every_n_train_steps=2, asynchronous="skip")
+    assert slow.begun[0] == 2
+    assert 4 not in slow.begun
+    assert slow.begun[-1] == 10
+
+
+@pytest.mark.parametrize("on_failed_save", ["warn", "raise"])
+def test_a_save_that_failed_is_reported_by_the_next(tmp_path, monkeypatch, on_failed_save):
+    """Training goes on, or ends with an error that names the step."""
+    save, steps = CheckpointFolder.save, []
+
+    def save_or_fail(folder, checkpoint, **known):
+        if known["step"] == 2:
+            raise OSError(28, "No space left on device")
+        steps.append(known["step"])
+        return save(folder, checkpoint, **known)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save_or_fail)
+    options = {"every_n_train_steps": 2, "asynchronous": True, "on_failed_save": on_failed_save, "steps": 6}
+    expected = r"step 2 could not be saved in .*: \[Errno 28\] No space left on device"
+    if on_failed_save == "raise":
+        with pytest.raises(OSError, match=expected):
+            fit(tmp_path, **options)
+        assert steps == []
+    else:
+        with pytest.warns(UserWarning, match=expected):
+            fit(tmp_path, **options)
+        assert steps == [4, 6]
+
+
+def test_an_error_in_the_fit_waits_for_the_last_checkpoint(tmp_path, monkeypatch):
+    """It is whole when the error leaves the Trainer."""
+    slow = Slow(monkeypatch)
+
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 3:
+                threading.Thread(target=lambda: (time.sleep(0.3), slow.go_on.set())).start()
+                raise RuntimeError("an error of the script")
+
+    with pytest.raises(RuntimeError, match="an error of the script"):
+        fit(tmp_path, Fails(), every_n_train_steps=2, asynchronous=True)
+    assert [manifest.step for manifest in CheckpointFolder(tmp_path).manifests()] == [2]
+
+
+def test_copies_share_what_was_shared_and_use_their_memory_again():
+    """Views of one storage stay views of one; the next copy takes no new memory."""
+    whole, copies = torch.arange(6.0), HostCopies()
+    value = {
+        "a": whole,
+        "b": whole[2:4],
+        "c": [OrderedDict(d=whole.view(2, 3).T)],
+        "e": {1, 2},
+        "empty": torch.empty(0),
+    }
+    first = copies.take(value)
+    whole.zero_()
+    value["e"].add(3)
+    assert first["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert first["b"].tolist() == [2, 3]
+    assert first["c"][0]["d"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert first["e"] == {1, 2}
+    assert first["a"].untyped_storage().data_ptr() == first["b"].untyped_storage().data_ptr()
+    place = first["a"].data_ptr()
+    second = copies.take(value)
+    assert second["a"].data_ptr() == place
+    assert second["a"].tolist() == [0] * 6
+
+
+def test_what_is_no_choice_is_refused(tmp_path):
+    """With the choices in the error."""
+    with pytest.raises(ValueError, match="asynchronous must be True, False or 'skip', got 'wait'"):
+        AutoResume(tmp_path, asynchronous="wait")
