@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.flavor import ModelParallelStrategy, Strategy
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._shared.patterns import strip_compile_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 
 def is_sharding(strategy: Strategy) -> bool:
@@ -70,3 +72,56 @@ def restored_before_setup(strategy: Strategy) -> Iterator[Callable[[], None]]:
         yield undo
     finally:
         undo()
+
+
+@contextmanager
+def partial_shards_loaded(
+    strategy: Strategy, left_out: Callable[[Mapping[str, Any]], Collection[str]]
+) -> Iterator[None]:
+    """Let a strategy load checkpoints of shards that lack weights, which it would refuse.
+
+    Args:
+        strategy: The strategy.
+        left_out: Returns the names of the weights that a checkpoint lacks, without the prefixes of `torch.compile`. The
+            module keeps those that it has.
+    """
+    if not is_sharding(strategy):
+        yield
+        return
+    load_whole = strategy.load_checkpoint
+
+    def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        import torch
+
+        path = Path(strategy.broadcast(checkpoint_path))
+        names: Collection[str] = ()
+        if path.is_dir():
+            checkpoint: dict[str, Any] = torch.load(
+                path / "meta.pt", map_location="cpu", weights_only=kwargs.get("weights_only")
+            )
+            names = left_out({"state_dict": {}, **checkpoint})
+        if not names:
+            return load_whole(checkpoint_path, *args, **kwargs)
+        checkpoint["state_dict"] = _load_but(names, strategy, path)
+        return checkpoint
+
+    with overriding(strategy, load_checkpoint=load_checkpoint):
+        yield
+
+
+def _load_but(names: Collection[str], strategy: Any, path: Path) -> dict[str, Any]:
+    """Load shards of the optimizers' states and of weights other than those that are named; return the weights."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict as states
+
+    engine: Any = checkpoint
+    model, optimizers = strategy.model, {f"optimizer_{number}": one for number, one in enumerate(strategy.optimizers)}
+    whole = states.get_model_state_dict(model).items()
+    weights = {name: value for name, value in whole if strip_compile_prefix(name) not in names}
+    engine.load({"state_dict": weights}, checkpoint_id=path)
+    model.load_state_dict(weights, strict=False)
+    for key, optimizer in optimizers.items():
+        part = {key: states.get_optimizer_state_dict(model, optimizer)}
+        engine.load(part, checkpoint_id=path)
+        states.set_optimizer_state_dict(model, optimizer, optim_state_dict=part[key])
+    return weights

@@ -49,7 +49,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor, so that each rank has the whole tensor; return any other tensor as it is."""
-    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_sharded(tensor):
+        return tensor
+    gathered: Any = tensor.to(tensor.device_mesh.device_type)  # type: ignore[attr-defined]  # it may have been copied
+    whole: Tensor = gathered.full_tensor()
     return whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,16 @@ from lightning_tricks._lightning_compat.flavor import (
     FSDPStrategy,
     LightningModule,
     MisconfigurationException,
-    ModelParallelStrategy,
     Trainer,
     TrainerFn,
     rank_zero_info,
 )
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._lightning_compat.sharded import partial_shards_loaded
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.finetuning.core.base_model_fingerprint import (
     BaseMismatchError,
@@ -69,8 +71,8 @@ class TrainableCheckpoint(TrickCallback):
     Raises:
         TypeError: If a pattern is not a string.
         ValueError: If a pattern is empty or not a regular expression.
-        MisconfigurationException: Under FSDP and DeepSpeed strategies, which write files of their own, or if a pattern
-            matches nothing.
+        MisconfigurationException: Under FSDP1 and DeepSpeed, which write files of their own, or if a pattern matches
+            nothing.
         BaseMismatchError: If a checkpoint is loaded into a module of another base; the message lists what differs.
 
     Examples:
@@ -99,6 +101,7 @@ class TrainableCheckpoint(TrickCallback):
             before_restore=lambda checkpoint: _complete(trainer, checkpoint),
         )
         self._installed.enter_context(changed)
+        self._installed.enter_context(partial_shards_loaded(trainer.strategy, _names_left_out))
         self._is_installed = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -147,7 +150,8 @@ class TrainableCheckpoint(TrickCallback):
     def _leave_out_base(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         module = trainer.lightning_module
         base = _BASES.get(module)
-        if base is None or not trainer.is_global_zero:  # nothing has trained yet; or nobody writes it
+        is_written = trainer.is_global_zero or any(map(is_sharded, checkpoint["state_dict"].values()))
+        if base is None or not is_written:  # nothing has trained yet; or nobody writes it
             return
         extra = as_patterns("extra", self.extra)
         always = {name for name in base.records if any(pattern.matches(name) for pattern in extra)}
@@ -172,7 +176,7 @@ class TrainableCheckpoint(TrickCallback):
 
 
 _AVERAGED = " The end of a fit with weight averaging may change frozen weights by rounding: resume with a new module."
-_WITH_FILES_OF_THEIR_OWN = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+_WITH_FILES_OF_THEIR_OWN = (DeepSpeedStrategy, FSDPStrategy)
 
 
 @dataclass
@@ -190,6 +194,10 @@ class _Base:
 
 # Of the module, not of a fit: the weights that a first fit has trained are not the base of a second fit
 _BASES: WeakKeyDictionary[LightningModule, _Base] = WeakKeyDictionary()
+
+
+def _names_left_out(checkpoint: Mapping[str, Any]) -> Collection[str]:
+    return recorded_base(checkpoint) if RECORD_KEY in checkpoint else ()
 
 
 def _complete(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

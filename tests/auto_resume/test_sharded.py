@@ -13,11 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from packaging.version import Version
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import AutoResume, LoRA, seed_everything
+from lightning_tricks import AutoResume, LoRA, TrainableCheckpoint, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
 from lightning_tricks.auto_resume.core.shards import _MetadataUnpickler
@@ -253,15 +254,23 @@ def test_a_rank_that_cannot_write_costs_one_save(tmp_path, monkeypatch):
     assert [manifest.step for manifest in CheckpointFolder(tmp_path / "runs").manifests()] == [12, 12]
 
 
-def test_lora_is_resumed(tmp_path):
-    """Its layers are added before the model is sharded."""
-    lora = {"callbacks": [LoRA(2, target_modules=["net.0"])]}
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_lora_is_resumed(tmp_path, leaves_out):
+    """Its layers are added before the model is sharded; what they leave frozen need not be saved."""
+    others = [TrainableCheckpoint()] if leaves_out else []
+    lora = {"callbacks": [LoRA(2, target_modules=["net.0"]), *others]}
     (tmp_path / "whole").mkdir()
     wanted = fit(tmp_path / "whole", note=whole_weights, **lora)
     fit(tmp_path, 4, **lora)
+    saved = CheckpointFolder(tmp_path / "runs").manifests()[0]
+    stored = FileSystemReader(tmp_path / "runs" / saved.file).read_metadata().state_dict_metadata
     found = fit(tmp_path, note=whole_weights, **lora)
     assert any("lora" in name for name in found[0])
     assert all(torch.equal(found[0][name], value) for name, value in wanted[0].items())
+    weights = {name.removeprefix("state_dict.") for name in stored if name.startswith("state_dict.")}
+    left_out = {name for name in found[0] if name not in weights}
+    assert any("net.0" in name for name in left_out) == leaves_out
+    assert not any("lora" in name and not name.endswith(".scale") for name in left_out)
 
 
 def test_metadata_are_read_without_running_their_code(tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.tensors import full_tensor, is_sharded, local_part
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
 
@@ -42,7 +43,7 @@ def base_fingerprints(model: nn.Module) -> dict[str, TensorRecord]:
     """Return a record of every tensor of a model's state dict, read from the device in one transfer.
 
     Names are without the prefixes of `torch.compile`. Lazy, sparse and quantized tensors, those on the meta device and
-    instances of tensor subclasses have no record, and are therefore always saved.
+    instances of other tensor subclasses than DTensor have no record, and are therefore always saved.
 
     Args:
         model: The model, on any devices.
@@ -135,8 +136,8 @@ def tensors_by_name(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 
 def records_of(tensors: Mapping[Key, Tensor]) -> dict[Key, TensorRecord]:
-    """Return a record of each tensor, with one transfer from the device."""
-    hashes = [fingerprint(tensor) for tensor in tensors.values()]
+    """Return a record of each tensor, with one transfer from the device; all ranks call it if some are sharded."""
+    hashes = [fingerprint(full_tensor(tensor)) for tensor in tensors.values()]
     device = next((each.device for each in hashes if each.device.type != "cpu"), torch.device("cpu"))
     read = torch.stack([each.to(device, non_blocking=True) for each in hashes]).tolist() if hashes else []
     return {
@@ -146,16 +147,16 @@ def records_of(tensors: Mapping[Key, Tensor]) -> dict[Key, TensorRecord]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor with values, whose bits say all of it."""
-    usual = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
-    return usual and not (value.is_meta or value.is_quantized)
+    """Whether a value is a dense tensor with values, whose bits say all of it; it may be sharded over ranks."""
+    is_known = type(value) in (Tensor, nn.Parameter) or (isinstance(value, Tensor) and is_sharded(value))
+    return is_known and value.layout is torch.strided and not (value.is_meta or value.is_quantized)
 
 
 def _groups_in_memory(model: nn.Module) -> Iterator[set[str]]:
     """Yield the names of tensors of the state dict that share memory, such as tied weights."""
     groups: dict[tuple[torch.device, int], set[str]] = {}
     for name, (_, value) in tensors_by_name(model).items():
-        if is_plain(value) and (address := value.untyped_storage().data_ptr()):
+        if is_plain(value) and (address := local_part(value).untyped_storage().data_ptr()):
             groups.setdefault((value.device, address), set()).add(name)
     yield from (group for group in groups.values() if len(group) > 1)
 
