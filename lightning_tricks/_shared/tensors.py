@@ -107,6 +107,12 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def unsharded_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, which FSDP2 has replaced if it has sharded the module."""
+    cls = type(module)
+    return cls.__bases__[1] if cls.__bases__[0].__name__ == "FSDPModule" else cls
+
+
 def reshard_fsdp2(module: nn.Module) -> None:
     """Free the whole parameters that FSDP2 has gathered: what is set on the shards counts from the next gathering."""
     from torch.distributed import fsdp

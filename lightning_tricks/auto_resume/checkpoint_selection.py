@@ -20,6 +20,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.text import describe_error
@@ -113,6 +114,12 @@ class CheckpointSelection:
         self._kept = None
 
     def _read(self, path: Path) -> dict[str, Any]:
+        if is_sharding(self.trainer.strategy) and not path.is_dir():
+            strategy = type(self.trainer.strategy).__name__
+            raise MisconfigurationException(
+                f"AutoResume: {path} was saved whole, and {strategy} restores shards. Resume with the strategy of the "
+                "run, or start anew in another dirpath; load_weights takes its weights."
+            )
         stream, self._stream = self._stream or main_file(path).open("rb"), None
         with stream:
             if self.settings.allow_pickle:

@@ -63,9 +63,8 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
             console.print(f"{folder.path}: {description}", markup=False)
         for manifest in folder.manifests():
             progress = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
-            summary = (
-                f"step {manifest.step}, {progress}, {format_bytes(manifest.bytes)}, {_describe_age(manifest.written)}"
-            )
+            size = sum(size for _, size in manifest.all_files.values())
+            summary = f"step {manifest.step}, {progress}, {format_bytes(size)}, {_describe_age(manifest.written)}"
             console.print(f"  {manifest.file}: {summary}", markup=False)
         for path in folder.unrecorded():
             console.print(f"  {path.name}: {_UNRECORDED}", markup=False)

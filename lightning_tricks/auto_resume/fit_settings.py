@@ -15,6 +15,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.flavor import LIGHTNING, Callback, LightningModule, Trainer, import_lightning
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks._shared.tensors import unsharded_class
 from lightning_tricks.auto_resume.attribute_parts import are_callbacks
 from lightning_tricks.auto_resume.core.configuration import (
     ABSENT,
@@ -136,12 +137,11 @@ class FitSettings:
     def _add_layers(self) -> None:
         """Add classes and arguments of all layers, as far as they show: rates of dropout, activations, sizes."""
         for path, layer in self.module.named_modules():
-            name = (
-                path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".") or type(self.module).__name__
-            )
+            name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+            name = name or unsharded_class(self.module).__name__
             if isinstance(layer, Metric | MetricCollection) or path.endswith("_orig_mod"):
                 continue
-            self.now.kinds[name if path else "module"] = type(layer).__name__
+            self.now.kinds[name if path else "module"] = unsharded_class(layer).__name__
             for argument in arguments_of(layer):
                 if path or f"hparams.{argument}" not in self.now.arguments:
                     self._add_value(f"{name}.{argument}", layer, argument)

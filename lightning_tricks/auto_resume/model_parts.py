@@ -344,11 +344,11 @@ def _digest(value: Tensor) -> str:
 
 
 def _hook_names(owner: Any) -> list[str]:
-    """Return the names of an owner's hooks, without those of this package, which its callbacks register again."""
+    """Return the names of an owner's hooks, without those of this package and of strategies, which register them again."""
     found = []
     for hook in hooks_of(owner):
         function = getattr(hook, "func", hook)  # of a partial
         named = function if hasattr(function, "__qualname__") else type(function)
-        if not str(named.__module__).startswith("lightning_tricks."):
+        if not str(named.__module__).startswith(("lightning_tricks.", "torch.distributed.")):
             found.append(str(named.__qualname__))
     return sorted(found)

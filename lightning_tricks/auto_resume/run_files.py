@@ -31,7 +31,7 @@ from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.file_locks import DirectoryLock, this_process
-from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks._shared.tensors import gather_objects, unsharded_class
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
 from lightning_tricks.auto_resume.core.configuration import plain
@@ -309,8 +309,9 @@ class RunFiles:
 def run_identity(module: LightningModule) -> dict[str, Any]:
     """Return what distinguishes a run: class of the module, names and shapes of parameters, and arguments."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
+    kind = unsharded_class(module)
     return {
-        "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
+        "module": f"{kind.__module__}.{kind.__qualname__}".replace("__main__.", ""),
         "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
         "arguments": plain(dict(module.hparams_initial)),  # a learning rate finder does not change these
     }

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.auto_resume.core import host_copies
-from lightning_tricks.auto_resume.core.host_copies import stage_on_host
+from lightning_tricks.auto_resume.core.host_copies import HostCopies, stage_on_host
 from tests.contract.lab import same
 from tests.emulated_cuda.device import EmulatedCuda
 
@@ -38,6 +38,12 @@ def test_many_tensors_are_waited_for_once_and_have_the_same_values():
         assert staged["others"][0] is value["others"][0]
         assert staged["state_dict"]._metadata == net.state_dict()._metadata
         assert type(staged["state_dict"]) is OrderedDict
+        copies = HostCopies()
+        for _ in range(2):  # the second takes the memory of the first
+            device.waits.clear()
+            copied = copies.take(value)
+            assert [wait.what for wait in device.waits if wait.blocks] == ["Stream.synchronize"] * 2
+            assert same(saved_and_loaded(copied), saved_and_loaded(value))
 
 
 def test_tensors_that_share_memory_share_the_copy():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.version import Version
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -91,13 +92,13 @@ def _warnings(file: Path) -> str:
 class Net(LightningModule):
     """A net whose layers are sharded, with averages of its weights that it keeps by itself."""
 
-    def __init__(self, shards: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.shards, self.averages = shards, {}
+        self.averages = {}
         self.net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
     def configure_model(self):
-        if self.shards:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
             for layer in self.net:
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
             fully_shard(self, mesh=self.device_mesh["data_parallel"])
@@ -215,6 +216,25 @@ def test_another_number_of_ranks_takes_the_shards_it_needs(tmp_path):
     after = fit(tmp_path, ranks=1, note=whole_weights)  # is over, and gives its results once more
     assert len(after) == 1
     assert all(torch.equal(before[0][name], value) for name, value in after[0].items())
+
+
+def test_another_strategy(tmp_path):
+    """A run of shards goes on without them; one that was whole does not go on with shards, and the error says so."""
+    sharded = fit(tmp_path, note=whole_weights)
+    seed_everything(3, verbose=False)
+    module = Net()
+    with pytest.warns(UserWarning, match="the run had 2 ranks and resumes with 1"):
+        trainer(AutoResume(tmp_path / "runs"), ranks=0, max_epochs=2).fit(module, data(shuffle=True), data())
+    assert all(torch.equal(sharded[0][name], value) for name, value in module.state_dict().items())
+    trainer(AutoResume(tmp_path / "whole"), ranks=0, max_epochs=1).fit(Net(), data(shuffle=True), data())
+
+    def goes_on(rank):
+        with pytest.raises(
+            MisconfigurationException, match="was saved whole, and ModelParallelStrategy restores shards"
+        ):
+            trainer(AutoResume(tmp_path / "whole"), ranks=1, max_epochs=2).fit(Net(), data(shuffle=True), data())
+
+    fork(goes_on, 1)
 
 
 @pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "meta.pt"])

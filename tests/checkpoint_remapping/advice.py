@@ -39,7 +39,7 @@ def follow(model: Architecture, file: File) -> tuple[str, int, str]:
             return LOOPS, step, message
         seen.add(message)
         advice = [(name, ast.literal_eval(value)) for name, value in _ARGUMENT.findall(message)]
-        taken = [(name, _known(model, file, message, name, values)) for name, values in advice]
+        taken = [(name, _known(model, file, message, name, values, given.get("rules", []))) for name, values in advice]
         if not any(values for _, values in taken):
             return STUCK, step, message
         for name, values in taken:
@@ -57,10 +57,12 @@ def _verdict(model: Architecture, file: File, report: LoadReport) -> str:
     return RIGHT if wanted <= found.keys() else STUCK
 
 
-def _known(model: Architecture, file: File, message: str, argument: str, values: list[Any]) -> list[Any]:
+def _known(
+    model: Architecture, file: File, message: str, argument: str, values: list[Any], given: list[Any]
+) -> list[Any]:
     """Return what somebody takes of an advice who knows which tensor is which."""
     if argument == "rules":
-        return [rule for source, target in values if (rule := _true_rule(file, message, source, target))]
+        return [rule for source, target in values if (rule := _true_rule(file, message, source, target, given))]
     if argument == "allow_missing":
         absent = model.tensors.keys() - file.truth.values()
         return [pattern for pattern in values if _matching(pattern, model.tensors) <= absent]
@@ -74,17 +76,21 @@ def _matching(pattern: str, names: Any) -> set[str]:
     return {name for name in names if expression.fullmatch(name)}
 
 
-def _true_rule(file: File, message: str, source: str, target: str) -> tuple[str, str] | None:
-    """Return a rule if it is true, else that for one layer of its source with the true target."""
+def _true_rule(
+    file: File, message: str, source: str, target: str, given: list[tuple[str, str]]
+) -> tuple[str, str] | None:
+    """Return a rule if it is true of what the given ones leave, else that for one layer of it with the true target."""
     clean = remap_keys(dict.fromkeys(file.truth), ["wrappers"])
     truth = {name: file.truth[origin] for name, origin in clean.origins.items()}
+    left = remap_keys(dict.fromkeys(truth), given)
+    truth = {name: truth[name] for name, origin in left.origins.items() if name not in left.rules_of}
     made = remap_keys(dict.fromkeys(truth), [(source, target)])
     ruled = {origin: name for name, origin in made.origins.items() if name in made.rules_of}
     if not ruled:
         return None
-    if all(truth[origin] == name for origin, name in ruled.items()):
-        return source, target
     wrong = [origin for origin, new in ruled.items() if truth[origin] != new]
+    if all(truth[origin].rpartition(".")[0] == ruled[origin].rpartition(".")[0] for origin in wrong):
+        return source, target  # of a layer whose tensors have other names, and are matched as before
     name = next((origin for origin in wrong if origin.rpartition(".")[0] in message), wrong[0])
     if source.endswith("*"):  # the same rule with the true name behind it
         wide = re.sub(r"(?<![^.])\d+(?![^.])", "*", truth[name])

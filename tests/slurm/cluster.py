@@ -60,7 +60,7 @@ KillWait=30
 MinJobAge=300
 {requeue}
 NodeName={node} NodeAddr=127.0.0.1 NodeHostname={hostname} CPUs=4 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 

@@ -154,7 +154,7 @@ def test_the_signal_before_a_time_limit(slurm, whole, tmp_path):
 def test_a_time_limit(slurm, whole, tmp_path):
     """Slurm sends SIGTERM, and requeues nothing; the job that is submitted next goes on."""
     folder = tmp_path / "job"
-    job = Job(slurm, folder, "[ -e {folder}/runs/*.ckpt ] || export SECONDS_A_STEP=8\nsrun {program}", *TWO, "--time=1")
+    job = Job(slurm, folder, "[ -d {folder}/runs ] || export SECONDS_A_STEP=8\nsrun {program}", *TWO, "--time=1")
     slurm.wait(job.number, "TIMEOUT", seconds=180)
     assert "stopped by SIGTERM" in job.output
     again = slurm.submit(folder / "job.sh", "--open-mode=append", f"--output={folder}/output.txt", *TWO)

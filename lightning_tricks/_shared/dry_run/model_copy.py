@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from lightning_tricks._shared.tensors import unsharded_class
 from lightning_tricks._torch_compat.modules import COMPILED_CALL, compiled_module, refer_to_own_weights
 
 _IMMUTABLE = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -48,7 +49,7 @@ class ModelCopier(TorchFunctionMode):
                 "is wrapped, or shard it with fully_shard (ModelParallelStrategy)."
             )
         for part in dict.fromkeys(parts.values()):
-            self._remember(part, copy.deepcopy(part) if _is_scripted(part) else object.__new__(_unsharded_class(part)))
+            self._remember(part, copy.deepcopy(part) if _is_scripted(part) else object.__new__(unsharded_class(part)))
         for wrapper, part in parts.items():
             self._memo[id(wrapper)] = self._memo[id(part)]
         for part in dict.fromkeys(parts.values()):
@@ -146,12 +147,6 @@ def common_device(model: nn.Module) -> torch.device | None:
     """Return the device of all parameters and buffers, or None if there are several devices or no tensors."""
     devices = {tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
     return devices.pop() if len(devices) == 1 else None
-
-
-def _unsharded_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before `fully_shard` replaced it."""
-    cls = type(module)
-    return cls.__bases__[1] if cls.__bases__[0].__name__ == "FSDPModule" else cls
 
 
 def _is_scripted(module: nn.Module) -> bool:

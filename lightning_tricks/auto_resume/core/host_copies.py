@@ -55,9 +55,12 @@ class HostCopies:
         self._memory = {}
 
         def memory_for(storage: torch.UntypedStorage) -> Tensor:
-            kind = storage.nbytes(), storage.device.type == "cuda"
+            size, pins = kind = storage.nbytes(), storage.device.type == "cuda"
             free = memory.get(kind)
-            found = free.pop() if free else torch.empty(kind[0], dtype=torch.uint8, device="cpu", pin_memory=kind[1])
+            try:
+                found = free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pins)
+            except RuntimeError:  # the system lets nobody pin as much
+                found = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._memory.setdefault(kind, []).append(found)
             return found
 

@@ -54,7 +54,8 @@ def take_shards(values: Mapping[str, Any], module: nn.Module) -> tuple[dict[str,
 def put_shards(values: Any, folder: Path, module: nn.Module) -> Any:
     """Put the tensors that `take_shards` took back into the containers, on the CPU, each rank its part.
 
-    The module may have other meshes of the same kinds than at the save, as with another number of ranks.
+    The module may have other meshes of the same kinds than at the save, as with another number of ranks. Where it has
+    none, as it is not sharded, the tensors are whole.
 
     Args:
         values: The containers, with descriptions.
@@ -156,7 +157,7 @@ def _placement(description: Sequence[Any]) -> Any:
 
 def _empty(place: Mapping[str, Any], meshes: Sequence[Any]) -> Tensor:
     """Return a tensor of the CPU as it is described, with any values."""
-    if "mesh" not in place:
+    if "mesh" not in place or not meshes:
         return torch.empty(place["shape"], dtype=place["dtype"], device="cpu")
     from torch.distributed.tensor import empty
 

@@ -164,7 +164,10 @@ def refuse_against_rules(found: Matching, ruled: Mapping[str, str]) -> Matching:
 
 
 class _Rules:
-    """The kinds of names, with each number of a list left open, to which rules lead, and these numbers."""
+    """The kinds of names, with each number of a list left open, to which rules lead, and these numbers.
+
+    What a rule says of the numbers of a layer, it says of the blocks that the layer is in.
+    """
 
     def __init__(self, ruled: Mapping[str, str]) -> None:
         self._kinds: tuple[dict[str, set[str]], ...] = (defaultdict(set), defaultdict(set))
@@ -174,6 +177,8 @@ class _Rules:
             self._kinds[0][source].add(target)
             self._kinds[1][target].add(source)
             self._numbers[source, target].append(numbers)
+            for kinds, numbers_of_block in _blocks(*names):
+                self._numbers[kinds].append(numbers_of_block)
 
     def contradict(self, source: str, target: str) -> bool:
         """Whether rules lead from names like one of the file to others than such of the model, or in another order."""
@@ -185,8 +190,19 @@ class _Rules:
             return True
         return any(
             (mine > one) != (theirs > other) or (mine < one) != (theirs < other)
+            for kinds, (one, other) in [(kinds, (one, other)), *_blocks(source, target)]
             for mine, theirs in self._numbers.get(kinds, ())
         )
+
+
+def _blocks(source: str, target: str) -> list[tuple[tuple[str, str], tuple[_Numbers, _Numbers]]]:
+    """Return the kinds and numbers of the blocks of lists that two names are in, if they are in as many."""
+    ends = [[number.end() for number in LIST_NUMBER.finditer(name)] for name in (source, target)]
+    if len(ends[0]) != len(ends[1]):
+        return []
+    pairs = ((source[:one], target[:other]) for one, other in zip(*ends, strict=True))
+    blocks = (tuple(zip(*map(_kind_and_numbers, pair), strict=True)) for pair in pairs)
+    return [((kinds[0], kinds[1]), (numbers[0], numbers[1])) for kinds, numbers in blocks]
 
 
 def _kind_and_numbers(name: str) -> tuple[str, _Numbers]:
