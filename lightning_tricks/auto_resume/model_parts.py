@@ -344,7 +344,7 @@ def _digest(value: Tensor) -> str:
 
 
 def _hook_names(owner: Any) -> list[str]:
-    """Return the names of an owner's hooks, without those of this package and of strategies, which register them again."""
+    """Return the names of an owner's hooks, without those that this package and strategies register again."""
     found = []
     for hook in hooks_of(owner):
         function = getattr(hook, "func", hook)  # of a partial
