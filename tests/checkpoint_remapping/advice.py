@@ -89,7 +89,7 @@ def _true_rule(
     if not ruled:
         return None
     wrong = [origin for origin, new in ruled.items() if truth[origin] != new]
-    if all(truth[origin].rpartition(".")[0] == ruled[origin].rpartition(".")[0] for origin in wrong):
+    if all(_is_inside(origin, source) and _is_inside(truth[origin], target) for origin in wrong):
         return source, target  # of a layer whose tensors have other names, and are matched as before
     name = next((origin for origin in wrong if origin.rpartition(".")[0] in message), wrong[0])
     if source.endswith("*"):  # the same rule with the true name behind it
@@ -106,6 +106,10 @@ def _true_rule(
     if ending.startswith("."):
         return name.removesuffix(ending), truth[name].removesuffix(ending)
     return name, truth[name]
+
+
+def _is_inside(name: str, layer: str) -> bool:
+    return name.startswith(f"{layer}.") and "." not in name.removeprefix(f"{layer}.")
 
 
 def _module(model: Architecture) -> nn.Module:
