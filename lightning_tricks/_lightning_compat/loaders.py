@@ -29,6 +29,13 @@ def evaluation_loader_names(trainer: Trainer) -> list[str]:
     return list(map(str, given)) if isinstance(given, Mapping) else []
 
 
+@needs_private("RunReport with several training loaders")
+def ends_with_shortest_loader(trainer: Trainer) -> bool:
+    """Whether an epoch of training ends with the shortest of its loaders, not with the longest."""
+    combined = trainer.fit_loop._combined_loader
+    return combined is not None and combined._mode == "min_size"
+
+
 @contextmanager
 def replaced_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Pass what the user gave as training data through a function whenever the Trainer asks for it.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningModule, Trainer, sized_len
+from lightning_tricks._lightning_compat.loaders import ends_with_shortest_loader
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
@@ -110,6 +111,8 @@ def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
         sizes = [sized_len(loader) for loader in CombinedLoader(loaders, "sequential").flattened]
         known = [size for size in sizes if size is not None]
         there = sum(known) if name == "validation" else max(known, default=0)
+        if name == "training" and len(known) > 1 and ends_with_shortest_loader(trainer):
+            there = min(known)
         whole = f" of {there:,}" if len(known) == len(sizes) else " of unknown"
         is_limited = isinstance(limit, int) or limit != 1
         yield f"{name} batches", f"{total:,}{whole * is_limited}" if total != float("inf") else "unknown"

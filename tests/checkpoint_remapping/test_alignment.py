@@ -23,13 +23,20 @@ from lightning_tricks.checkpoint_remapping import (
     max_output_difference,
     read_rules,
 )
+from lightning_tricks.checkpoint_remapping.core.matching.justification import Evidence, Justification
 from lightning_tricks.checkpoint_remapping.core.matching.layers import (
     Layer,
     are_numbered_in_order,
     group_layers,
     is_ordered,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.path_context import Fork, norms_as_registered, norms_by_name
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
+    Fork,
+    Side,
+    common_start,
+    norms_as_registered,
+    norms_by_name,
+)
 from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized, without_initial_values
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
@@ -239,7 +246,15 @@ def test_parts_behind_one_word_are_matched_by_their_numbers(shape):
 
 @pytest.mark.parametrize(
     ("shape", "fits"),
-    [((2, 4), False), ((2, 4, 3, 3), False), ((8, 4, 3, 3), True), ((8, 1, 3, 3), True), ((4, 4, 3, 3), True)],
+    [
+        ((2, 4), False),
+        ((2, 4, 3), False),
+        ((2, 4, 3, 3), False),
+        ((8, 4, 3), True),
+        ((8, 4, 3, 3), True),
+        ((8, 1, 3, 3), True),
+        ((4, 4, 3, 3), True),
+    ],
 )
 def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shape, fits):
     """As the mean and the variance are; a convolution to a multiple of the channels may be one of groups."""
@@ -359,6 +374,54 @@ def test_norms_follow_their_convolutions_or_have_their_numbers(names, ordered, e
     layers = _square_block(*names)
     found = norms_as_registered(layers) if ordered else norms_by_name(layers)
     assert {convolution.name: norm.name for convolution, norm in found.items()} == expected
+
+
+def test_a_convolution_of_each_channel_stands_between_those_beside_it():
+    """It has one input for each group, and takes all channels that the one before returns."""
+    shapes = {"net.narrow.weight": (16, 8, 1, 1), "net.wide.weight": (8, 4, 1, 1), "net.each.weight": (8, 1, 3, 3)}
+    for number, channels in enumerate((8, 8, 16), 1):
+        shapes |= {f"net.bn{number}.{name}": (channels,) for name in ("weight", "bias", "running_mean", "running_var")}
+    found = norms_by_name(group_layers(shapes))
+    assert {layer.name: norm.name for layer, norm in found.items()} == {"wide": "bn1", "each": "bn2", "narrow": "bn3"}
+
+
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_what_one_branch_alone_has_tells_it_from_the_other_whichever_comes_first(first):
+    names = {"net.left.a": "m.one.x", "net.left.b": "m.one.y", "net.right.a": "m.two.x"}
+    shapes = (5, 5), (5, 6), (5, 5)
+    file, net = (
+        group_layers({f"{name}.weight": shape for name, shape in zip(side, shapes, strict=True)})
+        for side in (names, names.values())
+    )
+    found = Justification(Side(file), Side(net, ordered=True), dict(zip(file, net, strict=True)))
+    one, other = (file[0], file[2]) if first == "left" else (file[2], file[0])
+    assert found.evidence(one, other) == Evidence.NEIGHBORS
+
+
+def test_what_several_paths_start_with():
+    assert common_start([("0", "1"), ("0", "1", "2"), ("0", "3")]) == ("0",)
+    assert common_start([("0", "1"), ("0", "1", "2")]) == ("0", "1")
+    assert common_start([("4",), ("0",)]) == common_start([("0",), ("4",)]) == common_start([]) == ()
+
+
+def test_layers_are_numbered_whatever_else_is_left():
+    """Two layers of one size, in the order of their numbers, beside one that nothing but its size speaks for."""
+    file = {"a.weight": (7,), "x.1.one.weight": (9,), "x.2.two.weight": (9,), "stem.weight": (3, 5)}
+    net = {"b.weight": (7,), "y.1.three.weight": (9,), "y.2.four.weight": (9,), "stem.weight": (3, 5)}
+    found = align(_zeros(net), _zeros(file))
+    assert found.renamed == {
+        "a.weight": "b.weight",
+        "x.1.one.weight": "y.1.three.weight",
+        "x.2.two.weight": "y.2.four.weight",
+    }
+
+
+def test_an_embedding_of_positions_stays_one_beside_other_parameters():
+    """It is a parameter where the other model has a parameter of positions, not of anything else."""
+    file = _zeros({"wpe.weight": (7, 5), "gain": (3,), "fc.weight": (4, 6), "fc.bias": (4,)})
+    net = _zeros({"scale": (3,), "lin.weight": (4, 6), "lin.bias": (4,)})
+    for name, shape in (("table.weight", (7, 5)), ("pos_embed", (1, 7, 5))):
+        assert align({name: torch.zeros(shape), **net}, file).renamed["wpe.weight"] == name
 
 
 def test_a_rule_settles_it():
@@ -504,6 +567,15 @@ def test_weak_evidence_is_told_with_what_it_rests_on():
     assert [row.split()[-2] for row in rows for name in ("a.bias", "b.bias") if name in row] == ["strong", "weak"]
 
 
+def test_numbers_behind_one_word_are_strong_evidence_in_other_modules():
+    file = _zeros({f"m.old.conv{n}.weight": (4, 4, 3, 3) for n in (1, 2)})
+    for word, doubt in (("conv", None), ("lin", "told from others of its size only by numbers behind different words")):
+        net = _zeros({f"m.new.{word}_{n}.weight": (4, 4, 3, 3) for n in (1, 2)})
+        found = align(net, file)
+        assert found.renamed == dict(zip(file, net, strict=True))
+        assert [reason.partition("; ")[2] for reason in _doubts(found).values()] == [doubt] * (2 if doubt else 0)
+
+
 def _renamed_layers():
     sizes = {"x.weight": (2, 3), "x.bias": (2,), "y.weight": (5,), "y.bias": (5,)}
     return {name: torch.zeros(size) for name, size in sizes.items()}
@@ -555,6 +627,8 @@ def test_a_checkpoint_object_and_the_diagnosis_of_wrappers():
     assert "saved from a compiled model" in align(net, compiled.state_dict()).diagnosis
     assert align(compiled, net.state_dict()).loaded == 2
     assert "as `backbone`" in align(net, {f"backbone.{n}": t for n, t in net.state_dict().items()}).diagnosis
+    more = {**nn.DataParallel(net).state_dict(), "head.weight": torch.zeros(3, 2)}
+    assert align(net, more).diagnosis.startswith("2 of 3 keys carry `module.`")
 
 
 def test_a_thousand_tensors_and_a_head_for_other_classes():

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_tricks import CheckpointRemapping, Tricks, TricksMixin, save_weights
+from lightning_tricks import CheckpointRemapping, Tricks, TricksMixin, load_weights, save_weights
 from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
     NothingLoadedError,
@@ -501,6 +501,12 @@ def test_modules_with_versions_do_not_take_their_own_weights_for_old_ones():
         runner = Trainer(callbacks=callbacks, **QUIET)
         assert runner.test(Versions(), loader(), ckpt_path=path, verbose=False) == [{"weight": 2.0}]
     assert Versions.load_from_checkpoint(path).part.weight.sum() == 2
+
+
+def test_weights_without_versions_are_taken_as_of_the_modules_own():
+    part = Versioned()
+    load_weights(part, {"weight": torch.full((2,), 3.0)})
+    assert part.weight.tolist() == [3.0, 3.0]
 
 
 def test_loaded_tensors_do_not_hang_on_the_file():

@@ -126,6 +126,28 @@ def test_fused_layer_that_is_a_convolution(order):
             loaded(names, file, order)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ones", [(1, 1), (1,)])
+def test_a_convolution_is_not_reshaped_to_a_transposed_matrix(ones, order):
+    """Its elements would be in another order; the other way round, a transposed matrix becomes a convolution."""
+    file = randn(a__weight=(8, 4), a__bias=(8,))
+    convolution = file | {"a.weight": file["a.weight"].view(8, 4, *ones)}
+    with pytest.raises(CheckpointError, match=r"b\.weight"):
+        loaded({"b.weight": (4, 8), "b.bias": (8,)}, convolution, order)
+    transposed = {"b.weight": file["a.weight"].mT, "b.bias": file["a.bias"]}
+    found = loaded({name: tensor.shape for name, tensor in convolution.items()}, transposed, order)
+    assert equal(found, convolution)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ones", [(), (1, 1)])
+def test_a_convolution_beside_transposed_matrices_is_not_transposed(ones, order):
+    file = randn(b__0__fc__weight=(8, 4), b__0__fc__bias=(8,), b__0__mix__weight=(4, 4, *ones), b__0__mix__bias=(4,))
+    model = {name.replace("b.", "h."): tensor for name, tensor in file.items()}
+    model["h.0.fc.weight"], model["h.0.mix.weight"] = file["b.0.fc.weight"].mT, file["b.0.mix.weight"].view(4, 4, 1, 1)
+    assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+
+
 def test_vectors_of_another_rank():
     file = {f"stages.{i}.grn.{name}": torch.randn(5 + i) for i in range(2) for name in ("weight", "bias")}
     names = {f"layers.{i}.mlp.grn.{name}": (1, 1, 1, 5 + i) for i in range(2) for name in ("gamma", "beta")}

@@ -94,6 +94,24 @@ def test_time_is_charged_where_nothing_else_tells(name, monkeypatch):
         read_checkpoint("f")
 
 
+def test_nesting_is_counted_through_what_is_shared():
+    """A list that was walked already is as deep where it stands inside others."""
+    inner = functools.reduce(lambda value, _: [value], range(120), [1])
+    outer = functools.reduce(lambda value, _: [value], range(120), inner)
+    torch.save({"w": torch.ones(1), "inner": inner}, "f")
+    assert len(read_checkpoint("f").state_dict) == 1
+    torch.save({"w": torch.ones(1), "inner": inner, "outer": outer}, "f")
+    with pytest.raises(NotACheckpointError, match="nested more than 200 deep"):
+        read_checkpoint("f")
+
+
+def test_the_header_of_a_safetensors_is_charged():
+    """50,000 empty tensors take more memory than a file of 3 MB explains, whose header is not free either."""
+    Path("f").write_bytes(hostile._safetensors(hostile._tiny(50_000)))
+    with pytest.raises(NotACheckpointError, match="far more than its size explains"):
+        read_checkpoint("f")
+
+
 def test_what_is_shared_honestly_is_read():
     layer = torch.nn.Linear(2, 2)
     module = torch.nn.Sequential(layer, torch.nn.ReLU(), layer)

@@ -37,6 +37,8 @@ from lightning_tricks.checkpoint_remapping import (
 )
 from lightning_tricks.checkpoint_remapping.core.files import pickle_interpreter
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import truncated_repr
+from lightning_tricks.checkpoint_remapping.core.files.storages import FileStorages
 
 
 class Net(nn.Module):
@@ -239,6 +241,28 @@ def test_views_ties_and_other_layouts():
         assert torch.equal(found[name].to_dense().to(torch.complex64), value.detach().to_dense().to(torch.complex64))
         assert type(found[name]) is torch.Tensor
         assert not found[name].requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_without_elements(shape, zipped):
+    torch.save({"empty": torch.empty(shape), "w": torch.ones(1)}, "w.pt", _use_new_zipfile_serialization=zipped)
+    assert read_checkpoint("w.pt").state_dict["empty"].shape == shape
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(b"K\x01", [1, 2]), (b"\x88", None), (b"J\xff\xff\xff\xff", None)])
+def test_a_part_of_a_storage_as_torch_saved_it_before_0_4(offset, expected):
+    """A part has a name, an offset and a number of elements, which must be whole numbers that are not below 0."""
+    torch.save({"w": torch.arange(4.0)}, "w.pt", _use_new_zipfile_serialization=False)
+    whole = Path("w.pt").read_bytes()
+    assert whole.count(b"K\x04N") == whole.count(b"K\x04\x85") == 1
+    part = whole.replace(b"K\x04N", b"K\x04U\x01v" + offset + b"K\x02\x87").replace(b"K\x04\x85", b"K\x02\x85")
+    Path("w.pt").write_bytes(part)
+    if expected:
+        assert read_checkpoint("w.pt").state_dict["w"].tolist() == expected
+    else:
+        with pytest.raises(NotACheckpointError, match="data, shape or strides are invalid"):
+            read_checkpoint("w.pt")
 
 
 def _with_attribute(tensor):
@@ -471,6 +495,12 @@ def test_any_bytes_give_a_checkpoint_error(data):
         read_checkpoint("w.pt")
 
 
+@pytest.mark.parametrize("longest", [20, 100])
+def test_the_text_of_a_value_has_at_most_so_many_characters(longest):
+    assert truncated_repr([123456] * 100, longest) == f"{[123456] * 100}"[: longest - 3] + "..."
+    assert truncated_repr([1, {"a": (2,)}], longest).replace(",)", ")") == "[1, {'a': (2)}]"
+
+
 # What is no checkpoint
 
 
@@ -639,6 +669,22 @@ def test_truncated_at_any_byte(name):
         with pytest.raises(NotACheckpointError) as error:
             read_checkpoint("cut")
         assert "weights_only" not in str(error.value)
+
+
+def test_a_pickle_that_ends_early_is_damaged_whatever_its_name():
+    Path("model.onnx").write_bytes(pickle.dumps({"a": [1, 2]})[:-3])
+    with pytest.raises(NotACheckpointError, match=r"^model.onnx is .*truncated.*Download it again"):
+        read_checkpoint("model.onnx")
+
+
+def test_a_file_that_gets_shorter_while_it_is_read():
+    """Otherwise the rest of the tensor would be what was in the memory before."""
+    Path("w").write_bytes(bytes(64))
+    storages = FileStorages(Path("w"), "cpu", mmap=False, budget=Budget(0))
+    assert storages.part(0, 64).nbytes() == 64
+    Path("w").write_bytes(bytes(63))
+    with pytest.raises(NotACheckpointError, match="truncated"):
+        storages.part(0, 64)
 
 
 @pytest.mark.parametrize("name", ["w.pt", "old.pt", "w.safetensors", "net.pt", "in a sound archive"])

@@ -19,6 +19,7 @@ from lightning_tricks.checkpoint_remapping import (
     RemapRule,
     max_output_difference,
 )
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Proposals
 from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized
 
 
@@ -353,6 +354,21 @@ def test_a_proposed_rule_fits_the_layout():
             load_weights(net, file, rules=rules)
         rules += ast.literal_eval(re.search(r"rules=(\[.*?\]) takes", str(error.value))[1])
     assert load_weights(net, file, rules=rules).loaded == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "how"),
+    [
+        ((3, 4), (4, 3), {"transpose": True}),
+        ((1, 4), (4,), {"shape": [4]}),
+        ((3, 4), (3, 4, 1, 1), {"shape": [3, 4, 1, 1]}),
+        ((2, 3, 4), (4, 3, 2), None),
+        ((3, 4), (5, 4), None),
+    ],
+)
+def test_a_rule_for_another_layout_is_proposed_where_there_is_one(shape, wanted, how):
+    found = Proposals({"a.weight": shape}, {"b.weight": wanted}).for_layers(["a"], ["b"])
+    assert found == (how and {"from": "a.weight", "to": "b.weight", **how})
 
 
 def test_files_are_read_and_remapped_as_in_memory():

@@ -309,6 +309,23 @@ def test_evaluation_loader_names():
     assert look.names == []
 
 
+@pytest.mark.parametrize(("mode", "expected"), [("min_size", True), ("max_size", False), (None, False)])
+def test_ends_with_shortest_loader(mode, expected):
+    class OfTwo(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["long"], batch_idx)
+
+    class Look(lightning.pytorch.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.found = loaders.ends_with_shortest_loader(trainer)
+
+    look, data = Look(), {"long": loader(), "short": DataLoader(digits(), 10)}
+    given = data if mode is None else CombinedLoader(data, mode)
+    trainer = Trainer(max_epochs=1, limit_train_batches=2, callbacks=[look], **QUIET)
+    trainer.fit(OfTwo(), given)
+    assert look.found is expected
+
+
 def test_hooks_that_would_do_nothing_are_passed_over():
     class Counts(TrickCallback):
         count = 0

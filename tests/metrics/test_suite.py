@@ -154,6 +154,17 @@ def test_metrics_with_equal_states_after_the_first_batch_stay_apart():
     assert len(set(values.values())) == 3
 
 
+def test_curves_over_one_grid_of_thresholds_share_their_counts():
+    """The first of them counts for all, and each has the value that it would have alone."""
+    curves = {"area": tm.MulticlassAUROC, "precision": tm.MulticlassAveragePrecision}
+    metrics = {name: kind(4, thresholds=21) for name, kind in curves.items()}
+    suite, soft = MetricSuite({**metrics, "finer": tm.MulticlassAUROC(4, thresholds=41)}), SCORES.softmax(1)
+    fed(suite, preds=soft, target=TARGET)
+    assert len(suite.state_dict()["groups"]) == 2
+    for name, metric in metrics.items():
+        assert suite.compute()[name].item() == pytest.approx(alone(metric, soft, TARGET).item())
+
+
 @pytest.mark.trap("metrics: clone(prefix='') keeps the old prefix")
 def test_a_collections_prefix_does_not_count():
     collection = MetricCollection({"acc": tm.MulticlassAccuracy(4)}, prefix="val_", postfix="_x")

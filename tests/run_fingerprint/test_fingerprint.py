@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_tricks.run_fingerprint import fingerprint
 from tests.contract.lab import HostReads
+from tests.emulated_cuda.device import EmulatedCuda
 
 ROW = 32_749
 MASK = 2**64 - 1
@@ -235,3 +236,17 @@ def test_reads_nothing_back_and_leaves_no_graph():
 
 def test_meta_tensors_have_a_shape_and_no_memory():
     assert number(torch.empty(3, device="meta")) != number(torch.empty(4, device="meta"))
+
+
+def test_tensors_of_each_device_count():
+    """A model may lie on several devices: what lies on one of them is no less a part of the fingerprint."""
+    values = ((1, 2, 3), (1, 2, 3), (7, 2, 3), (1, 7, 3), (1, 2, 7), (1, 3, 2))
+    devices = ("cpu", "cuda", "cuda:1")
+    with EmulatedCuda():
+        seen = [
+            fingerprint([torch.tensor(one, device=at) for one, at in zip(of, devices, strict=True)]) for of in values
+        ]
+        assert {one.device for one in seen} == {torch.device("cuda:0")}
+        numbers = [one.item() for one in seen]
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers)) == 5

@@ -337,9 +337,10 @@ def test_full_disk_stops_the_report_and_not_the_training(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr("lightning_tricks.run_report.core.run_writer.append_rows", fails)
-    with pytest.warns(UserWarning, match="RunReport stops writing .*No space left"):
+    with pytest.warns(UserWarning, match="RunReport stops writing .*No space left") as warned:
         trainer = train([RunReport(tmp_path)])
     assert trainer.global_step == 20
+    assert sum("RunReport stops writing" in str(one.message) for one in warned) == 1
 
 
 def test_callback_that_fails_to_tell_what_it_knows_does_not_end_the_training(tmp_path):

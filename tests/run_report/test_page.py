@@ -217,6 +217,15 @@ def test_comparison_names_what_differs_and_nothing_else():
     assert differing_settings(one, one) == []
 
 
+@pytest.mark.parametrize(("count", "said"), [(300, []), (301, ["1"]), (1302, ["1,002"])])
+def test_comparison_counts_the_settings_that_it_does_not_show(count, said):
+    """The first 300 are shown."""
+    runs = [RunRecord(arguments=[(f"a{number}", value) for number in range(count)]) for value in ("0.1", "0.2")]
+    page = comparison_page(*runs)
+    assert len(cells(page, "What differs")) == 3 * 300
+    assert re.findall(r"([\d,]+) more settings differ\.", page) == said
+
+
 def test_comparison_shows_last_values_and_their_difference():
     runs = [
         RunRecord(rows=[Row("epoch", step, step, {"val/acc": value}) for step, value in enumerate(values)])
@@ -245,6 +254,19 @@ def test_command_makes_pages_of_one_and_of_two_runs(tmp_path, monkeypatch, capsy
     (tmp_path / "b").rename(tmp_path / "old" / "a")
     assert main(["report", "a", str(Path("old", "a"))]) == 0  # paths, where the names are equal
     assert f"<h1>a and {Path('old', 'a')}</h1>" in (tmp_path / "comparison.html").read_text(encoding="utf-8")
+
+
+def test_command_calls_two_runs_by_the_names_of_their_folders(tmp_path, monkeypatch):
+    """Their paths are shown only where the names are equal."""
+    monkeypatch.chdir(tmp_path)
+    folders = [Path("one", "a"), Path("two", "b"), Path("two", "a")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        write_run(folder, RunRecord())
+        write_rows(folder, [])
+    for pair, names in ((folders[:2], ("a", "b")), (folders[::2], map(str, folders[::2]))):
+        assert main(["report", *map(str, pair)]) == 0
+        assert "<h1>{} and {}</h1>".format(*names) in Path("comparison.html").read_text(encoding="utf-8")
 
 
 def test_command_replaces_no_file_that_is_no_report(tmp_path, capsys):
@@ -362,6 +384,29 @@ def test_page_says_how_many_files_differ_from_the_commit():
     assert "3" in cells(shown([" M a.py", " M b.py", "?? c.py"]), "Code")
 
 
+def test_page_names_the_first_twenty_files_that_were_not_compared():
+    """Dots stand for the others."""
+
+    def shown(count):
+        names = [f"f{number}" for number in range(count)]
+        return cells(run_page(RunRecord(git=GitState("c" * 40, not_compared=names))), "Code")[-1]
+
+    assert shown(2) == "f0, f1"
+    assert shown(20).endswith("f18, f19")
+    assert shown(21).endswith("f18, f19, ...")
+
+
+@pytest.mark.parametrize("count", [40, 43])
+def test_classes_beyond_the_first_forty_are_folded(count):
+    """Each class has its row, in the first table or in the folded one."""
+    names = [f"c{number}" for number in range(count)]
+    part = ClassValues(stage="val", epoch=0, classes=names, metrics=["f1"], values=[[0.5]] * count)
+    page = run_page(RunRecord(parts=[part]))
+    assert cells(page, "Classes")[::2] == names
+    assert re.findall("<summary>(.*?)</summary>", page) == ["3 more classes"] * (count > 40)
+    assert cells(page.partition("</table>")[0], "Classes")[::2] == names[:40]
+
+
 def test_page_has_a_row_for_each_class_with_a_gap_for_what_is_unknown():
     known = {"classes": ["cat", "dog"], "metrics": ["f1", "recall"], "values": [[0.5, None], [0.25, 1.0]]}
     part = ClassValues(stage="val", epoch=2, **known)
@@ -374,6 +419,13 @@ def test_best_values_on_top_are_those_of_validation():
     tiles = run_page(RunRecord(rows=rows)).partition("</header>")[0]
     assert "best val/acc, epoch 2" in tiles
     assert "train/acc" not in tiles
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "samples a second"), (2, "samples a second, on rank 0 of 2")])
+def test_rate_on_top_names_the_rank_where_there_are_several(ranks, name):
+    """Each rank has a rate of its own, and the one is shown."""
+    page = run_page(RunRecord(ranks=ranks, seconds=10.0, samples=50, batches=5, step=5))
+    assert f"<li><b>5</b><span>{name}</span></li>" in page
 
 
 def test_versions_and_settings_are_those_of_this_process():

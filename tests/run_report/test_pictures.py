@@ -97,6 +97,39 @@ def test_numbers_on_the_axes_are_few_and_all_different(values, upright, below):
     assert [text for text, _, _ in texts(picture, "middle")] == [*below, "step"]
 
 
+def test_each_number_below_has_a_tick_and_the_name_of_the_axis_is_below_them():
+    """The name stands in the middle of the axis."""
+    picture = parse(line_chart([Line("", FALLS)]))
+    axis = [[float(one.get(name)) for name in ("x1", "x2", "y1", "y2")] for one in with_class(picture, "axis", "line")]
+    (whole,) = [line for line in axis if line[0] != line[1]]
+    *numbers, (name, middle, lowest) = texts(picture, "middle")
+    assert [text for text, _, _ in numbers] == ["0", "100", "200", "300", "400"]
+    ticks = [line for line in axis if line is not whole]
+    assert [x for x, _, _, _ in ticks] == [x for _, x, _ in numbers]
+    assert all(left == right and whole[2] == top < bottom for left, right, top, bottom in ticks)
+    assert (name, middle) == ("step", (whole[0] + whole[1]) / 2)
+    assert max(y for _, _, y in numbers) + 10 <= lowest <= 240
+
+
+def test_pointer_shows_of_each_curve_the_value_nearest_to_the_step():
+    """The text stands beside its strip, on the side with more room."""
+    even, odd = ([Point(step, 0, *[float(step)] * 3) for step in range(first, 600, 2)] for first in (0, 1))
+    strips = with_class(parse(line_chart([Line("even", even), Line("odd", odd)])), "at")
+    assert len(strips) > 50
+    for strip in strips:
+        first, *lines = ["".join(line.itertext()) for line in strip.iter("tspan")]
+        step = int(first.removeprefix("step ").partition(",")[0])
+        for line, name, is_there in zip(lines, ("even", "odd"), (step % 2 == 0, step % 2 == 1), strict=True):
+            near = int(line.split()[1])
+            assert line == f"{name} {near}" + f" at step {near}" * (not is_there)
+            assert abs(near - step) == (not is_there)
+        left, right = (float(number) for number in strip.find("path").get("d")[1:].partition("V")[0].split(" 10H"))
+        (x,) = {float(line.get("x")) for line in strip.iter("tspan")}
+        is_left = strip.get("class") == "at end"
+        assert x == pytest.approx(left - 6 if is_left else right + 6, abs=0.5)
+        assert (x if is_left else 540 - x) > 540 / 2 - 50
+
+
 def test_scale_starts_at_zero_only_where_that_hides_nothing():
     def lowest(values):
         points = [Point(place, 0, value, value, value) for place, value in enumerate(values)]
@@ -196,6 +229,32 @@ def test_matrix_of_any_size_fits_its_picture(size):
         assert 0 <= y < y + side <= height
     for text, right, _ in texts(picture, "end")[:size] if size <= 40 else ():  # about 6 pixels for each character
         assert right - 6 * len(text) > 14, "the names of the rows stand beside the name of the axis"
+
+
+@pytest.mark.parametrize(
+    "names", [["a", "b"], ["class 0", "class 1"], [f"n {number}" for number in range(10, 40)], ["x" * 30] * 12]
+)
+def test_names_below_a_matrix_stand_above_the_name_of_the_axis(names):
+    """The names of the axes are in the middle, and in the picture."""
+    size = len(names)
+    picture = parse(matrix_chart([[1] * size] * size, names))
+    _, height = map(float, picture.get("viewBox").split()[2:])
+    cells = [[float(one.get(name)) for name in ("x", "y", "width")] for one in with_class(picture, "cell")]
+    left, top = (min(cell[place] for cell in cells) for place in (0, 1))
+    right, bottom = (max(cell[place] + cell[2] for cell in cells) for place in (0, 1))
+    found = {one.text: one for one in picture.iter("text")}
+    x, y = (float(found["prediction"].get(name)) for name in "xy")
+    assert x == pytest.approx((left + right) / 2, abs=1)
+    below = [one for one in picture.iter("text") if float(one.get("y")) > bottom and one is not found["prediction"]]
+    assert len(below) == size
+    for one in below:
+        deep = 6 * len(one.text) * math.sin(math.pi / 3) if one.get("transform") else 3
+        assert bottom < float(one.get("y")) + deep < y - 9
+    assert y + 3 < height
+    place = [float(found["target"].get(name)) for name in "xy"]
+    assert place[1] == pytest.approx((top + bottom) / 2, abs=2)
+    turned = [float(number) for number in found["target"].get("transform")[len("rotate(") : -1].split()]
+    assert turned == [-90, place[0], pytest.approx(place[1], abs=0.5)]
 
 
 def test_reliability_is_read_off_its_axes():

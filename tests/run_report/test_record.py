@@ -161,6 +161,19 @@ def test_long_run_stays_bounded_on_disk(tmp_path, monkeypatch):
     assert abs(spike.step - 1234) < 64
 
 
+def test_long_run_stays_bounded_in_memory(tmp_path, monkeypatch):
+    """The rows of the record are those of its file, also after they were thinned."""
+    monkeypatch.setattr("lightning_tricks.run_report.core.run_writer._MOST_ROWS", 100)
+    record = RunRecord()
+    save(tmp_path, record)
+    recorder = ValueRecorder(tmp_path, record)
+    for step in range(1000):
+        recorder.add("step", step, 0, {"loss": float(step)})
+    recorder.flush()
+    assert len(record.rows) <= 100 + 256
+    assert record.rows == read_record(tmp_path).rows
+
+
 def test_rows_wait_until_there_are_256(tmp_path):
     record = RunRecord()
     save(tmp_path, record)

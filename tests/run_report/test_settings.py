@@ -9,13 +9,15 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_tricks import GradientClipping, RunReport
-from lightning_tricks.run_report import comparison_page, read_record
+from lightning_tricks.run_report import comparison_page, find_all, read_record
 from lightning_tricks.run_report.core.comparison_page import differing_settings
-from tests.contract.lab import QUIET, EvaluatedNet
+from lightning_tricks.run_report.core.setting_texts import SettingTexts
+from tests.contract.lab import QUIET, EvaluatedNet, digits, loader
 
 
 class Noisy(Callback):
@@ -226,3 +228,65 @@ def test_what_was_not_recorded_is_said(tmp_path, monkeypatch):
         "dataset.transform",
     ):
         assert words in said
+
+
+def test_arguments_of_the_module_are_recorded_once(tmp_path):
+    """A hyper-parameter is no setting once more; an argument of a layer with its name is."""
+
+    class Sized(EvaluatedNet):
+        def __init__(self, width=8, p=0.5):
+            super().__init__()
+            self.save_hyperparameters("p")
+            self.width, self.p, self.drop = width, p, nn.Dropout(p)
+
+    Trainer(callbacks=[RunReport(tmp_path)], max_steps=1, **QUIET).fit(Sized(), loader(), loader())
+    record = read_record(tmp_path)
+    settings = dict(record.settings)
+    assert (settings["module.width"], settings["layer drop.p"]) == ("8", "0.5")
+    assert "module.p" not in settings
+    assert dict(record.arguments) == {"p": "0.5"}
+
+
+class OfTwoLoaders(EvaluatedNet):
+    """Is trained on the batches of the longer one of two loaders, and validated on those of each."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["long"], batch_idx)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.evaluate(batch, batch_idx)
+
+
+def record_of_two_loaders(folder, mode, **limits):
+    short = DataLoader(Subset(digits(), range(20)), 4)
+    trainer = Trainer(callbacks=[RunReport(folder)], max_epochs=1, **limits, **QUIET)
+    trainer.fit(OfTwoLoaders(), CombinedLoader({"short": short, "long": loader()}, mode), [short, loader()])
+    return read_record(folder)
+
+
+def test_batches_are_those_of_all_loaders(tmp_path):
+    """In training, loaders are read side by side; in validation, one after the other."""
+    data = dict(record_of_two_loaders(tmp_path, "max_size_cycle", limit_train_batches=3, limit_val_batches=2).data)
+    assert (data["training batches"], data["validation batches"]) == ("3 of 10", "4 of 15")
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(3, "3 of 5"), (1000, "5 of 5"), (0.5, "2 of 5")])
+def test_limit_leaves_out_nothing_where_the_shortest_loader_ends_before(tmp_path, limit, batches):
+    """Training with the mode "min_size" has as many batches as the shortest loader."""
+    record = record_of_two_loaders(tmp_path, "min_size", limit_train_batches=limit)
+    assert dict(record.data)["training batches"] == batches
+    assert any("Only a part of the data" in one.text for one in find_all(record)) == (limit != 1000)
+
+
+def test_settings_beyond_the_first_3000_are_one_digest():
+    found = SettingTexts()
+    for number in range(3000):
+        found.add(f"a{number}", number)
+    assert found.pairs() == [(f"a{number}", str(number)) for number in range(3000)]
+    found.add("b", 1)
+    found.add("c", 1)
+    assert len(found.pairs()) == 3001
+    name, text = found.pairs()[-1]
+    assert (name, len(text)) == ("2 more", 12)
+    found.add("c", 2)
+    assert found.pairs()[-1][1] != text

@@ -423,7 +423,8 @@ def _mark_transposed(layers: list[Layer]) -> None:
     """
     blocks: dict[str, list[Layer]] = defaultdict(list)
     for layer in layers:
-        if [len(size) for _, size in layer.sizes] == [1, 2]:  # bias, weight
+        is_linear = [len(size) for _, size in layer.sizes] == [1, 2]  # bias, weight
+        if is_linear and 1 not in layer.tensors["weight"][1][-2:]:  # which those of convolutions end with
             blocks[re.split(r"(?<=\d)\.(?!.*\d\.)", layer.path)[0]].append(layer)
     for block in blocks.values():
         oblong = [layer for layer in block if _says_its_layout(layer)]

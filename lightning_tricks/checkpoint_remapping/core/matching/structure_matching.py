@@ -179,8 +179,8 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
             continue
         targets, wanted = target.tensors[tensor]
         transpose = tensor == "weight" and source.transposed != target.transposed
-        if transpose and max(len(sources), len(targets)) > 1:
-            continue  # a rule cannot transpose what it fuses or splits
+        if transpose and (max(len(sources), len(targets)) > 1 or 1 in shape[-2:]):
+            continue  # a rule cannot transpose what it fuses or splits, nor a convolution, whose matrix is not last
         got = shape[:-2] + shape[:-3:-1] if transpose else shape
         got = joined_shape(source.parts[tensor]) if len(sources) > 1 else got
         parts = target.parts.get(tensor, [])
