@@ -37,6 +37,11 @@ def test_another_number_is_a_change(number, factor):
     assert changes({"lr": number}, {"lr": number * factor}) == [f"lr: {number!r} -> {number * factor!r}"]
 
 
+@pytest.mark.parametrize(("before", "now"), [({"units": 8}, 8), (8, {"units": 8}), ({"units": 8}, None)])
+def test_another_kind_of_value_is_a_change(before, now):
+    assert changes({"layers": [before]}, {"layers": [now]}) == [f"layers: [{before}] -> [{now}]"]
+
+
 class Colour(enum.Enum):
     RED = 1
 

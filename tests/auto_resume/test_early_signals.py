@@ -310,7 +310,7 @@ def test_an_early_signal_of_slurm(tmp_path, received, monkeypatch, requeues):
     command.write_text(f"#!/bin/sh\necho $* > {tmp_path}/asked\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0"}.items():
+    for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "STEP_ID": "0", "PROCID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     for name in ("SLURM_LOCALID", "SLURM_NODEID"):
         monkeypatch.setenv(name, "0")

@@ -63,6 +63,14 @@ def test_unrecorded_files_are_kept_and_reported(tmp_path, folder):
     assert contents(folder) == {"made": "by somebody"}
 
 
+def test_a_journal_that_no_run_writes_is_not_read(tmp_path, folder):
+    journal = journal_of(tmp_path, folder)
+    assert journal.base == "1.ckpt"
+    with journal.path.open("ab") as file:
+        file.write(b" " * (1 << 24))
+    assert journal.base is None
+
+
 @pytest.mark.parametrize("where", ["aside", "mine/inside", "zebra"])
 def test_files_of_other_folders_are_not_touched(tmp_path, folder, where):
     """Whether their names come before the folder's or after it."""

@@ -332,6 +332,12 @@ def loader(num_workers, persistent_workers=False):
             "The host waited for data 43 % of the time, and the GPU had work meanwhile: the loader keeps up.",
         ),
         (
+            WaitTotals(seconds=100, waited=5, idle=2, n_batches=50),
+            loader(0),
+            8,
+            "Waited for data 2 % of the time: the loader keeps up.",
+        ),
+        (
             WaitTotals(seconds=100, waited=60, idle=50, n_batches=50),
             loader(0),
             8,

@@ -157,6 +157,17 @@ def test_a_processor_that_does_not_tell_its_name(monkeypatch, report_of):
     assert report_of(FakeNvml())["cpu"].startswith(platform.machine())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the file is of Linux")
+def test_a_linux_that_does_not_tell_its_name(monkeypatch, report_of):
+    def nothing():
+        raise OSError("no file")
+
+    monkeypatch.setattr(platform, "freedesktop_os_release", nothing)
+    assert report_of(FakeNvml())["os"] == f"Linux {platform.release()} {platform.machine()}"
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: platform._parse_os_release(["ID=void"]))
+    assert report_of(FakeNvml())["os"] == f"Linux, Linux {platform.release()} {platform.machine()}"
+
+
 def test_it_tells_nothing_about_the_user(monkeypatch, command):
     monkeypatch.setenv("WANDB_API_KEY", "sesame-secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5e5a3e")

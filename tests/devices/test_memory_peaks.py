@@ -103,6 +103,8 @@ BATCH = "smaller batch_size and Trainer(accumulate_grad_batches=n)"
             ["Other processes hold 13 GiB of 24 GiB"],
             ["expandable"],
         ),
+        ({"report": report("cpu", **TIGHT | {"reserved": GIB, "allocated": GIB})}, [BATCH], ["Other processes"]),
+        ({"report": report(**TIGHT | {"free": None})}, [BATCH], ["Other processes"]),
         (
             {"report": report(**TIGHT | {"allocated": 12 * GIB}), "requested": 4 * GIB},
             ["10 GiB are reserved but not allocated", "expandable_segments:True"],

@@ -407,6 +407,8 @@ def test_no_context_is_created_on_other_gpus(monkeypatch):
     assert (other.free, other.total, other.peak_allocated) == (None, None, 20)
     assert cuda.asked == [1]
     assert memory_report("cuda").device == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)  # as after empty_cache
+    assert (memory_report("cuda:1").free, memory_report("cuda:0").free) == (300, None)
 
 
 @pytest.mark.gpu

@@ -164,6 +164,14 @@ def test_a_gpu_that_is_lost_is_measured_no_more():
     assert load.measure() == {}
 
 
+def test_a_gpu_that_is_lost_from_the_start_is_not_measured():
+    gpu = FakeGpu(fails={"nvmlDeviceGetName": "GPU_IS_LOST"})
+    load = gpu_load(gpu)
+    assert (load.problem, load.product) == ("GPU is lost", None)
+    gpu.fails = {}
+    assert load.measure() == {}
+
+
 def test_cuda_devices_are_found_by_uuid(monkeypatch):
     slices = [FakeMigSlice("MIG-c5f9"), FakeMigSlice("MIG-d6a0")]
     gpus = [

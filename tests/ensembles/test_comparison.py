@@ -1,7 +1,9 @@
 """Which nets run at once: those that treat each row for itself stay stacked, and those that mix rows are found out."""
 
 import copy
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from lightning_tricks import (
     VotingClassifier,
 )
 from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks.ensembles.core import comparison
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
 from tests.contract.lab import real_fp16
@@ -269,6 +272,7 @@ HEALTHY = {
     "noise": lambda: Between(lambda net, h: h + 0.1 * torch.randn_like(h)),
     "noise of its own generator": lambda: Between(_own_noise),
     "noise of each row": lambda: Between(lambda net, h: h * h.new_empty(len(h), 1).uniform_(0.5, 1.5)),
+    "noise that lies by columns": lambda: Between(lambda net, h: h + h.new_empty(WIDTH, len(h)).t().normal_()),
     "variational": lambda: Between(lambda net, h: torch.normal(h, h.exp())),
     "stochastic depth": lambda: Between(lambda net, h: h * (torch.rand(len(h), 1) < 0.5)),
     "several dropouts": lambda: Between(lambda net, h: sum(functional.dropout(h, 0.5) for _ in range(4))),
@@ -529,3 +533,21 @@ def test_each_member_gets_the_samples_as_they_are(kind):
 
     for (name, value), other in zip(trained(InPlace).items(), trained(Copies).values(), strict=True):
         assert torch.equal(value, other), name
+
+
+def test_copies_of_weights_do_not_outlive_the_comparison_under_autocast(monkeypatch):
+    """Autocast keeps what it has made of a weight until it ends, and with it the weight."""
+    copies, place = [], comparison.place_tensors
+
+    def watched(module, tensors):
+        copies.extend(map(weakref.ref, tensors.values()))
+        place(module, tensors)
+
+    monkeypatch.setattr(comparison, "place_tensors", watched)
+    stack = as_members(_members(HEALTHY["MLP"]), vectorize=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        stack.train()(_rows(WIDTH))
+        assert torch.is_autocast_cache_enabled()
+        gc.collect()
+        assert copies
+        assert not [copy for copy in copies if copy() is not None]

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lightning_tricks import AutoResume, ScheduleSpec, StackingClassifier, StackingRegressor
-from lightning_tricks.ensembles.core.folds import make_folds
+from lightning_tricks.ensembles.core.folds import check_classes, make_folds
 from lightning_tricks.ensembles.meta_learner import REGRESSORS, LinearFinal, check_linear_model, fit_linear_model
 from tests.auto_resume.killing import run
 from tests.contract.lab import QUIET, real_fp16
@@ -620,6 +620,12 @@ class Stream(IterableDataset):
 
 def _fold_lists(*held_out, size=12):
     return [([row for row in range(size) if row not in rows], list(rows)) for rows in held_out]
+
+
+def test_a_class_that_a_fold_lacks_is_named_with_its_samples():
+    labels, folds = torch.tensor([0, 0, 1, 2, 2, 2]), [(torch.arange(2), torch.arange(2, 6))]
+    with pytest.raises(ValueError, match="fold 0 trains on have no sample of class 1, of which the data have 1: give"):
+        check_classes(folds, labels)
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,10 @@ def edit(folder, change):
             "1 tensors of modules_to_save='2' are missing: 2.bias",
         ),
         (lambda tensors: tensors.update(x=torch.ones(1)), "'x' does not begin with"),
+        (
+            lambda tensors: tensors.update({"base_model.model.0.lora_B.weight": torch.ones(3)}),
+            r"1 shapes differ: 0.weight is \(8, 6\) in the model, and its change is \(1, 3\) @ \(2, 6\)",
+        ),
     ],
 )
 def test_incomplete_files(folder, change, message):
@@ -625,6 +629,14 @@ def test_the_scale_of_the_file_is_that_of_the_model(tmp_path):
     load_adapter(plain := seeded(linear), tmp_path)
     assert plain.load_state_dict(model.state_dict())
     assert model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(("alpha", "written"), [(2.5, "2.5"), (0.5, "0.5"), (6.0, "6")])
+def test_a_scale_is_written_as_it_is(alpha, written, tmp_path):
+    save_adapter(model := adapted(linear, alpha=alpha), tmp_path)
+    assert f'"lora_alpha": {written},' in (tmp_path / "adapter_config.json").read_text()
+    load_adapter(plain := seeded(linear), tmp_path)
+    assert torch.equal(outputs(plain, torch.ones(5, 6)), outputs(model, torch.ones(5, 6)))
 
 
 def test_names_that_are_not_ambiguous_are_a_list(tmp_path):

@@ -179,6 +179,15 @@ def test_what_was_frozen_before_the_fit_is_so_after_it():
     assert flags(net) == before
 
 
+def test_norm_that_was_in_eval_mode_before_the_fit_is_so_after_it():
+    net = FineNet()
+    net.stem[1].eval()
+    before = flags(net)
+    with pytest.warns(UserWarning, match="in eval mode at the start"):
+        fit(net, GradualUnfreezing({0: "head.*", 1: "*"}))
+    assert flags(net) == before
+
+
 def test_norm_that_lightning_replaces_at_the_end_of_a_fit_is_released():
     """SyncBatchNorm becomes BatchNorm again, in the mode that it had, before the callbacks are torn down."""
 

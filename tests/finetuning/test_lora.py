@@ -688,3 +688,11 @@ def test_a_pattern_is_completed_only_where_that_would_match():
         add_lora(model, _settings(target_modules="proj"))
     with pytest.raises(ValueError, match=r"pattern 'xyz' matches none of the 2 modules\.$"):
         add_lora(model, _settings(target_modules="xyz"))
+
+
+def test_the_report_names_the_class_of_a_layer():
+    class Own(nn.Linear):
+        """A layer of a user."""
+
+    net = nn.Sequential(Own(4, 4), nn.Linear(4, 4), nn.MultiheadAttention(4, 2).out_proj)
+    assert [*add_lora(net, _settings(target_modules="*")).layers.values()] == ["Own", "Linear", "Linear"]

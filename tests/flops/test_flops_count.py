@@ -1,6 +1,7 @@
 """A count as a table on the screen and in files."""
 
 import csv
+import io
 import json
 
 import pytest
@@ -30,6 +31,16 @@ def test_prints_as_a_table(count):
     ):
         assert words in text
     assert "ReLU" not in text, "a row without parameters and MACs"
+
+
+def test_the_counts_of_the_peer_are_left_out_last(count):
+    """Where a terminal is narrow."""
+    import rich.console
+
+    console = rich.console.Console(width=26, record=True, file=io.StringIO())
+    console.print(count.table())
+    text = " ".join(console.export_text().split())
+    assert "left out for want of width: output, other FLOPs, class, share, params, thop's MACs" in text
 
 
 def test_table_depth(count):

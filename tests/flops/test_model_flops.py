@@ -21,6 +21,7 @@ from lightning_tricks.flops.core.operator_counter import find_rule
 
 _SIZE = st.integers(1, 9)
 _FEW = settings(max_examples=12, deadline=None)
+_MEAN = torch.ones(8)
 
 
 class Calls(nn.Module):
@@ -217,10 +218,19 @@ def test_other_flops_are_kept_apart():
             assert (count.macs, count.other_flops, count.uncounted) == (0, flops, {}), module
 
 
+def test_a_tensor_outside_of_the_model_needs_no_data():
+    count = count_flops(nn.Sequential(Calls(lambda x: x - _MEAN), nn.Linear(8, 4)), torch.empty(2, 8))
+    assert (count.macs, count.notes) == (64, ())
+
+
 def test_quantized_and_sparse_weights():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)), {nn.Linear})
+        for out in (1, 2):
+            quantize = torch.ao.nn.quantized.Quantize(0.1, 0, torch.quint8)
+            convolution = nn.Sequential(quantize, torch.ao.nn.quantized.Conv2d(3, out, 3))
+            assert count_flops(convolution, torch.zeros(1, 3, 8, 8)).macs == 6 * 6 * out * 27
     assert count_flops(quantized, torch.empty(2, 8)).macs == 64
 
     with warnings.catch_warnings():

@@ -173,7 +173,7 @@ def test_refuses_what_is_no_number(value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_shards_of_two_meshes_and_plain_tensors_share_one_norm(dtype, norm_type, tmp_path):
-    gradients = _random_gradients([(5, 3), (4,), (6, 2), (3,)], 10.0, dtype)
+    gradients = _random_gradients([(5, 3), (4,), (6, 2), (3,), (1, 3)], 10.0, dtype)
 
     def run(rank):
         torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
@@ -183,6 +183,7 @@ def test_shards_of_two_meshes_and_plain_tensors_share_one_norm(dtype, norm_type,
             gradients[1],
             distribute_tensor(gradients[2], square, [Shard(1), Replicate()]),
             distribute_tensor(gradients[3], line, [Replicate()]),
+            distribute_tensor(gradients[4], line, [Shard(0)]),  # the second rank has nothing of it
         )
         norms = gradient_norms(parameters, norm_type)
         clip_grads_with_norm_(parameters, 1.0, norms.total)

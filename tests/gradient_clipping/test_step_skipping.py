@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
 from lightning_tricks.gradient_clipping.core.clip_state import ClipState, StepCounts
+from lightning_tricks.gradient_clipping.core.clipping import GradientNorms
 from tests.contract.lab import SETTINGS, HostReads, Net, full, real_fp16, same
 
 _OPTIMIZERS = {
@@ -467,3 +469,46 @@ def test_counts_are_those_of_counting_each_step_alone(steps, every):
             counts = restored
     assert counts.state_dict()["counts"].tolist() == [clipped, skipped, consecutive, most]
     assert counts.steps == len(steps)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_the_host_knows_of_a_step(fused):
+    """Whether it is skipped, where the host has to know it: without a fused optimizer, or for schedulers."""
+    for nonfinite in (torch.tensor(True), torch.tensor(False)):
+        for schedulers in (None, []):
+            optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)], fused=fused)
+            state = ClipState()
+            known = state.skip_step_(optimizer, nonfinite, by_scaler=False, schedulers=schedulers)
+            assert known == (bool(nonfinite) and not (fused and schedulers is None))
+            state.close()
+
+
+def test_layers_of_a_single_skip_are_those_of_the_last_one():
+    state, bad = ClipState(), torch.tensor(True)
+    for norms in ([1.0, 1.0], [math.nan, 1.0], [math.nan, 1.0], [1.0, 1.0], [1.0, math.nan], [1.0, 1.0]):
+        per_parameter = torch.tensor(norms)
+        skipped = bad & ~per_parameter.isfinite().all()
+        state.counts.add(~bad, skipped, skipped)
+        found = state.has_too_many_skips(6, GradientNorms(per_parameter.sum(), per_parameter), is_known=False)
+    assert not found
+    assert state.finite_at_skip.tolist() == [True, False]
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_counting_a_step_takes_one_operator():
+    counts, flag = StepCounts(), torch.tensor(False)
+    with _Operators() as operators:
+        for _ in range(100):
+            counts.add(flag, flag, flag)
+    assert operators.count <= 100

@@ -68,6 +68,8 @@ def test_draws_on_given_axes():
     assert (first.get_label(), second.get_label()) == ("wsd", "cosine")
     assert list(first.get_ydata())[:101:50] == pytest.approx([0.025, 0.1, 0.0])
     assert axes.get_ylabel() == "learning rate"
+    assert axes.get_ylim()[0] == 0
+    assert plot_schedule(ScheduleSpec("constant"), 10).get_ylim()[0] == 0
 
 
 def test_labels_axes_that_have_no_labels():

@@ -1,3 +1,5 @@
+import weakref
+
 import numpy as np
 import pytest
 import sklearn.metrics as sk
@@ -206,3 +208,15 @@ def test_a_loss_that_is_written_to_later_counts_as_it_was(own):
     mean.update(each, 1, own=own)
     loss.zero_(), each.zero_()
     assert mean.compute().item() == 3.5
+
+
+def test_losses_are_added_up_many_at_once_and_never_too_many_wait():
+    mean, waiting, most = MeanLoss(), [], 0
+    for number in range(600):
+        loss = torch.tensor(float(number))
+        mean.update(loss, 1, own=True)
+        waiting = [one for one in (*waiting, weakref.ref(loss)) if one() is not None]
+        del loss
+        most = max(most, len([one for one in waiting if one() is not None]))
+    assert 100 <= most <= 256
+    assert mean.compute().item() == 299.5

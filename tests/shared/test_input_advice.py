@@ -104,6 +104,8 @@ def test_numbers_that_a_model_takes_are_no_shape():
 def test_the_models_own_error_stays():
     with pytest.raises(RuntimeError, match="called on a copy of the model: forward"):
         count_flops(CONV, torch.zeros(1, 4, 8, 8))
+    with pytest.raises(RuntimeError, match=r"forward\(input=tensor \(1, 4, 8, 8\) float32\), from inputs"):
+        count_flops(CONV, {"input": torch.zeros(1, 4, 8, 8)})
     with pytest.raises(TypeError, match=r"Give torch.zeros.* \(TypeError: .*takes 2 positional arguments"):
         count_flops(CONV, (3, 8, 8))
 

@@ -224,3 +224,30 @@ def test_fully_sharded_data_parallel_is_an_error():
 
     with pytest.raises(NotImplementedError, match="count before the model is wrapped"):
         count_flops(FullyShardedDataParallel(), ROWS)
+
+
+def _by_default(layer):
+    return lambda x, layer=layer: layer(x)
+
+
+def _by_keyword(layer):
+    return lambda x, *, layer=layer: layer(x)
+
+
+def _by_closure(layer):
+    return lambda x: layer(x)
+
+
+@pytest.mark.parametrize("bind", [_by_default, _by_keyword, _by_closure])
+def test_a_function_of_the_copy_calls_the_layers_of_the_copy(bind):
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 2)
+            self.call = bind(self.layer)
+
+        def forward(self, x):
+            return self.call(x)
+
+    rows = count_flops(Calls(), ROWS).rows
+    assert [(row.name, row.macs) for row in rows] == [("", 32), ("layer", 32)]

@@ -155,3 +155,13 @@ def test_a_table_that_makes_what_is_asked_for_is_put_back_as_it_was():
     with restored_state(table):
         pass
     assert type(table["relu"]) is nn.ReLU
+
+
+def test_the_defaults_of_functions_are_put_back_as_they_were():
+    def keep(value, seen=[], *, named=[]):  # noqa: B006
+        seen.append(value)
+        named.append(value)
+
+    with restored_state(keep):
+        keep(1)
+    assert (keep.__defaults__, keep.__kwdefaults__) == (([],), {"named": []})

@@ -187,6 +187,22 @@ def test_a_plain_backward_is_not_counted_as_forward():
     assert "MeanBackward" in summary.graph
 
 
+class WithoutOptimizers(Adversaries):
+    """As a module whose layers are all frozen for now."""
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return self.other(self(batch[0])).mean()
+
+    def configure_optimizers(self):
+        return []
+
+
+def test_manual_optimization_without_an_optimizer():
+    assert count_flops(WithoutOptimizers(), BATCH).macs == FORWARD + 12
+
+
 def test_manual_optimization_with_an_example():
     module = Adversaries()
     module.example_input_array = X

@@ -237,7 +237,7 @@ def _find_optimizers(model_copy: Any, trainer: Any) -> Sequence[Any]:
     if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], list):
         made = made[0]  # the second list holds schedulers
     made = made if isinstance(made, tuple | list) else [made]
-    return [entry["optimizer"] if isinstance(entry, dict) else entry for entry in made]
+    return [entry["optimizer"] if isinstance(entry, dict) else entry for entry in made] or [None]
 
 
 def _wrapped_type(optimizer: Any) -> type:

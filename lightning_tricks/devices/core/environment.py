@@ -109,7 +109,7 @@ def _os() -> str:
         return f"Windows {platform.release()} {platform.version()} {platform.machine()}"
     try:
         return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
-    except (OSError, KeyError):
+    except OSError:  # there is no such file
         return kernel
 
 

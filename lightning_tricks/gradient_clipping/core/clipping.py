@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._shared.checks import check_number
-from lightning_tricks._shared.tensors import full_tensor, is_sharded
+from lightning_tricks._shared.tensors import full_tensor, is_sharded, local_part
 from lightning_tricks._torch_compat.foreach import (
     foreach_clamp_max_,
     foreach_clamp_min_,
@@ -206,12 +206,23 @@ def foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Seq
 def stacked_norms(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Return the norms of gradients of one device, dtype and mesh as one plain tensor of shape (n,)."""
     dtype = torch.float32 if gradients[0].dtype in HALF_DTYPES else None
-    if not is_sharded(gradients[0]) and norm_type == math.inf and not all(gradient.numel() for gradient in gradients):
-        # torch has no maximum of nothing
-        gradients = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
+    if norm_type == math.inf:
+        # torch has no maximum of nothing, such as a rank's part of a layer with fewer outputs than ranks
+        parts = [part if part.numel() else part.new_zeros(1) for part in map(local_part, gradients)]
+        return _largest_of_ranks(torch.stack(foreach_norm(parts, norm_type, dtype=dtype)), gradients[0])
     if dtype and is_sharded(gradients[0]):
         # DTensor's _foreach_norm takes no dtype
         stacked = torch.stack([torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients])
     else:
         stacked = torch.stack(foreach_norm(gradients, norm_type, dtype=dtype))
     return full_tensor(stacked)  # one collective for a whole mesh, not one for each gradient
+
+
+def _largest_of_ranks(values: Tensor, like: Any) -> Tensor:
+    """Return the largest of the values that the ranks have over which a tensor is sharded."""
+    if not is_sharded(like):
+        return values
+    from torch.distributed.tensor import DTensor, Partial
+
+    placements = [Partial("max")] * like.device_mesh.ndim
+    return full_tensor(DTensor.from_local(values, like.device_mesh, placements, run_check=False))
