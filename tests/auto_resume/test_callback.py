@@ -561,6 +561,7 @@ def test_slurm_keeps_its_requeue_signal(tmp_path, monkeypatch):
         "SLURM_NTASKS": "1",
         "SLURM_JOB_NAME": "train",
         "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "0",
     }.items():
         monkeypatch.setenv(name, value)
@@ -714,3 +715,15 @@ def test_callbacks_in_what_a_module_keeps_are_not_entered_and_not_compared(tmp_p
     kept = [path for path, owner in walk.owners.items() if isinstance(owner, AutoResume | GradientClipping)]
     assert len(kept) == 4  # in the hyper-parameters, and in the copy of them
     assert not [path for path in (*walk.owners, *walk.slots) if path.startswith(tuple(f"{place}." for place in kept))]
+
+
+@pytest.mark.parametrize(("started_by", "warns"), [("srun", False), ("a script", True), ("nobody", False)])
+def test_a_job_that_signals_of_slurm_miss_is_told_so(tmp_path, monkeypatch, recwarn, started_by, warns):
+    """Slurm sends signals to what srun has started, and to nothing else."""
+    if started_by != "nobody":
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+    if started_by == "srun":
+        monkeypatch.setenv("SLURM_STEP_ID", "0")
+    Trainer(**QUIET, max_steps=1, callbacks=[AutoResume(tmp_path)]).fit(Net(), loader())
+    said = [str(warning.message) for warning in recwarn if "this job runs without srun" in str(warning.message)]
+    assert len(said) == warns
