@@ -378,3 +378,28 @@ def test_files_are_read_and_remapped_as_in_memory():
     assert_loaded(target, source)
     load_weights(target, read_checkpoint("w.pt"), rules=[("bar", "mu")])
     assert_loaded(target, source)
+
+
+class _Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"conv": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}) for _ in range(4))
+
+
+def test_a_rule_for_a_layer_speaks_for_its_block():
+    """Where blocks are counted from the other end, the layers without a rule are not taken in the order of numbers."""
+    net = _Blocks()
+    words = {"conv": "guvu", "norm": "zaba"}
+    truth = {
+        f"gada.{3 - number}.{words[kind]}.{leaf}": f"layers.{number}.{kind}.{leaf}"
+        for number in range(4)
+        for kind in words
+        for leaf in ("weight", "bias")
+    }
+    state = {name: net.state_dict()[target].clone() for name, target in truth.items()}
+    rules = [(f"gada.{3 - number}.guvu", f"layers.{number}.conv") for number in range(4)]
+    with pytest.raises(CheckpointError, match="zaba"):
+        load_weights(_Blocks(), state, rules=rules)
+    loaded = _Blocks()
+    load_weights(loaded, state, rules=[*rules, *((f"gada.{3 - n}.zaba", f"layers.{n}.norm") for n in range(4))])
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in loaded.state_dict().items())
