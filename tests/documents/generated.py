@@ -29,7 +29,7 @@ a training batch after the first, but where it writes something then: rows of `R
 | several GPUs | the same program on two ranks of the CPU | NCCL; `make gpu` does |
 | MPS (macOS) | no float64, no fork, no `/proc`, `fcntl` alone | training on it |
 | Windows | paths, names of files, signals, locks, encodings; types are checked for it | the package itself |
-| Slurm, two nodes | a Slurm 22.05 of one node: signals, requeues, limits (`make slurm`); two groups of processes | a cluster of several machines |
+| Slurm, two nodes | `make slurm`, on a Slurm of one node; two groups of processes | a cluster of several machines |
 | TPU, HPU, DeepSpeed | nothing | all |
 """
 _NOTE = "<!-- written by `make fix` -->\n"
