@@ -65,7 +65,7 @@ def misses_slurm_signals() -> bool:
     if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ:
         return False
     try:
-        return not Path(f"/proc/{os.getppid()}/comm").read_text().startswith("slurmstepd")
+        return not Path(f"/proc/{os.getppid()}/comm").read_bytes().startswith(b"slurmstepd")
     except OSError:
         return False
 
