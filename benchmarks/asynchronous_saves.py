@@ -1,4 +1,4 @@
-"""For how long a save keeps training waiting, and how fast training goes while a checkpoint is written."""
+"""For how long a save keeps training waiting, where the one before is written when it is due."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _ratios import LEAN, arguments, be_quiet, measure, now, ratios, report
+from _ratios import LEAN, arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 
 SAVES = 5
-WORK = 40  # steps between two saves whose pace is measured
+WORK = 40  # steps between two saves
 
 
 class Large(LightningModule):
@@ -41,32 +41,21 @@ class Large(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-class Pace(Callback):
-    """Notes how long steps take while a checkpoint is written, and otherwise; waits for it before the next is due."""
+class Waits(Callback):
+    """Waits for the checkpoint that is written before the next one is due."""
 
-    def __init__(self, guard: AutoResume | None) -> None:
-        self.guard, self.busy, self.idle = guard, list[float](), list[float]()
+    def __init__(self, guard: AutoResume) -> None:
+        self.guard = guard
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the time, and whether a checkpoint is written."""
-        fit = self.guard._fit if self.guard is not None else None
-        if fit is not None and batch_idx % WORK == WORK - 1:
-            fit.writer.wait()
-        self.was_busy = fit is not None and fit.writer.is_writing
-        self.at = now()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Note how long the step took."""
-        if batch_idx > WORK:
-            (self.busy if self.was_busy else self.idle).append(now() - self.at)
+        """Wait before the last step."""
+        if batch_idx % WORK == WORK - 1 and self.guard._fit is not None:
+            self.guard._fit.writer.wait()
 
 
 def stalls(megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
     """Time what stands between two steps with a save between them."""
     spent: dict[str, list[float]] = defaultdict(list)
-    pace: list[float] = []
     data = DataLoader(TensorDataset(torch.rand(WORK * SAVES * 64, 256), torch.randint(10, (WORK * SAVES * 64,))), 64)
 
     def timed(name: str, plain: Any) -> Any:
@@ -91,30 +80,20 @@ def stalls(megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
                 is_asynchronous = "asynchronous" in kind
                 options: Any = {"every_n_train_steps": WORK, "every_n_epochs": None, "asynchronous": is_asynchronous}
                 callback = guard = AutoResume(folder, **options)
-            steps = Pace(guard if "asynchronous" in kind else None)
+            waits = [Waits(guard)] if guard is not None else []
             trainer = Trainer(
-                max_steps=WORK * SAVES - 1, callbacks=[callback, steps], enable_checkpointing=guard is None, **LEAN
+                max_steps=WORK * SAVES - 1, callbacks=[callback, *waits], enable_checkpointing=guard is None, **LEAN
             )
             trainer.fit(Large(megabytes), data)
-        if steps.busy:
-            pace.append(statistics.median(steps.busy) / statistics.median(steps.idle))
         return statistics.median(spent["save"][1 : SAVES - 1])  # the first takes new memory, the last waits
 
     kinds = ("ModelCheckpoint", "AutoResume", "AutoResume, asynchronous")
-    found = ratios(measure({kind: lambda kind=kind: fit(kind) for kind in kinds}, rounds, warmup=1), "ModelCheckpoint")
-    low, median, high = statistics.quantiles(pace, n=4)
-    found["a step while a checkpoint is written"] = {
-        "median": round(median, 4),
-        "q1": round(low, 4),
-        "q3": round(high, 4),
-        "peer": "a step otherwise",
-    }
-    return found
+    return ratios(measure({kind: lambda kind=kind: fit(kind) for kind in kinds}, rounds, warmup=1), "ModelCheckpoint")
 
 
 def main() -> None:
     """Measure and report."""
-    given = arguments(7)
+    given = arguments(15)
     torch.set_num_threads(1)
     be_quiet()
     results = {f"a save of {megabytes} MB": stalls(megabytes, given.rounds) for megabytes in (100, 1000)}
