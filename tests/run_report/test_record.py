@@ -146,14 +146,20 @@ def test_merged_row_ignores_nan_in_its_extremes_only():
     assert (merged.low["a"], merged.high["a"]) == (2.0, 2.0)
 
 
-def test_long_run_stays_bounded_on_disk(tmp_path, monkeypatch):
+def long_run(folder, monkeypatch, losses):
     monkeypatch.setattr("lightning_tricks.run_report.core.run_writer._MOST_ROWS", 100)
     record = RunRecord()
-    save(tmp_path, record)
-    recorder = ValueRecorder(tmp_path, record)
-    for step in range(3000):
-        recorder.add("step", step, 0, {"loss": torch.tensor(float(step == 1234))})
+    save(folder, record)
+    recorder = ValueRecorder(folder, record)
+    for step, loss in enumerate(losses):
+        recorder.add("step", step, 0, {"loss": loss})
     recorder.flush()
+    return record, recorder
+
+
+def test_long_run_stays_bounded_on_disk(tmp_path, monkeypatch):
+    losses = [torch.tensor(float(step == 1234)) for step in range(3000)]
+    _, recorder = long_run(tmp_path, monkeypatch, losses)
     again = read_record(tmp_path)
     assert len(again.rows) <= 100 + 256
     assert (recorder.num_rows, sum(row.count for row in again.rows)) == (3000, 3000)
@@ -163,13 +169,7 @@ def test_long_run_stays_bounded_on_disk(tmp_path, monkeypatch):
 
 def test_long_run_stays_bounded_in_memory(tmp_path, monkeypatch):
     """The rows of the record are those of its file, also after they were thinned."""
-    monkeypatch.setattr("lightning_tricks.run_report.core.run_writer._MOST_ROWS", 100)
-    record = RunRecord()
-    save(tmp_path, record)
-    recorder = ValueRecorder(tmp_path, record)
-    for step in range(1000):
-        recorder.add("step", step, 0, {"loss": float(step)})
-    recorder.flush()
+    record, _ = long_run(tmp_path, monkeypatch, map(float, range(1000)))
     assert len(record.rows) <= 100 + 256
     assert record.rows == read_record(tmp_path).rows
 

@@ -49,6 +49,11 @@ class Job:
             assert time.monotonic() < until, self.output
             time.sleep(0.05)
 
+    def signal_in_the_middle(self, *options):
+        """Send it SIGUSR1 in its second epoch."""
+        self.at_step(7)
+        self.slurm.command("scancel", *options, "--signal=USR1", self.number)
+
     def ends(self, *, restarts=0, tasks=2):
         """Wait until the job is done, and return the weights and random state of each rank."""
         try:
@@ -80,8 +85,7 @@ def whole(slurm, tmp_path_factory):
 def test_a_signal_to_the_steps_requeues_the_job(slurm, whole, tmp_path):
     """As `#SBATCH --signal=USR1@90` sends it: the run exits with 75, at which the administrator's line requeues it."""
     job = Job(slurm, tmp_path / "job", "srun {program}", *TWO)
-    job.at_step(7)
-    slurm.command("scancel", "--signal=USR1", job.number)
+    job.signal_in_the_middle()
     assert same(job.ends(restarts=1), whole(2))
     assert "stopped by SIGUSR1" in job.output
     assert "the run resumes at" in job.output
@@ -91,8 +95,7 @@ def test_a_signal_to_the_steps_requeues_the_job(slurm, whole, tmp_path):
 def test_lightning_requeues_beside_it(slurm, whole, tmp_path):
     """Both write a checkpoint; AutoResume's is resumed."""
     job = Job(slurm, tmp_path / "job", "srun {program} --lightning-requeues", *TWO)
-    job.at_step(7)
-    slurm.command("scancel", "--signal=USR1", job.number)
+    job.signal_in_the_middle()
     assert same(job.ends(restarts=1), whole(2))
 
 
@@ -109,8 +112,7 @@ def test_requeued_from_outside(slurm, whole, tmp_path):
 def test_without_srun_nobody_gets_the_signal(slurm, whole, tmp_path):
     """AutoResume says so where the program is begun by a job script alone."""
     job = Job(slurm, tmp_path / "job", "{program}")
-    job.at_step(7)
-    slurm.command("scancel", "--signal=USR1", job.number)
+    job.signal_in_the_middle()
     assert same(job.ends(tasks=1), whole(1))
     assert "stopped by" not in job.output
     assert "without srun" in job.output
@@ -120,8 +122,7 @@ def test_without_srun_nobody_gets_the_signal(slurm, whole, tmp_path):
 def test_the_program_in_the_place_of_the_script_gets_it(slurm, whole, tmp_path):
     """With `exec`, and a signal to the batch shell."""
     job = Job(slurm, tmp_path / "job", "exec {program}")
-    job.at_step(7)
-    slurm.command("scancel", "--batch", "--signal=USR1", job.number)
+    job.signal_in_the_middle("--batch")
     assert same(job.ends(restarts=1, tasks=1), whole(1))
     assert "without srun" not in job.output
 
@@ -182,6 +183,5 @@ def test_the_script_of_the_documentation(slurm, tmp_path):
     whole = Job(slurm, tmp_path / "whole", lines)
     whole_ends = whole.ends()
     job = Job(slurm, tmp_path / "job", lines)
-    job.at_step(7)
-    slurm.command("scancel", "--signal=USR1", job.number)
+    job.signal_in_the_middle()
     assert same(job.ends(restarts=1), whole_ends)

@@ -32,10 +32,7 @@ def stage_on_host(value: Any) -> Any:
 
     def replace(_: Any, tensor: Tensor) -> Tensor:
         copy = copies.get(tensor.untyped_storage().data_ptr()) if _is_staged(tensor) else None
-        if copy is None:
-            return tensor
-        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return tensor if copy is None else _like(tensor, copy)
 
     return replace_tensors(value, replace) if copies else value
 
@@ -71,17 +68,25 @@ class HostCopies:
             storage = tensor.untyped_storage()
             key = storage.device, storage.data_ptr()
             if key not in copies:
-                given = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                copies[key] = memory_for(storage).copy_(given, non_blocking=storage.device.type == "cuda")
+                copies[key] = memory_for(storage).copy_(_bytes_of(storage), non_blocking=storage.device.type == "cuda")
                 devices.add(storage.device)
-            empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-            return empty.set_(copies[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            return _like(tensor, copies[key].untyped_storage())
 
         made = replace_tensors(value, copy_tensor, others=_copied)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         return made
+
+
+def _like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return the tensor that views a copy of its storage on the CPU as the given one views its own."""
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _copied(value: Any) -> Any:
@@ -118,7 +123,7 @@ def _copies(storages: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStor
         return {}
     parts = memory.split(sizes)
     for storage, part in zip(storages, parts, strict=True):
-        part.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), non_blocking=True)
+        part.copy_(_bytes_of(storage), non_blocking=True)
     for device in {storage.device for storage in storages}:
         torch.cuda.current_stream(device).synchronize()
     # apart from each other, or each would keep all of them

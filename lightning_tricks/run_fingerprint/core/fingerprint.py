@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.tensors import local_part
+
 _ROW_LENGTH = 32_749  # words; a prime, so that no row of a matrix and no sample of a batch is a multiple of it
 # odd factors, so that no bit gets lost
 _GOLDEN_RATIO, _MURMUR_FACTOR, _COMBINE_FACTOR = -0x61C8864680B583EB, -0x00AE502812AA7333, 0x2545F4914F6CDD1D
@@ -111,8 +113,7 @@ def _words(flats: Sequence[Tensor]) -> Tensor:
 
 def _dense(tensor: Tensor) -> Sequence[Tensor]:
     """Return the dense tensors that a tensor of any layout consists of; none for a tensor on the meta device."""
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
+    tensor = local_part(tensor)
     if tensor.is_meta:
         return ()
     if tensor.is_nested:
