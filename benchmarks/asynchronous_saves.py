@@ -1,7 +1,8 @@
-"""For how long a save keeps training waiting, where the one before is written when it is due."""
+"""For how long a save keeps training waiting, where the one before is written when it is due; training with saves."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -19,17 +20,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 
-SAVES = 5
 WORK = 40  # steps between two saves
+KINDS = ("ModelCheckpoint", "AutoResume", "AutoResume, asynchronous")
+NONE = "no saves"
 
 
 class Large(LightningModule):
-    """A model of a size; SGD with momentum doubles what is saved, and steps take little."""
+    """A model of a size; SGD with momentum doubles what is saved, and steps take as long as the net is wide."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, width: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1024, 1024)) for _ in range(megabytes // 8))
-        self.net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+        self.net = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 10))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Return the cross-entropy; the large weights have gradients in the first step only."""
@@ -53,10 +55,33 @@ class Waits(Callback):
             self.guard._fit.writer.wait()
 
 
-def stalls(megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
+class Clock(Callback):
+    """Times what lies between the first step, which takes new memory, and the last."""
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        """Read the clock."""
+        self.end = time.perf_counter()
+        if trainer.global_step == 1:
+            self.start = self.end
+
+
+def data(saves: int) -> DataLoader[Any]:
+    """Return batches for so many saves."""
+    rows = WORK * saves * 64
+    return DataLoader(TensorDataset(torch.rand(rows, 256), torch.randint(10, (rows,))), 64)
+
+
+def saving(kind: str, folder: str) -> Callback:
+    """Return what saves every so many steps."""
+    if kind == "ModelCheckpoint":
+        return ModelCheckpoint(folder, every_n_train_steps=WORK)
+    return AutoResume(folder, every_n_train_steps=WORK, every_n_epochs=None, asynchronous="asynchronous" in kind)
+
+
+def stalls(megabytes: int, saves: int, kinds: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
     """Time what stands between two steps with a save between them."""
     spent: dict[str, list[float]] = defaultdict(list)
-    data = DataLoader(TensorDataset(torch.rand(WORK * SAVES * 64, 256), torch.randint(10, (WORK * SAVES * 64,))), 64)
+    loader = data(saves)
 
     def timed(name: str, plain: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -73,22 +98,32 @@ def stalls(megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
         spent.clear()
         owner, name = (ResumableFit, "_save") if kind != "ModelCheckpoint" else (ModelCheckpoint, "_save_checkpoint")
         with tempfile.TemporaryDirectory() as folder, patch.object(owner, name, timed("save", getattr(owner, name))):
-            guard = None
-            if kind == "ModelCheckpoint":
-                callback: Callback = ModelCheckpoint(folder, every_n_train_steps=WORK)
-            else:
-                is_asynchronous = "asynchronous" in kind
-                options: Any = {"every_n_train_steps": WORK, "every_n_epochs": None, "asynchronous": is_asynchronous}
-                callback = guard = AutoResume(folder, **options)
-            waits = [Waits(guard)] if guard is not None else []
-            trainer = Trainer(
-                max_steps=WORK * SAVES - 1, callbacks=[callback, *waits], enable_checkpointing=guard is None, **LEAN
-            )
-            trainer.fit(Large(megabytes), data)
-        return statistics.median(spent["save"][1 : SAVES - 1])  # the first takes new memory, the last waits
+            callbacks = [saving(kind, folder)]
+            if isinstance(callbacks[0], AutoResume):
+                callbacks.append(Waits(callbacks[0]))
+            own = {"enable_checkpointing": kind == "ModelCheckpoint", **LEAN}
+            Trainer(max_steps=WORK * saves - 1, callbacks=callbacks, **own).fit(Large(megabytes, 512), loader)
+        gc.collect()  # a fit's objects refer to each other, and hold what the model takes
+        return statistics.median(spent["save"][1 : saves - 1])  # the first takes new memory, the last waits
 
-    kinds = ("ModelCheckpoint", "AutoResume", "AutoResume, asynchronous")
     return ratios(measure({kind: lambda kind=kind: fit(kind) for kind in kinds}, rounds, warmup=1), "ModelCheckpoint")
+
+
+def training(megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Time steps with two saves among them, which take about as long as a save's writing takes."""
+    loader = data(3)
+
+    def fit(kind: str) -> float:
+        seed_everything(1, verbose=False)
+        clock = Clock()
+        with tempfile.TemporaryDirectory() as folder:
+            callbacks = [clock] if kind == NONE else [saving(kind, folder), clock]
+            own = {"enable_checkpointing": kind == "ModelCheckpoint", **LEAN}
+            Trainer(max_steps=WORK * 3 - 1, callbacks=callbacks, **own).fit(Large(megabytes, 16384), loader)
+        gc.collect()
+        return clock.end - clock.start
+
+    return ratios(measure({kind: lambda kind=kind: fit(kind) for kind in (NONE, *KINDS)}, rounds, warmup=1), NONE)
 
 
 def main() -> None:
@@ -96,7 +131,11 @@ def main() -> None:
     given = arguments(15)
     torch.set_num_threads(1)
     be_quiet()
-    results = {f"a save of {megabytes} MB": stalls(megabytes, given.rounds) for megabytes in (100, 1000)}
+    results = {
+        "a save of 100 MB": stalls(100, 5, KINDS, given.rounds),
+        "a save of 1000 MB": stalls(1000, 3, (KINDS[0], KINDS[2]), given.rounds),
+        "119 steps with 2 saves of 100 MB": training(100, given.rounds),
+    }
     report("asynchronous_saves", results, given.rounds, given.out)
 
 

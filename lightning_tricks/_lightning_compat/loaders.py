@@ -166,8 +166,9 @@ def set_num_batches_done(trainer: Trainer, count: int, at_end: bool) -> None:
     """Set how many batches of the epoch are done, before it begins; all of them if it has no more."""
     if at_end and trainer.fit_loop.max_batches != float("inf"):
         count = int(trainer.fit_loop.max_batches)
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    set_private(progress, ready=count, started=count, processed=count, completed=count)
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    set_private(progress.current, ready=count, started=count, processed=count, completed=count)
+    set_private(progress, is_last_batch=at_end)
 
 
 def _combined(loaders: Any) -> CombinedLoader:

@@ -30,6 +30,7 @@ from lightning_tricks._torch_compat.loaders import persistent_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers, value_digest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
+    MOVED_KEY,
     POSITION_KEY,
     TrackedDataLoader,
     is_tracked,
@@ -40,7 +41,6 @@ from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
 # Keys of a checkpoint; their values are part of its format
 _RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
-_SCALE_KEY = "scale"  # of the size of batches that another start changed; never saved
 _FIRST_KEY = "first"  # digest of the first batch of replayed loaders
 
 
@@ -111,25 +111,10 @@ class LoaderTracker(Part):
             loader.defer_iterator()
         self._iterators_pending = True
 
-    def with_other_batches(self, saved: Mapping[str, Any], scale: float) -> dict[str, Any]:
-        """Return saved positions for training loaders that changed, with batches that are `scale` times as large.
-
-        The epoch continues after the samples that were seen; what is less than one batch of them comes once more.
-        """
-        states = []
-        for state in saved["train"]:
-            position = state[POSITION_KEY]
-            if position is not None:
-                # there is nothing to compare: they are other batches
-                none = {"order": "", "first": "", "draws": None, "ended": False}
-                position = {**position, **none, "batches": int(position["batches"] / scale)}
-            states.append({**state, POSITION_KEY: position})
-        return {**saved, "train": states, _SCALE_KEY: scale}
-
     def set_num_batches_done(self, saved: Mapping[str, Any]) -> None:
-        """Let the Trainer be at the positions that `with_other_batches` returned."""
+        """Let the Trainer be at the positions that `continued_positions` returned."""
         positions = [state[POSITION_KEY] for state in saved["train"]]
-        if saved.get(_SCALE_KEY, 1.0) != 1.0 and positions[0] is not None:
+        if positions and positions[0] is not None and positions[0].get(MOVED_KEY):
             set_num_batches_done(self.trainer, positions[0]["batches"], positions[0]["at_end"])
 
     def track_validation(self, loaders: Sequence[Any], is_saved: bool) -> None:

@@ -75,8 +75,10 @@ class SavedState:
         path: The path of the checkpoint.
         save_point: The moment at which it was saved.
         rank: The state of this rank.
+        rank_zero: The state of rank zero of then.
         shared: The state that is the same on all ranks.
-        world_size_changed: Whether another number of ranks saved it.
+        world_size: The number of ranks that saved it.
+        world_size_changed: Whether that is another one than now.
         weights: The tensors of its state dict, if some of them have another precision than the module's.
     """
 
@@ -84,7 +86,9 @@ class SavedState:
     path: Path
     save_point: SavePoint
     rank: Mapping[str, Any]
+    rank_zero: Mapping[str, Any]
     shared: Mapping[str, Any]
+    world_size: int
     world_size_changed: bool
     weights: Mapping[str, torch.Tensor]
 
@@ -110,8 +114,8 @@ class SavedState:
             rank = {**rank, "buffers": {}, "trainer": {**rank["trainer"], "results": []}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
-                "and position are restored. Each rank sees other samples and draws other random numbers than it would "
-                "have, and the means of this epoch lack what was logged before."
+                "and position are restored. Ranks draw other random numbers than they would have, and the means of "
+                "this epoch lack what was logged before."
             )
         own, saved = state_dict_tensors(module.state_dict()), state_dict_tensors(checkpoint["state_dict"])
         other_precision = any(name in own and own[name].dtype != value.dtype for name, value in saved.items())
@@ -120,7 +124,9 @@ class SavedState:
             path=path,
             save_point=SavePoint(entry["moment"]),
             rank=rank,
+            rank_zero=ranks[0],
             shared=entry["shared"],
+            world_size=len(ranks),
             world_size_changed=world_size_changed,
             weights=saved if other_precision else {},
         )

@@ -39,6 +39,7 @@ from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.fit_state import FitState, report_differences
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
+from lightning_tricks.auto_resume.moved_positions import continued_positions
 from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint, Settings
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
@@ -222,9 +223,9 @@ class ResumableFit(FitObserver):
         """Track the loaders, from the position that is resumed."""
         saved = self._pending
         scale = self.configuration.check_loaders(loaders, resumes=saved is not None)
-        if saved is not None and scale is not None:
-            changed = self.loaders.with_other_batches(saved.rank["loaders"], scale)
-            self._pending = saved = replace(saved, rank={**saved.rank, "loaders": changed})
+        if saved is not None:
+            positions = continued_positions(loaders, saved, scale, self.settings, self.trainer)
+            self._pending = saved = replace(saved, rank={**saved.rank, "loaders": positions})
         self.loaders.track_train(loaders, all_sized, None if saved is None else saved.rank["loaders"])
 
     def on_validation_loaders_ready(self, loaders: list[Any], reloaded: bool) -> None:

@@ -130,8 +130,9 @@ class RunConfiguration(Part):
             if change.name in extended or is_length or (before.exchanged and is_state):
                 continue
             is_found = was_searched and _SEARCHED.fullmatch(leaf)
-            # another number of ranks makes other steps
-            if is_found or (self._saved.world_size_changed and change.label in schedules):
+            # another number of ranks makes other steps, and the Trainer shuffles what several ranks read
+            is_shuffle = leaf == "shuffle" and _is_of_loaders(change)
+            if is_found or (self._saved.world_size_changed and (is_shuffle or change.label in schedules)):
                 incidental.append(change)
             else:
                 changes.append(replace(change, why=self._reason(change)))

@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from packaging.version import Version
 
-from lightning_tricks import AutoResume, isolated_rng
+from lightning_tricks import AutoResume, TrainableCheckpoint, isolated_rng
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.host_copies import HostCopies
+from lightning_tricks.finetuning import BaseMismatchError
 from tests.auto_resume.killing import differences, kill_at, run
 from tests.auto_resume.training import ON_FILES
 from tests.contract.lab import QUIET, Net, loader, same
@@ -143,6 +144,45 @@ def test_an_error_in_the_fit_waits_for_the_last_checkpoint(tmp_path, monkeypatch
     with pytest.raises(RuntimeError, match="an error of the script"):
         fit(tmp_path, Fails(), every_n_train_steps=2, asynchronous=True)
     assert [manifest.step for manifest in CheckpointFolder(tmp_path).manifests()] == [2]
+
+
+def test_frozen_weights_are_neither_copied_nor_written(tmp_path, monkeypatch):
+    """With TrainableCheckpoint beside it; the run is resumed bit for bit, and not with other frozen weights."""
+    sizes, take = [], HostCopies.take
+
+    def noting_sizes(copies, value):
+        copied = take(copies, value)
+        sizes.append(sum(held.numel() for name, held in copied[0]["state_dict"].items() if ".weight" in name))
+        return copied
+
+    monkeypatch.setattr(HostCopies, "take", noting_sizes)
+
+    now = {"stops": False, "factor": 1.0}
+
+    class Frozen(Callback):
+        def setup(self, trainer, pl_module, stage):
+            first = next(part for part in pl_module.modules() if isinstance(part, torch.nn.Linear))
+            first.requires_grad_(False)
+            with torch.no_grad():
+                first.weight.mul_(now["factor"])
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if now["stops"] and trainer.global_step == 5:
+                raise RuntimeError("stopped")
+
+    options = {"every_n_train_steps": 2, "asynchronous": True}
+    whole = fit(tmp_path / "whole", Frozen(), TrainableCheckpoint(), **options)
+    weights = [value.numel() for name, value in whole.named_parameters() if ".weight" in name and value.requires_grad]
+    assert set(sizes) == {sum(weights)}
+    now["stops"] = True
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(tmp_path / "stopped", Frozen(), TrainableCheckpoint(), **options)
+    now.update(stops=False, factor=2.0)
+    with pytest.raises(BaseMismatchError, match="not the one that was trained"):
+        fit(tmp_path / "stopped", Frozen(), TrainableCheckpoint(), **options)
+    now["factor"] = 1.0
+    resumed = fit(tmp_path / "stopped", Frozen(), TrainableCheckpoint(), **options)
+    assert same(resumed.state_dict(), whole.state_dict())
 
 
 def test_copies_share_what_was_shared_and_use_their_memory_again():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 from weakref import ref
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
+from lightning_tricks.auto_resume.core.data.epoch_rest import EpochRest, share_of
 from lightning_tricks.auto_resume.core.data.iterator_parts import (
     DeferredSampler,
     OrderDigest,
@@ -40,9 +41,19 @@ from lightning_tricks.auto_resume.core.data.workers import RecordingCollate, Wor
 from lightning_tricks.auto_resume.core.signals import StopRequest
 
 POSITION_KEY = "place"  # of a loader's position in its state; part of the format of checkpoints
+MOVED_KEY = "moved"  # of a position: whether it is one of another loader than the one that had it; never saved
 _SNAPSHOTS = ("created", "started", "before_last")  # the keys of a position under which there are snapshots
 # Keys of a position that older releases did not write
-_ADDED_KEYS: Mapping[str, Any] = {"data": (), "draws": None, "order": "", "first": "", "ended": False, "objects": {}}
+_ADDED_KEYS: Mapping[str, Any] = {
+    "data": (),
+    "draws": None,
+    "order": "",
+    "first": "",
+    "ended": False,
+    "objects": {},
+    "rest": None,
+}
+_LEFT_KEY = "left"  # the indices of the batches that follow a position, where a sampler does not give them; never saved
 _TRACKER_ATTRIBUTE = "_lightning_tricks_place"  # the attribute of a tracked iterator that knows its position
 
 
@@ -55,6 +66,20 @@ def why_not_trackable(loader: Any) -> str:
     if not getattr(loader, "in_order", True):
         return "in_order=False lets the workers' speed decide the order"
     return ""
+
+
+def moved(position: Mapping[str, Any], batches: int, **changed: Any) -> dict[str, Any]:
+    """Return a position after so many batches of another loader, with which there is nothing to compare."""
+    none = {"order": "", "first": "", "draws": None, "ended": False}
+    return {**position, **none, MOVED_KEY: True, "batches": batches, **changed}
+
+
+def continued_by(
+    position: Mapping[str, Any], left: Sequence[Sequence[int]], rest: EpochRest, num_batches: int
+) -> dict[str, Any]:
+    """Return a position at which the batches that are `left` follow, in a loader with so many batches."""
+    done = num_batches - len(left)
+    return moved(position, done, at_end=not left, rest=rest.as_dict(done), **{_LEFT_KEY: left})
 
 
 class TrackedDataLoader:
@@ -185,6 +210,7 @@ class IteratorTracker:
         draws: What the sampler, or an iterable dataset in this process, draws; None where nothing has to be recorded.
         order: Digest of the indices.
         first_digest: Digest of the first batch; empty before it, and where batches are made by workers from indices.
+        rest: What was left of the epoch when another number of ranks went on with it; None in an epoch of its own.
     """
 
     def __init__(self, tracked: TrackedDataLoader, at_creation: LoaderSnapshot) -> None:
@@ -197,6 +223,7 @@ class IteratorTracker:
         self.draws: RecordedDraws | None = None
         self.order = OrderDigest()
         self.first_digest = ""
+        self.rest: Mapping[str, Any] | None = None
 
     def create(self) -> tuple[Any, DeferredSampler | None]:
         """Let the loader create an iterator whose workers record their states, and wait for work at a sampler.
@@ -289,6 +316,8 @@ class IteratorTracker:
         - "order" and "first": digests of the indices so far and of the first batch, empty where they are not known.
         - "ended": whether the data were asked for more than they had.
         - "objects": what changed in the objects that the loader reads from; see `LoaderObjects.changes`.
+        - "rest": what was left of the epoch when the number of ranks changed, None where it did not; see `EpochRest`.
+        - "shares": among how many ranks the samples are shared out.
         """
         batches = private.num_yielded(iterator) - num_prefetched
         ended = False
@@ -314,10 +343,13 @@ class IteratorTracker:
             "first": self.first_digest,
             "ended": ended,
             "objects": self.tracked.objects.changes(report_unsaved=not self.replays_data),
+            "rest": self.rest,
+            "shares": share_of(self.tracked.loader)[1],
         }
 
     def _restart(self, iterator: Any) -> None:
         """Start the next iteration of a persistent iterator, in the place of its own method."""
+        self.rest = None
         self._record_start()
         private.reset_without_prefetching(iterator, self.tracked.loader)
         self.workers.start_iteration()  # while they are idle, as they have no indices yet
@@ -370,6 +402,9 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> An
         if deferred is not None and loader.num_workers:
             # persistent workers: the epoch is a later one than the first, and its order is drawn at its start
             deferred.iterator = iter(deferred.sampler)
+    if deferred is not None and _LEFT_KEY in saved:
+        tracker.rest = saved["rest"]
+        deferred.iterator = chain(repeat([], saved["batches"]), saved[_LEFT_KEY])
     tracker.track(iterator, deferred, saved["draws"])
     _skip_batches(tracker, iterator, saved)
     _report_differences(tracker, saved)
@@ -386,7 +421,7 @@ def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: Mapping[str, A
     indices_or_batches = iterator if tracker.replays_data else private.sampler_iterator(iterator)
     batches, num_read = int(saved["batches"]), 0
     for indices in islice(indices_or_batches, batches):
-        if num_read == 0 and not (tracker.replays_data or tracker.workers.count):
+        if num_read == 0 and not (tracker.replays_data or tracker.workers.count or tracker.rest):
             _read_first_batch(tracker, private.dataset_fetcher(iterator), indices, saved["first"])
         num_read += 1
     if not tracker.replays_data:
@@ -394,7 +429,7 @@ def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: Mapping[str, A
         private.set_num_yielded(iterator, batches)
     if saved["ended"]:
         next(indices_or_batches, None)  # what runs after the last item, such as draws, belongs to the epoch as well
-    if num_read < batches:
+    if num_read < batches and not saved.get(MOVED_KEY):
         raise RuntimeError(
             f"the run was stopped after {batches} batches of an epoch, and its loader now has {num_read}. Give the "
             "loader that the run had, or choose another dirpath to start again."

@@ -1,0 +1,277 @@
+"""A run goes on with another number of ranks in the middle of an epoch: each sample of the epoch is trained on once."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+
+from lightning_tricks import AutoResume, seed_everything
+from tests.auto_resume.killing import STOPPED, resumed_at, run
+from tests.auto_resume.training import Kill
+from tests.contract.lab import fork
+
+SCRIPT: dict[str, Any] = {
+    "rows": 61,
+    "epochs": 2,
+    "batch_size": 2,
+    "ranks": 1,
+    "workers": 0,
+    "persistent": False,
+    "drop_last": False,
+    "accumulate": 1,
+    "sampler": "shuffled",
+    "strategy": "ddp_fork",
+    "limit": 1.0,
+    "on_change": "raise",
+    "kill": None,
+    "start": 0,
+}
+OPTIONS: dict[str, Any] = {}  # of this process
+
+
+class Rows(Dataset):
+    """Rows that are their numbers, with noise."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(4), index
+
+
+class Stream(IterableDataset):
+    """The same as a stream."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter([self.rows[index] for index in range(len(self.rows))])
+
+
+class Net(LightningModule):
+    """Notes for each step which rows this rank was given."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.net, self.notes = nn.Linear(4, 2), notes
+
+    def train_dataloader(self):
+        return loader()
+
+    def configure_model(self):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        noise = float(batch[0].sum()).hex()
+        row = [self.trainer.current_epoch, self.trainer.global_step, batch_idx, batch[1].tolist(), noise]
+        with Path(f"{self.notes}.{self.global_rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(row)}\n")
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader:
+    """Make the loader that the options describe."""
+    options = OPTIONS
+    rows, own = Rows(options["rows"]), {}
+    kind = options["sampler"]
+    if kind == "shuffled":
+        own = {"shuffle": True}
+    elif kind == "generator":
+        own = {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+    elif kind == "distributed":
+        share = {} if options["ranks"] > 1 else {"num_replicas": 1, "rank": 0}
+        own = {"sampler": DistributedSampler(rows, seed=5, drop_last=True, **share)}
+    elif kind == "weighted":
+        own = {"sampler": WeightedRandomSampler(torch.ones(len(rows)), len(rows))}
+    elif kind == "stream":
+        rows = Stream(rows)
+    workers = {"num_workers": options["workers"], "persistent_workers": options["persistent"]}
+    return DataLoader(rows, batch_size=options["batch_size"], drop_last=options["drop_last"], **own, **workers)
+
+
+def script(folder: Path, options: dict[str, Any]) -> None:
+    """Fit, as the options say, in a process of its own."""
+    OPTIONS.update(options)
+
+    def fit(rank: int = 0) -> None:
+        warnings.filterwarnings("ignore", module=r"lightning\.")
+        seed_everything(7, verbose=False)
+        ranks, strategy = options["ranks"], options["strategy"]
+        callbacks = [AutoResume(folder / "resume", every_n_train_steps=2, on_change=options["on_change"])]
+        if options["kill"]:
+            callbacks.append(Kill(*options["kill"]))
+        is_sharded = strategy == "fsdp2"
+        Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy=ModelParallelStrategy(ranks, 1) if is_sharded else strategy if ranks > 1 else "auto",
+            max_epochs=options["epochs"],
+            accumulate_grad_batches=options["accumulate"],
+            limit_train_batches=options["limit"],
+            callbacks=callbacks,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        ).fit(Net(folder / f"notes.{options['start']}"))
+
+    if options["strategy"] == "fsdp2":
+        fork(fit, options["ranks"])
+    else:
+        fit()
+
+
+def chain(folder: Path, starts: list[dict[str, Any]], first: int = 0, **shared: Any) -> list[list[Any]]:
+    """Start the script once for each of the options; return the rows of the steps that count, of all ranks."""
+    found: list[tuple[int, list[Any]]] = []
+    for number, own in enumerate(starts, first):
+        options = {**SCRIPT, **shared, **own, "start": number}
+        before = len(resumed_at(folder)) if (folder / "output.txt").exists() else 0
+        status = run(folder, options, script=script)
+        assert (status == 0) == (options["kill"] is None), (folder / "output.txt").read_text()
+        if number:
+            (step,) = set(resumed_at(folder)[before:])
+            found = [(start, row) for start, row in found if row[1] < step]
+        for rank in range(options["ranks"]):
+            lines = (folder / f"notes.{number}.{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+            found += [(number, json.loads(line)) for line in lines]
+    return [row for _, row in found]
+
+
+def times(rows: list[list[Any]], epoch: int) -> Counter[int]:
+    """How many times each row was trained on in an epoch."""
+    return Counter(index for row in rows if row[0] == epoch for index in row[3])
+
+
+def stop(ranks: int, batches: int, name: str = "SIGTERM", **options: Any) -> dict[str, Any]:
+    """The options of a start that is stopped in one of its batches."""
+    who = "group" if name == "SIGKILL" else random.Random(batches).randrange(ranks)
+    return {"ranks": ranks, "kill": ["on_train_batch_end", batches, name, who], **options}
+
+
+def assert_each_once(rows: list[list[Any]], starts: list[dict[str, Any]], count: int = 61) -> None:
+    """Each row was trained on in both epochs; once, but for those that fill the last batches of some ranks."""
+    for epoch in (0, 1):
+        found = times(rows, epoch)
+        assert set(found) == set(range(count))
+        assert found.total() < count + max(start["ranks"] for start in starts)
+
+
+AT_AN_END = {"ranks": 2, "kill": ["on_train_epoch_end", 1, "SIGKILL", "group"]}  # its last batch was saved
+WAYS = {
+    "four to two to one to three": ([stop(4, 2), stop(2, 3), stop(1, 5), {"ranks": 3}], {}),
+    "one to two": ([stop(1, 7), {"ranks": 2}], {}),
+    "two to one": ([stop(2, 7), {"ranks": 1}], {}),
+    "two to one to two in the same epoch, and back": ([stop(2, 3), stop(1, 4), stop(2, 2), {"ranks": 1}], {}),
+    "the second epoch": ([stop(2, 20), stop(1, 4), {"ranks": 2}], {}),
+    "killed between": ([stop(2, 5), stop(1, 9, "SIGKILL"), stop(1, 6, "SIGKILL"), {"ranks": 2}], {}),
+    "workers": ([stop(2, 5, workers=2), stop(1, 4, workers=1), {"ranks": 2, "workers": 0}], {}),
+    "workers that persist": ([stop(2, 20), stop(1, 4), {"ranks": 2}], {"workers": 2, "persistent": True}),
+    "at an epoch's end": ([AT_AN_END, {"ranks": 1}], {}),
+    "at an epoch's end, with workers that persist": ([AT_AN_END, {"ranks": 1}], {"workers": 1, "persistent": True}),
+    "at an epoch's end, more ranks": ([{**AT_AN_END, "ranks": 1}, {"ranks": 2}], {"rows": 60, "workers": 1}),
+    "at an epoch's start": ([stop(2, 17, "SIGKILL"), {"ranks": 1}], {}),
+    "no shuffling": ([stop(2, 5), {"ranks": 1}], {"sampler": "in order"}),
+    "a generator": ([stop(1, 5), stop(2, 3), {"ranks": 1}], {"sampler": "generator"}),
+    "accumulation": ([stop(2, 5), {"ranks": 1}], {"accumulate": 2}),
+    "other batches": (
+        [stop(2, 5), stop(1, 3, batch_size=3, on_change="new"), {"ranks": 2, "batch_size": 4, "on_change": "new"}],
+        {},
+    ),
+    "shards": ([stop(2, 5), {"ranks": 1}], {"strategy": "fsdp2"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_sample_of_the_epoch_is_trained_on_once(tmp_path, way):
+    starts, shared = WAYS[way]
+    rows = chain(tmp_path, starts, **shared)
+    assert_each_once(rows, starts, shared.get("rows", 61))
+    output = (tmp_path / "output.txt").read_text()
+    assert "cannot be shared out" not in output
+    assert "another order" not in output
+
+
+def test_a_sampler_that_drops_gives_no_sample_twice(tmp_path):
+    rows = chain(tmp_path, [stop(3, 4), {"ranks": 2}], sampler="distributed", rows=59)
+    assert max(times(rows, 0).values()) == 1
+    assert times(rows, 0).total() == 58
+
+
+def test_the_last_batch_that_a_loader_drops_ends_the_epoch(tmp_path):
+    rows = chain(tmp_path, [stop(1, 1), {"ranks": 2}], rows=10, batch_size=4, drop_last=True)
+    assert times(rows, 0).total() == 4  # each rank would have 3 of the other 6
+    assert times(rows, 1).total() == 8
+    assert [row[0] for row in rows] == [0, 1, 1]
+
+
+def test_another_process_with_the_same_ranks_goes_on_as_the_one_before(tmp_path):
+    """An epoch that was shared out anew is resumed like any other: bit for bit."""
+    chain(tmp_path / "whole", [stop(2, 5)])
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    whole = chain(tmp_path / "whole", [{"ranks": 1}], first=1)
+    stopped = chain(tmp_path / "stopped", [stop(1, 3), stop(1, 4, "SIGKILL"), {"ranks": 1}], first=1)
+    assert sorted(stopped) == sorted(whole)
+    assert (tmp_path / "stopped" / "output.txt").read_text().count("and resumes with 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sampler": "weighted"}, "a WeightedRandomSampler chooses its samples"),
+        ({"limit": 0.9}, "limit_train_batches=0.9 leaves out others"),
+        ({"limit": 12}, "limit_train_batches=12 leaves out others"),
+    ],
+    ids=["sampler", "fraction", "number"],
+)
+def test_what_cannot_be_shared_out_is_said(tmp_path, options, why):
+    chain(tmp_path, [stop(2, 5), {"ranks": 1}], **options)
+    assert f"cannot be shared out anew, as {why}" in (tmp_path / "output.txt").read_text()
+
+
+def test_an_order_without_a_seed_is_not_taken_for_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.seed_everything", lambda *_, **__: None)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    starts = [stop(2, 5), {"ranks": 1}]
+    chain(tmp_path / "none", starts)  # Lightning shuffles with seed 0, which is known
+    assert "cannot be shared out" not in (tmp_path / "none" / "output.txt").read_text()
+
+
+@pytest.mark.parametrize("change", ["ranks", "workers"])
+def test_a_stream_is_refused_in_the_middle_of_an_epoch(tmp_path, change):
+    first, now = {"ranks": 2, "workers": 2}, {"ranks": 2, "workers": 2, change: 1}
+    options = {**SCRIPT, "sampler": "stream", "rows": 20}
+    assert run(tmp_path, {**options, **first, **stop(2, 3)}, script=script) == STOPPED
+    assert run(tmp_path, {**options, **now, "start": 1}, script=script) == 1
+    output = (tmp_path / "output.txt").read_text()
+    assert f"an epoch that 2 {change}, not 1 read, and only the Stream knows" in output
+    assert run(tmp_path, {**options, **now, "start": 2, "on_change": "new"}, script=script) == 0
+
+
+def test_a_stream_goes_on_at_an_epochs_end(tmp_path):
+    options = {**SCRIPT, "sampler": "stream", "rows": 20}
+    assert run(tmp_path, {**options, **AT_AN_END}, script=script) != 0
+    assert run(tmp_path, {**options, "start": 1}, script=script) == 0
+    lines = (tmp_path / "notes.1.0.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)[3] for line in lines] == [[row, row + 1] for row in range(0, 20, 2)]
