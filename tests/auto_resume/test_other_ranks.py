@@ -12,13 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_tricks import AutoResume, seed_everything
+from lightning_tricks.auto_resume.core.data.epoch_rest import EpochRest
+from lightning_tricks.auto_resume.core.data.iterator_parts import OrderDigest
+from lightning_tricks.auto_resume.core.data.loader_objects import LoaderSnapshot
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Kill
 from tests.contract.lab import fork
@@ -65,6 +78,19 @@ class Stream(IterableDataset):
         return iter([self.rows[index] for index in range(len(self.rows))])
 
 
+class Backwards(Sampler):
+    """A sampler that somebody wrote."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self):
+        return reversed(range(len(self.rows)))
+
+
 class Net(LightningModule):
     """Notes for each step which rows this rank was given."""
 
@@ -103,7 +129,11 @@ def loader() -> DataLoader:
         share = {} if options["ranks"] > 1 else {"num_replicas": 1, "rank": 0}
         own = {"sampler": DistributedSampler(rows, seed=5, drop_last=True, **share)}
     elif kind == "weighted":
-        own = {"sampler": WeightedRandomSampler(torch.ones(len(rows)), len(rows))}
+        own = {"sampler": WeightedRandomSampler(torch.ones(len(rows)), len(rows), replacement=False)}
+    elif kind == "subset":
+        own = {"sampler": SubsetRandomSampler(range(len(rows)))}
+    elif kind == "own":
+        own = {"sampler": Backwards(rows)}
     elif kind == "stream":
         rows = Stream(rows)
     workers = {"num_workers": options["workers"], "persistent_workers": options["persistent"]}
@@ -194,6 +224,8 @@ WAYS = {
     "at an epoch's start": ([stop(2, 17, "SIGKILL"), {"ranks": 1}], {}),
     "no shuffling": ([stop(2, 5), {"ranks": 1}], {"sampler": "in order"}),
     "a generator": ([stop(1, 5), stop(2, 3), {"ranks": 1}], {"sampler": "generator"}),
+    "weights": ([stop(2, 5), stop(1, 4, workers=2), {"ranks": 2}], {"sampler": "weighted"}),
+    "a subset": ([stop(1, 5), stop(2, 20), {"ranks": 1}], {"sampler": "subset"}),
     "accumulation": ([stop(2, 5), {"ranks": 1}], {"accumulate": 2}),
     "other batches": (
         [stop(2, 5), stop(1, 3, batch_size=3, on_change="new"), {"ranks": 2, "batch_size": 4, "on_change": "new"}],
@@ -211,6 +243,45 @@ def test_each_sample_of_the_epoch_is_trained_on_once(tmp_path, way):
     output = (tmp_path / "output.txt").read_text()
     assert "cannot be shared out" not in output
     assert "another order" not in output
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), count=st.integers(1, 40), size=st.integers(1, 5), shuffle=st.booleans(), drops=st.booleans())
+def test_what_is_left_is_what_nobody_has_read(data, count, size, shuffle, drops):
+    """For any number of samples, batches and ranks, with torch's own loaders."""
+    rows, read, position, left = Rows(count), list[int](), None, None
+    for ranks in data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=4)):
+        samplers = [DistributedSampler(rows, ranks, rank, shuffle, seed=3) for rank in range(ranks)]
+        loaders = [DataLoader(rows, size, sampler=sampler, drop_last=drops) for sampler in samplers]
+        rest = None
+        if position is None:
+            left = [list(one.batch_sampler) for one in loaders]
+        else:
+            rest = EpochRest.after(position, batch_size=size, epoch=0)
+            left = [rest.batches(one, rank, ranks) for rank, one in enumerate(loaders)]
+        assert len({len(batches) for batches in left}) == 1
+        if len(left[0]) < 2:
+            break
+        done = data.draw(st.integers(1, len(left[0]) - 1))
+        read += [index for batches in left for batch in batches[:done] for index in batch]
+        digest = OrderDigest()
+        for batch in left[0][:done]:
+            digest.add(batch)
+        before = len(loaders[0]) - len(left[0])
+        position = {
+            "batches": before + done,
+            "created": LoaderSnapshot(loaders[0]).as_dict(),
+            "started": None,
+            "order": digest.digest(done),
+            "shares": ranks,
+            "rest": rest and rest.as_dict(before),
+        }
+        left = [batches[done:] for batches in left]
+    assert len(set(read)) == len(read)  # what fills up a batch comes last
+    others = [index for batches in left for batch in batches for index in batch]
+    if not drops:
+        assert set(read) | set(others) == set(range(count))
+        assert len(read) + len(others) < count + 5
 
 
 def test_a_sampler_that_drops_gives_no_sample_twice(tmp_path):
@@ -239,7 +310,7 @@ def test_another_process_with_the_same_ranks_goes_on_as_the_one_before(tmp_path)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"sampler": "weighted"}, "a WeightedRandomSampler chooses its samples"),
+        ({"sampler": "own"}, "a Backwards chooses its samples"),
         ({"limit": 0.9}, "limit_train_batches=0.9 leaves out others"),
         ({"limit": 12}, "limit_train_batches=12 leaves out others"),
     ],

@@ -14,24 +14,38 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.auto_resume.core.data.iterator_parts import OrderDigest
 from lightning_tricks.auto_resume.core.data.loader_objects import LoaderSnapshot
 
-_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
+# Samplers whose order follows from the random state: what the Trainer replaces on several ranks, and what it wraps
+_REPLACED, _WRAPPED = (RandomSampler, SequentialSampler), (SubsetRandomSampler, WeightedRandomSampler)
 _ORIGIN_KEYS = ("created", "started", "order", "batches", "shares")  # of the position that tells how to draw the order
 
 
 def why_not_shared_out(loader: DataLoader[Any]) -> str:
     """Return why the rest of an epoch of a map-style loader cannot be shared out anew; empty where it can."""
-    batches, sampler = loader.batch_sampler, loader.sampler
-    if type(batches) is not BatchSampler or batches.sampler is not sampler:
+    batches, sampler = loader.batch_sampler, _inner_sampler(loader)
+    if type(batches) is not BatchSampler or batches.sampler is not loader.sampler:
         return f"a {type(batches).__name__} chooses its batches"
-    if type(sampler) not in _SAMPLERS or (type(sampler) is RandomSampler and sampler.replacement):
+    if type(sampler) not in (*_REPLACED, *_WRAPPED, DistributedSampler):
         return f"a {type(sampler).__name__} chooses its samples"
     return ""
+
+
+def _inner_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that the Trainer wrapped to share it out among ranks; the loader's own where it did not."""
+    return getattr(getattr(loader.sampler, "dataset", None), "_sampler", loader.sampler)
 
 
 def share_of(loader: Any) -> tuple[int, int]:
@@ -87,25 +101,30 @@ class EpochRest:
 
 
 def _orders(loader: DataLoader[Any], origin: Mapping[str, Any]) -> Iterator[Sequence[int]]:
-    """Yield the orders in which torch's samplers may have given the samples in the origin's epoch."""
+    """Yield the orders in which samplers may have given the samples in the origin's epoch."""
     data: Any = loader.dataset
     sampler: Any = loader.sampler
-    is_distributed = isinstance(sampler, DistributedSampler)
+    seed = getattr(sampler, "seed", int(os.environ.get("PL_GLOBAL_SEED", 0)))  # as the Trainer's is
+
+    def shuffled(order: Any) -> list[int]:
+        distributed: DistributedSampler[Any] = DistributedSampler(order, 1, 0, shuffle=True, seed=seed)
+        distributed.set_epoch(origin["epoch"])
+        return [order[index] for index in distributed]
+
     yield range(len(data))
-    seed = sampler.seed if is_distributed else int(os.environ.get("PL_GLOBAL_SEED", 0))  # as the Trainer's is
-    distributed = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=seed)
-    distributed.set_epoch(origin["epoch"])
-    yield list(distributed)
-    before = LoaderSnapshot(loader)
-    generator = getattr(sampler, "generator", loader.generator)
+    yield shuffled(range(len(data)))
+    before, inner = LoaderSnapshot(loader), _inner_sampler(loader)
+    if type(inner) not in _WRAPPED:
+        inner = RandomSampler(data, generator=getattr(sampler, "generator", loader.generator))
     for drawn in range(2):  # the iterator of a loader draws a seed for its workers, and then asks the sampler
         with isolated_rng():
             LoaderSnapshot.from_dict(origin["started"] or origin["created"]).restore(loader)
             for _ in range(drawn):
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            order = list(RandomSampler(data, generator=generator))
+            order = list(inner)
         before.restore(loader)
         yield order
+        yield shuffled(order)
 
 
 def _explains(order: Sequence[int], origin: Mapping[str, Any]) -> bool:
