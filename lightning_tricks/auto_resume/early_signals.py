@@ -28,6 +28,7 @@ class EarlySignals:
     def __init__(self) -> None:
         self._noted: list[int] = []
         self._waiting: weakref.WeakKeyDictionary[object, StopRequest] = weakref.WeakKeyDictionary()
+        self._noted_for: weakref.WeakSet[object] = weakref.WeakSet()  # the callbacks that waited then
         self._handlers: dict[int, Any] = {}  # those of the process
         self._process = 0  # a fork that is not a rank has not asked for this
         self._kill_ranks: Callable[[int], None] | None = None
@@ -86,6 +87,7 @@ class EarlySignals:
             self._kill_ranks(number)
         else:
             self._noted.append(number)
+            self._noted_for = weakref.WeakSet(self._waiting)
             if len(self._noted) > 1 and all(request.is_alone for request in requests):
                 self._noted.clear()
                 self._release()
@@ -113,7 +115,8 @@ class EarlySignals:
 
     def _after_death(self) -> None:
         self._restore_handlers()
-        self.deliver()
+        if not list(self._noted_for):
+            self.deliver()
 
     def _before_registering(self, trainer: Trainer) -> None:
         if not any(callback in self._waiting for callback in callbacks_of(trainer)):

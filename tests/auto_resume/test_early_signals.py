@@ -256,6 +256,8 @@ def test_a_signal_in_a_validation_before_the_fit(tmp_path, received):
 
     guard = AutoResume(tmp_path)
     assert trainer(guard, Sends()).validate(EvaluatedNet(), loader(), verbose=False)
+    AutoResume(tmp_path / "another")  # ends at once
+    gc.collect()
     with pytest.raises(SystemExit):
         trainer(guard).fit(EvaluatedNet(), loader())
     assert received == []
