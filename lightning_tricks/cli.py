@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _output():
             if argv and argv[0] in _STAGES:
                 return _run_stage(parser, argv)
-            return _run_command(parser.parse_args(argv))
+            return _run_command(_parse(parser, argv))
     except KeyboardInterrupt:
         return _SIGINT_STATUS
 
@@ -120,6 +120,14 @@ def _output() -> Iterator[None]:
         sys.exit(_SIGPIPE_STATUS)
 
 
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Return the parsed arguments; what a command does not know is an error beside the usage of that command."""
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
 def _run_command(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments))
@@ -129,9 +137,16 @@ def _run_command(arguments: argparse.Namespace) -> int:
         from lightning_tricks._shared.text import describe_error
 
         is_ours = isinstance(error, OSError) or type(error).__module__.startswith("lightning_tricks.")
-        said = " ".join((str(error) if is_ours else describe_error(error)).splitlines())
+        said = " ".join((_without_number(error) if is_ours else describe_error(error)).splitlines())
         parser: argparse.ArgumentParser = arguments.parser
         parser.exit(getattr(arguments, "error_status", 1), f"{parser.prog}: error: {said}\n")
+
+
+def _without_number(error: Exception) -> str:
+    """Return what an error says, that of a system call without its number: "a: No such file or directory"."""
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
+    return str(error)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
