@@ -38,7 +38,7 @@ class Tree(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         one = ElementTree.SubElement(self.open[-1], tag, {name: value or "" for name, value in attrs})
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "wbr"):
             self.open.append(one)
 
     def handle_startendtag(self, tag, attrs):

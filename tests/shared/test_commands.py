@@ -112,7 +112,9 @@ def test_work_that_fails_is_one_sentence_without_the_usage(command, capsys):
 @pytest.mark.parametrize("given", ["fingerprint diff a b", "schedule --total 9 --plot none/a.png"])
 def test_an_error_of_the_system_is_told_without_its_number(given, capsys):
     assert _stopped(given.split()) in (1, 2)
-    assert capsys.readouterr().err.endswith(f": error: {given.split()[-1].replace('b', 'a')}: No such file or directory\n")
+    assert capsys.readouterr().err.endswith(
+        f": error: {given.split()[-1].replace('b', 'a')}: No such file or directory\n"
+    )
 
 
 def test_an_error_of_several_lines_is_told_in_one(capsys):

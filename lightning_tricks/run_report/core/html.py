@@ -83,7 +83,7 @@ _STYLE += "".join(
 )
 _OTHER_SIZES = """
 @media(max-width:600px){main{padding:20px 16px 48px}svg text{font-size:16px}table{display:block;overflow-x:auto}
-td+td:not(.number){min-width:11em}}
+td+td:last-child:not(.number){min-width:12em}}
 @page{margin:14mm}
 @media print{.at{display:none}main{max-width:none;padding:0}body{font-size:12px}
 .two{grid-template-columns:1fr 1fr;gap:16px 22px}
@@ -148,7 +148,10 @@ def facts_table(facts: Sequence[tuple[str, str]], title: str = "") -> str:
     if not facts:
         return ""
     heading = f"<h3>{escape(title)}</h3>" if title else ""
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts)
+    names = (escape(name).replace("_", "_<wbr>") for name, _ in facts)  # where a narrow column may break them
+    rows = "".join(
+        f"<tr><td>{name}</td><td>{escape(text)}</td></tr>" for name, (_, text) in zip(names, facts, strict=True)
+    )
     return f"<div>{heading}<table>{rows}</table></div>"
 
 
