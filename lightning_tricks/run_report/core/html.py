@@ -83,7 +83,7 @@ _STYLE += "".join(
 )
 _OTHER_SIZES = """
 @media(max-width:600px){main{padding:20px 16px 48px}svg text{font-size:16px}table{display:block;overflow-x:auto}
-td+td:last-child:not(.number){min-width:12em}}
+td+td:not(.number){min-width:7em}.facts td+td:not(.number){min-width:12em}}
 @page{margin:14mm}
 @media print{.at{display:none}main{max-width:none;padding:0}body{font-size:12px}
 .two{grid-template-columns:1fr 1fr;gap:16px 22px}
@@ -152,7 +152,7 @@ def facts_table(facts: Sequence[tuple[str, str]], title: str = "") -> str:
     rows = "".join(
         f"<tr><td>{name}</td><td>{escape(text)}</td></tr>" for name, (_, text) in zip(names, facts, strict=True)
     )
-    return f"<div>{heading}<table>{rows}</table></div>"
+    return f'<div>{heading}<table class="facts">{rows}</table></div>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = (), texts: int = 1) -> str:
