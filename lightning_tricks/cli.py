@@ -37,6 +37,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
         self.set_defaults(parser=self, run=_print_help)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is unknown here, beside the usage of this command; argparse leaves that to the first parser."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
 
 class _PrintCompletion(argparse.Action):
     """Print the completion for a shell, and exit."""
@@ -101,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _output():
             if argv and argv[0] in _STAGES:
                 return _run_stage(parser, argv)
-            return _run_command(_parse(parser, argv))
+            return _run_command(parser.parse_args(argv))
     except KeyboardInterrupt:
         return _SIGINT_STATUS
 
@@ -118,14 +125,6 @@ def _output() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
         sys.exit(_SIGPIPE_STATUS)
-
-
-def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Return the parsed arguments; what a command does not know is an error beside the usage of that command."""
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return arguments
 
 
 def _run_command(arguments: argparse.Namespace) -> int:

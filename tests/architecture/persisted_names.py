@@ -416,7 +416,7 @@ def command_actions() -> Iterator[tuple[argparse.ArgumentParser, argparse.Action
         parsers.append(parser)
         raise SystemExit
 
-    with patch.object(argparse.ArgumentParser, "parse_known_args", keep), suppress(SystemExit):
+    with patch.object(argparse.ArgumentParser, "parse_args", keep), suppress(SystemExit):
         main([])
     for parser in parsers:  # which grow
         for action in actions_of(parser):
