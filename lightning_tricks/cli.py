@@ -37,6 +37,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
         self.set_defaults(parser=self, run=_print_help)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is unknown here, beside the usage of this command; argparse leaves that to the first parser."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
 
 class _PrintCompletion(argparse.Action):
     """Print the completion for a shell, and exit."""
@@ -129,9 +136,16 @@ def _run_command(arguments: argparse.Namespace) -> int:
         from lightning_tricks._shared.text import describe_error
 
         is_ours = isinstance(error, OSError) or type(error).__module__.startswith("lightning_tricks.")
-        said = " ".join((str(error) if is_ours else describe_error(error)).splitlines())
+        said = " ".join((_without_number(error) if is_ours else describe_error(error)).splitlines())
         parser: argparse.ArgumentParser = arguments.parser
         parser.exit(getattr(arguments, "error_status", 1), f"{parser.prog}: error: {said}\n")
+
+
+def _without_number(error: Exception) -> str:
+    """Return what an error says, that of a system call without its number: "a: No such file or directory"."""
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
+    return str(error)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 _LINES = 3  # that a name takes before columns are left out
 _END = re.compile(r"(?<=[./])(?![0-9])|(?<=[, ] )")
-_END_OF_WORD = re.compile(r"(?<=_)|(?<=[a-z])(?=[A-Z])")
+_END_OF_WORD = re.compile(r"(?<=[_ ])|(?<=[a-z])(?=[A-Z])")
 
 
 class FoldedName:
     """A name in a table, of which no character is lost: where it is too long, it goes on in the next line.
 
-    A line ends behind a dot, a slash, a comma or two blanks; of a name without any, behind an underscore or before a
-    capital letter. A number stays with what it is about: `layer.11`.
+    A line ends behind a dot, a slash, a comma or two blanks; of a name without any, or where what is between them is
+    wider than the column, behind an underscore or a blank, or before a capital letter. A number stays with what it is
+    about: `layer.11`.
 
     Args:
         text: The name, such as "encoder.layer.11.output.dense.weight".
@@ -54,11 +55,16 @@ class FoldedName:
 
     def _fold(self, width: int) -> list[str]:
         lines = [""]
-        for piece in self._pieces:
+        for piece in (part for each in self._pieces for part in _cut(each, width)):
             if lines[-1] and cell_len(lines[-1] + piece.rstrip()) > width:
                 lines.append("")
             lines[-1] += piece
         return lines
+
+
+def _cut(piece: str, width: int) -> list[str]:
+    """Return a piece of a name or, if it is too wide, its words."""
+    return [piece] if cell_len(piece.rstrip()) <= width else _END_OF_WORD.split(piece)
 
 
 class FittingTable(Table):

@@ -161,7 +161,8 @@ def _paths(name: str) -> list[str]:
 
 def _sum(tensors: list[Tensor]) -> str:
     size = format_bytes(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-    return f"{len(tensors)} tensors, {format_si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
+    words = f"{len(tensors)} tensor{'s' * (len(tensors) != 1)}"
+    return f"{words}, {format_si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
 
 
 def _diff(arguments: argparse.Namespace) -> int:

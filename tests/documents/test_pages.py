@@ -46,6 +46,13 @@ def test_first_example_fits_on_the_first_screen():
     assert len(blocks_of(README, language="python")[0].code.splitlines()) <= 30
 
 
+def test_readme_counts_the_callbacks_that_refuse_a_setting():
+    table = (README.parent / "docs" / "support.md").read_text(encoding="utf-8")
+    refusing = re.findall(r"^\| `\w+` \|.*\| refuses \|", table, re.MULTILINE)
+    number = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")[len(refusing)]
+    assert f"; {number} callbacks\nrefuse one of them" in README.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("command", dict.fromkeys(_COMMANDS))
 def test_command_exists(command, capsys):
     if command.startswith("make "):

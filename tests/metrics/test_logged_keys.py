@@ -1,5 +1,6 @@
 """Which keys are logged, by whom, and what is said where that is not clear."""
 
+import csv
 import warnings
 
 import pytest
@@ -154,6 +155,15 @@ def test_a_loss_that_nobody_asked_for_gives_way_and_one_that_is_a_metric_does_no
     assert fitter.callback_metrics["train/loss"] == 5
     with pytest.raises(MetricsError, match="both log 'train/loss'"):
         trainer(MetricsMonitor({"loss": ACC["acc"]}), max_epochs=2).fit(module, loader(), loader())
+
+
+@pytest.mark.parametrize("name", ["trainLoss", "training_loss", "Loss/train", "metrics/train_total_loss"])
+def test_a_loss_in_another_spelling_is_not_logged_twice(name, tmp_path):
+    fitter = trainer(MetricsMonitor(ACC, stages=["train"]), logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    fitter.fit(Logs(training_step={"name": name, "on_step": False, "on_epoch": True}), loader(), loader())
+    with next(tmp_path.rglob("metrics.csv")).open() as rows:
+        assert {*csv.DictReader(rows).fieldnames} == {"epoch", "step", "train/acc", name}
+    assert "train/loss" in fitter.callback_metrics, "callbacks see it"
 
 
 def test_another_callbacks_key_is_refused():

@@ -88,6 +88,15 @@ def test_wrong_arguments_are_told_beside_the_usage(command, capsys):
     assert f"lightning-tricks {command}: error: " in error
 
 
+@pytest.mark.parametrize("given", ["", "ckpt", *(f"{name} {row[3]}" for name, row in _COMMANDS.items() if row[3])])
+def test_an_unknown_option_is_told_beside_the_usage_of_its_command(given, capsys):
+    assert _stopped([*given.split(), "--unknown=3"]) == 2
+    usage, _, error = capsys.readouterr().err.partition("\nlightning-tricks")
+    command = max((name for name in _parsers() if f"{given} ".startswith(f"{name} ") or not name), key=len)
+    assert f"{usage}\n" == _parsers()[command].format_usage()
+    assert error == f"{' ' * bool(command)}{command}: error: unrecognized arguments: --unknown=3\n"
+
+
 @pytest.mark.parametrize("command", [name for name, row in _COMMANDS.items() if row[1] is not None])
 def test_work_that_fails_is_one_sentence_without_the_usage(command, capsys):
     nvml = FakeNvml([FakeGpu()])
@@ -98,6 +107,14 @@ def test_work_that_fails_is_one_sentence_without_the_usage(command, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"lightning-tricks {command}: error: ")
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("given", ["fingerprint diff a b", "schedule --total 9 --plot none/a.png"])
+def test_an_error_of_the_system_is_told_without_its_number(given, capsys):
+    assert _stopped(given.split()) in (1, 2)
+    assert capsys.readouterr().err.endswith(
+        f": error: {given.split()[-1].replace('b', 'a')}: No such file or directory\n"
+    )
 
 
 def test_an_error_of_several_lines_is_told_in_one(capsys):

@@ -125,6 +125,8 @@ def test_a_name_is_folded_behind_dots(name):
         ("a.b", 80, ["a.b"]),
         ("encoder.layer.11.output", 10, ["encoder.", "layer.11.", "output"]),
         ("checkpoint_remapping", 12, ["checkpoint_", "remapping"]),
+        ("net.token_type_embeddings.weight", 16, ["net.token_type_", "embeddings.", "weight"]),
+        ("exp_avg_sq of classifier.bias", 15, ["exp_avg_sq of", "classifier.bias"]),
         ("BertForSequenceClassification", 15, ["BertForSequence", "Classification"]),
         ("abcdefgh", 3, ["abc", "def", "gh"]),
         ("net[0] [bold]", 80, ["net[0] [bold]"]),

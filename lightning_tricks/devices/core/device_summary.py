@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,10 +158,21 @@ class DeviceSummary:
 
 def device_use(summary: DeviceSummary) -> DeviceUse:
     """Return what one rank's devices did, as texts for a report."""
-    rows = [(device, name.replace("_", " "), mean, most) for device, name, mean, most in _rows(summary)]
+    rows = [(device, _words(name), mean, most) for device, name, mean, most in _rows(summary)]
     energy = [(name, "energy", f"{used:.3g} kWh", "") for name, used in summary.energy.items()]
     wait = summary.means.get("host/data_wait")
     return DeviceUse(rank=summary.rank, data_wait=wait, rows=[*rows, *energy], verdict=list(summary.verdict))
+
+
+def _words(name: str) -> str:
+    """Return the name of a quantity, of which the unit stands beside the value, for people.
+
+    Examples:
+        >>> _words("ram_used_gib"), _words("power_w")
+        ('RAM used', 'power')
+    """
+    words = re.sub("_(gib|w|mhz)$", "", name).split("_")
+    return " ".join(word.upper() if word in ("cpu", "ram", "sm") else word for word in words)
 
 
 def device_report(ranks: Sequence[DeviceSummary]) -> Group:

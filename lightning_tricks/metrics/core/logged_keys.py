@@ -164,7 +164,7 @@ _STAGE_WORDS = {
     "val": {"val", "valid", "validation", "eval", "dev"},
     "test": {"test", "testing"},
 }
-_SUFFIX_WORDS = {"step", "epoch", "dataloader", "idx"}
+_OTHER_WORDS = {"step", "epoch", "dataloader", "idx", "total", "mean", "avg", "metrics", "ptl"}  # of any loss
 
 
 def is_loss_of(stage: str, key: str) -> bool:
@@ -173,8 +173,10 @@ def is_loss_of(stage: str, key: str) -> bool:
     Examples:
         >>> is_loss_of("val", "valid_loss/dataloader_idx_0"), is_loss_of("val", "val_box_loss")
         (True, False)
+        >>> is_loss_of("val", "valLoss"), is_loss_of("val", "metrics/val_total_loss")
+        (True, True)
     """
-    words = set(re.findall("[a-z]+", key.lower())) - _SUFFIX_WORDS
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", key)} - _OTHER_WORDS
     return "loss" in words and words <= {"loss", *_STAGE_WORDS[stage]}
 
 

@@ -66,9 +66,9 @@ font-variant-numeric:tabular-nums}.at.end text{text-anchor:end}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;
 overflow-wrap:anywhere}
-th{font-weight:600;color:var(--soft)}td.number,th.number{text-align:right;white-space:nowrap}
+th{font-weight:600;color:var(--soft);overflow-wrap:break-word}td.number,th.number{text-align:right;white-space:nowrap}
 td:first-child{color:var(--soft);overflow-wrap:break-word}
-table+*,details+table{margin-top:12px}tr.differs td{background:var(--warm)}
+table+*,details+table{margin-top:12px}details+.two{margin-top:18px}tr.differs td{background:var(--warm)}
 details{margin-top:10px}summary{cursor:pointer;color:var(--c0)}
 pre{background:var(--pale);border-radius:8px;padding:12px 14px;overflow-x:auto;font:12.5px/1.45 ui-monospace,
 SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre}
@@ -82,7 +82,8 @@ _STYLE += "".join(
     for n in range(7)
 )
 _OTHER_SIZES = """
-@media(max-width:600px){main{padding:20px 16px 48px}svg text{font-size:16px}table{display:block;overflow-x:auto}}
+@media(max-width:600px){main{padding:20px 16px 48px}svg text{font-size:16px}table{display:block;overflow-x:auto}
+td+td:not(.number){min-width:7em}.facts td+td:not(.number){min-width:12em}}
 @page{margin:14mm}
 @media print{.at{display:none}main{max-width:none;padding:0}body{font-size:12px}
 .two{grid-template-columns:1fr 1fr;gap:16px 22px}
@@ -147,8 +148,11 @@ def facts_table(facts: Sequence[tuple[str, str]], title: str = "") -> str:
     if not facts:
         return ""
     heading = f"<h3>{escape(title)}</h3>" if title else ""
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts)
-    return f"<div>{heading}<table>{rows}</table></div>"
+    names = (escape(name).replace("_", "_<wbr>") for name, _ in facts)  # where a narrow column may break them
+    rows = "".join(
+        f"<tr><td>{name}</td><td>{escape(text)}</td></tr>" for name, (_, text) in zip(names, facts, strict=True)
+    )
+    return f'<div>{heading}<table class="facts">{rows}</table></div>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = (), texts: int = 1) -> str:

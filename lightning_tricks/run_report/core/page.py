@@ -63,6 +63,7 @@ _MOST_CURVES = 21  # of a picture
 _MOST_MATRIX = 60  # classes that are drawn
 _MOST_CLASSES = 40  # rows of the table of classes
 _COST_TITLES = ("FLOPs", "Model")
+_METRICS_TITLE = "Other metrics"  # and of which stage
 _STATUS = {
     "running": "had not ended when this page was written",
     "finished": "finished",
@@ -82,6 +83,7 @@ def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> 
     figures = [_metric_figure(record, name, curves, resumes) for name, curves in metric_pictures(record).items()]
     left_out = record.keys_left_out
     costs = [part for part in record.parts_of(Facts) if part.title in _COST_TITLES]
+    metrics = [part for part in record.parts_of(Facts) if part.title.startswith(_METRICS_TITLE)]
     costs[:0] = [part] if (part := throughput(record)) is not None else []
     body = [
         _header(record),
@@ -92,6 +94,7 @@ def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> 
             [
                 first_and_folded([shown for shown in figures if shown], _MOST_PICTURES),
                 _values_table(record),
+                side_by_side([*map(_facts, metrics)]),
                 f'<p class="soft">{left_out:,} more keys were logged and not recorded.</p>' if left_out else "",
             ],
         ),
@@ -375,7 +378,7 @@ def _device_parts(record: RunRecord) -> list[str]:
 
 def _repeatability_section(record: RunRecord) -> str:
     """Return seed, resumes, fingerprint and versions."""
-    others = [_facts(part) for part in record.parts_of(Facts) if part.title not in _COST_TITLES]
+    parts = [part for part in record.parts_of(Facts) if not part.title.startswith((*_COST_TITLES, _METRICS_TITLE))]
     resumes = [
         (f"{resume.step:,}", str(resume.epoch), format_time(resume.time), list_names(resume.not_restored[:10], 10))
         for resume in record.resumes
@@ -383,7 +386,7 @@ def _repeatability_section(record: RunRecord) -> str:
     columns = ("step", "epoch", "time", "not restored")
     resumed = f"<div><h3>Resumes</h3>{table(columns, resumes[-50:], texts=4)}</div>" if resumes else ""
     versions = facts_table(record.versions, "Versions")
-    return section("Repeatability", [side_by_side([*others, resumed, versions])])
+    return section("Repeatability", [side_by_side([*map(_facts, parts), resumed, versions])])
 
 
 def _code_section(record: RunRecord) -> str:

@@ -204,15 +204,12 @@ def _readings(drawn: Sequence[tuple[Line, Sequence[Point]]], x: Scale) -> list[s
     middles = [(one.step + other.step) / 2 for one, other in pairwise(shown)]
     texts: list[list[str]] = [[f"step {point.step:,}, epoch {point.epoch}"] for point in shown]
     for line, points in drawn:
-        nearest: dict[int, Point] = {}
-        for point in points:
-            place = bisect(middles, point.step)
-            known, step = nearest.get(place), shown[place].step
-            if known is None or abs(point.step - step) < abs(known.step - step):
-                nearest[place] = point
-        for place, point in nearest.items():
-            where = "" if point.step == shown[place].step else f" at step {point.step:,}"
-            texts[place].append(f"{line.label} {format_number(point.value)}{where}".lstrip())
+        for place, at in enumerate(shown if points else ()):
+            after = bisect(points, at.step, key=lambda point: point.step)
+            near = min(points[max(after - 1, 0) : after + 1], key=lambda point: abs(point.step - at.step))
+            if points[0].step <= at.step <= points[-1].step or bisect(middles, near.step) == place:
+                where = "" if near.step == at.step else f" at step {near.step:,}"
+                texts[place].append(f"{line.label} {format_number(near.value)}{where}".lstrip())
     edges = [_LEFT, *(round(x(middle), 1) for middle in middles), _RIGHT]
     return [
         _reading(left, right, x(point.step), lines)
