@@ -3,6 +3,9 @@
 TYPE_CHECKING = False  # as type checkers take it: `typing` would be most of what importing the package costs
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume import AutoResume as AutoResume
+    from lightning_tricks.calibration import CalibratedClassifier as CalibratedClassifier
+    from lightning_tricks.calibration import Calibration as Calibration
+    from lightning_tricks.calibration import calibrate as calibrate
     from lightning_tricks.checkpoint_remapping import CheckpointRemapping as CheckpointRemapping
     from lightning_tricks.checkpoint_remapping import align as align
     from lightning_tricks.checkpoint_remapping import load_weights as load_weights
@@ -10,6 +13,8 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping import remap_keys as remap_keys
     from lightning_tricks.checkpoint_remapping import replace_head as replace_head
     from lightning_tricks.checkpoint_remapping import save_weights as save_weights
+    from lightning_tricks.conformal import ConformalClassifier as ConformalClassifier
+    from lightning_tricks.conformal import ConformalRegressor as ConformalRegressor
     from lightning_tricks.devices import CudaMemory as CudaMemory
     from lightning_tricks.devices import DeviceMonitor as DeviceMonitor
     from lightning_tricks.devices import NvtxRanges as NvtxRanges
@@ -54,9 +59,11 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping import clip_grad_value_ as clip_grad_value_
+    from lightning_tricks.hang_watch import HangWatch as HangWatch
     from lightning_tricks.images import ImageLogger as ImageLogger
     from lightning_tricks.images import denormalize as denormalize
     from lightning_tricks.images import image_grid as image_grid
+    from lightning_tricks.images import overlay_masks as overlay_masks
     from lightning_tricks.images import to_numpy as to_numpy
     from lightning_tricks.images import to_pil as to_pil
     from lightning_tricks.images import to_tensor as to_tensor
@@ -65,14 +72,20 @@ if TYPE_CHECKING:
     from lightning_tricks.metrics import MetricsMonitor as MetricsMonitor
     from lightning_tricks.metrics import MetricSuite as MetricSuite
     from lightning_tricks.metrics import binary_metrics as binary_metrics
+    from lightning_tricks.metrics import calibration_metrics as calibration_metrics
+    from lightning_tricks.metrics import detection_metrics as detection_metrics
     from lightning_tricks.metrics import multiclass_metrics as multiclass_metrics
     from lightning_tricks.metrics import multilabel_metrics as multilabel_metrics
+    from lightning_tricks.metrics import ood_metrics as ood_metrics
     from lightning_tricks.metrics import regression_metrics as regression_metrics
     from lightning_tricks.metrics import retrieval_metrics as retrieval_metrics
     from lightning_tricks.metrics import segmentation_metrics as segmentation_metrics
+    from lightning_tricks.microbatching import Microbatching as Microbatching
     from lightning_tricks.mixin import TricksMixin as TricksMixin
     from lightning_tricks.model_report import ModelReport as ModelReport
     from lightning_tricks.model_report import summarize_model as summarize_model
+    from lightning_tricks.predictions import PredictionWriter as PredictionWriter
+    from lightning_tricks.restore_best import RestoreBest as RestoreBest
     from lightning_tricks.run_fingerprint import RunFingerprint as RunFingerprint
     from lightning_tricks.run_fingerprint import assert_reproducible as assert_reproducible
     from lightning_tricks.run_report import RunReport as RunReport
@@ -81,6 +94,7 @@ if TYPE_CHECKING:
     from lightning_tricks.seeding import isolated_rng as isolated_rng
     from lightning_tricks.seeding import restore_rng_state as restore_rng_state
     from lightning_tricks.seeding import seed_everything as seed_everything
+    from lightning_tricks.spike_guard import SpikeGuard as SpikeGuard
     from lightning_tricks.tricks import Tricks as Tricks
 
     __all__ = [
@@ -91,8 +105,12 @@ if TYPE_CHECKING:
         "AutoResume",
         "BaggingClassifier",
         "BaggingRegressor",
+        "CalibratedClassifier",
+        "Calibration",
         "CheckpointRemapping",
         "ClipValue",
+        "ConformalClassifier",
+        "ConformalRegressor",
         "CudaMemory",
         "DeviceMonitor",
         "FastGeometricClassifier",
@@ -104,10 +122,12 @@ if TYPE_CHECKING:
         "GradientBoostingRegressor",
         "GradientClipping",
         "GradualUnfreezing",
+        "HangWatch",
         "ImageLogger",
         "LoRA",
         "MetricSuite",
         "MetricsMonitor",
+        "Microbatching",
         "ModelReport",
         "NeuralForestClassifier",
         "NeuralForestRegressor",
@@ -115,7 +135,9 @@ if TYPE_CHECKING:
         "OptimizerSpec",
         "PeftAdapters",
         "PercentileClip",
+        "PredictionWriter",
         "PrefixTuning",
+        "RestoreBest",
         "RunFingerprint",
         "RunReport",
         "ScheduleSpec",
@@ -124,6 +146,7 @@ if TYPE_CHECKING:
         "SnapshotEnsembleRegressor",
         "SoftGradientBoostingClassifier",
         "SoftGradientBoostingRegressor",
+        "SpikeGuard",
         "StackingClassifier",
         "StackingRegressor",
         "TrainableCheckpoint",
@@ -136,12 +159,15 @@ if TYPE_CHECKING:
         "align",
         "assert_reproducible",
         "binary_metrics",
+        "calibrate",
+        "calibration_metrics",
         "capture_rng_state",
         "clip_grad_norm_",
         "clip_grad_value_",
         "count_flops",
         "cross_validate",
         "denormalize",
+        "detection_metrics",
         "image_grid",
         "isolated_rng",
         "limit_memory",
@@ -150,6 +176,8 @@ if TYPE_CHECKING:
         "memory_report",
         "multiclass_metrics",
         "multilabel_metrics",
+        "ood_metrics",
+        "overlay_masks",
         "read_checkpoint",
         "regression_metrics",
         "remap_keys",
@@ -174,6 +202,7 @@ else:  # or a type checker would take any name for one of the package
         {
             "_version": ("__version__",),
             "auto_resume": ("AutoResume",),
+            "calibration": ("CalibratedClassifier", "Calibration", "calibrate"),
             "checkpoint_remapping": (
                 "CheckpointRemapping",
                 "align",
@@ -183,6 +212,7 @@ else:  # or a type checker would take any name for one of the package
                 "replace_head",
                 "save_weights",
             ),
+            "conformal": ("ConformalClassifier", "ConformalRegressor"),
             "devices": (
                 "CudaMemory",
                 "DeviceMonitor",
@@ -234,23 +264,31 @@ else:  # or a type checker would take any name for one of the package
                 "clip_grad_norm_",
                 "clip_grad_value_",
             ),
-            "images": ("ImageLogger", "denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
+            "hang_watch": ("HangWatch",),
+            "images": ("ImageLogger", "denormalize", "image_grid", "overlay_masks", "to_numpy", "to_pil", "to_tensor"),
             "lr_schedules": ("OptimizerSpec", "ScheduleSpec"),
             "metrics": (
                 "MetricSuite",
                 "MetricsMonitor",
                 "binary_metrics",
+                "calibration_metrics",
+                "detection_metrics",
                 "multiclass_metrics",
                 "multilabel_metrics",
+                "ood_metrics",
                 "regression_metrics",
                 "retrieval_metrics",
                 "segmentation_metrics",
             ),
+            "microbatching": ("Microbatching",),
             "mixin": ("TricksMixin",),
             "model_report": ("ModelReport", "summarize_model"),
+            "predictions": ("PredictionWriter",),
+            "restore_best": ("RestoreBest",),
             "run_fingerprint": ("RunFingerprint", "assert_reproducible"),
             "run_report": ("RunReport",),
             "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
+            "spike_guard": ("SpikeGuard",),
             "tricks": ("Tricks",),
         },
     )

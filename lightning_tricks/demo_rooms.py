@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from lightning_tricks._lightning_compat.flavor import Trainer
@@ -28,18 +29,23 @@ from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from lightning_tricks.flops import FlopsReport
 from lightning_tricks.metrics import MetricsMonitor
+from lightning_tricks.microbatching import Microbatching
 from lightning_tricks.model_report import ModelReport
+from lightning_tricks.predictions import PredictionWriter
+from lightning_tricks.restore_best import RestoreBest
 from lightning_tricks.run_fingerprint import RunFingerprint
 from lightning_tricks.run_fingerprint.core.record import read_record
 from lightning_tricks.run_report import RunReport
 from lightning_tricks.run_report.core.record_file import PAGE_FILE
 from lightning_tricks.seeding import SeedEverything
+from lightning_tricks.spike_guard import SpikeGuard
 
 Rows: TypeAlias = dict[str, str]
 History: TypeAlias = Sequence[Mapping[str, float]]
 
 _MAX_NORM = 2.0
 _MEMBERS = 5
+_TIMEOUT = "10 minutes"
 _DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
@@ -52,14 +58,18 @@ def demo_fields(seed: int, out: Path) -> dict[str, Any]:
         "device_monitor": {"every_n_train_steps": 20} if find_spec("psutil") else None,
         "flops": {"backward": True, "depth": 2},
         "gradient_clipping": {"max_norm": _MAX_NORM, "log": "all", "log_layers": True},
+        "hang_watch": {"timeout": _TIMEOUT, "dirpath": str(out / "hang")},
         "images": {"n": 16, "every_n_epochs": 5},
         "metrics": {"metrics": preset, "class_names": _DIGITS, "best": {"val/f1": "max"}},
+        "microbatching": True,
         "model_report": {"graph": False, "depth": 2},
         "optimizer": {"lr": 5e-3},
         "schedule": {"kind": "warmup_cosine", "warmup": 0.1},
+        "restore_best": {"monitor": "val/f1", "mode": "max"},
         "run_fingerprint": str(out / "fingerprint.jsonl"),
         "run_report": str(page_path(out).parent),
         "seeding": seed,
+        "spike_guard": {"mode": "skip", "threshold": 20.0},
     }
 
 
@@ -159,6 +169,10 @@ def _gradient_clipping(trainer: Trainer, history: History) -> Rows:
     }
 
 
+def _hang_watch(trainer: Trainer, history: History) -> Rows:
+    return {"stacks": f"would be written after {_TIMEOUT} without a move"}
+
+
 def _images(trainer: Trainer, history: History) -> Rows:
     grids = list(Path(str(getattr(trainer.logger, "log_dir", "")), "pictures").rglob("images_*.png"))
     return {"grids of mistakes": f"{len(grids)} PNG files beside the logs"}
@@ -189,6 +203,12 @@ def _metrics(trainer: Trainer, history: History) -> Rows:
     }
 
 
+def _microbatching(trainer: Trainer, history: History) -> Rows:
+    (callback,) = callbacks_of_type(trainer, Microbatching)
+    size = callback.current_size
+    return {"batches": "whole, as memory did not run out" if size is None else f"in parts of at most {size} rows"}
+
+
 def _model_report(trainer: Trainer, history: History) -> Rows:
     (callback,) = callbacks_of_type(trainer, ModelReport)
     if callback.summary is None:
@@ -196,6 +216,24 @@ def _model_report(trainer: Trainer, history: History) -> Rows:
     memory = callback.summary.memory
     sizes = [f"weights {format_bytes(memory.weights)}", f"gradients {format_bytes(memory.gradients)}"]
     return {"memory": ", ".join([*sizes, f"optimizer state {format_bytes(memory.optimizer_state)}"])}
+
+
+def _predictions(trainer: Trainer, history: History) -> Rows:
+    """Predict the test images by a Trainer of its own."""
+    if trainer.world_size > 1:  # all ranks would have to predict
+        return {"file": "not written on several ranks in the demo"}
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "predictions.npz"
+        own = Trainer(callbacks=[PredictionWriter(path)], accelerator="cpu", enable_progress_bar=False, **quiet)
+        own.predict(copy.deepcopy(trainer.lightning_module), datamodule_of(trainer), return_predictions=False)
+        with np.load(path) as file:
+            return {"file": f"{len(file['index'])} digits in the order of the data set, {' and '.join(file)}"}
+
+
+def _restore_best(trainer: Trainer, history: History) -> Rows:
+    (callback,) = callbacks_of_type(trainer, RestoreBest)
+    return {"tested weights": f"those of epoch {callback.best_epoch}, val/f1 {callback.best_value:.3f}"}
 
 
 def _run_fingerprint(trainer: Trainer, history: History) -> Rows:
@@ -219,6 +257,11 @@ def _seeding(trainer: Trainer, history: History) -> Rows:
     }
 
 
+def _spike_guard(trainer: Trainer, history: History) -> Rows:
+    (callback,) = callbacks_of_type(trainer, SpikeGuard)
+    return {"left out": f"{sum(spike['left_out'] for spike in callback.spikes)} batches, for jumps of the loss"}
+
+
 # In the order of the table
 ROWS: Mapping[str, Callable[[Trainer, History], Rows]] = {
     "auto_resume": _auto_resume,
@@ -228,11 +271,16 @@ ROWS: Mapping[str, Callable[[Trainer, History], Rows]] = {
     "finetuning": _finetuning,
     "flops": _flops,
     "gradient_clipping": _gradient_clipping,
+    "hang_watch": _hang_watch,
     "images": _images,
     "lr_schedules": _lr_schedules,
     "metrics": _metrics,
+    "microbatching": _microbatching,
     "model_report": _model_report,
+    "predictions": _predictions,
+    "restore_best": _restore_best,
     "run_fingerprint": _run_fingerprint,
     "run_report": _run_report,
     "seeding": _seeding,
+    "spike_guard": _spike_guard,
 }

@@ -27,6 +27,7 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter, restricted_classmethod
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.added_parameters import RECORD_KEY
+from lightning_tricks._shared.calibration import prepare_calibrations
 from lightning_tricks._shared.patterns import check_repeats
 from lightning_tricks._shared.rng import isolated_seeding
 from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
@@ -151,6 +152,7 @@ class TricksMixin(_Base):
         if RECORD_KEY in state_dict.origin.metadata:  # it lacks what the module was built with
             saved = {**state_dict.origin.metadata, "state_dict": state_dict}
             state_dict = SafeStateDict(state_dict.origin, complete_state_dict(self, saved, strict=strict))
+        prepare_calibrations(self, state_dict)
         remapping = CheckpointRemapping(**arguments_of(CheckpointRemapping, self.tricks.checkpoint_remapping or {}))
         options = remapping.load_options()
         if not strict:

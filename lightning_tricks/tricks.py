@@ -55,6 +55,8 @@ class Tricks:
         run_fingerprint: `RunFingerprint`: the file that tells later where two runs diverge.
         run_report: `RunReport`: the folder of a page that shows the run.
         gradient_clipping: `GradientClipping`: the largest norm of the gradients, or another method of clipping.
+        microbatching: `Microbatching`: the largest number of rows of a microbatch; True finds it when memory runs out.
+        spike_guard: `SpikeGuard`: "skip" or "rewind", which leave out the batches at which the loss jumps.
         checkpoint_remapping: `CheckpointRemapping`: the file from which weights of any names are loaded.
         gradual_unfreezing: `GradualUnfreezing`: which parameters train from which epoch on, as `{0: "fc.*", 5: "*"}`.
         lora: `LoRA`: the rank of the change that is trained instead of the weights.
@@ -66,9 +68,12 @@ class Tricks:
         model_report: `ModelReport`: parameters, layers and memory, with the suffixes of the files of a graph.
         metrics: `MetricsMonitor`: the metrics of what the steps return, as `{"task": "multiclass", "num_classes": 10}`.
         images: `ImageLogger`: the number of images that are logged, the most confident mistakes first.
+        predictions: `PredictionWriter`: the file with the predictions of all ranks and loaders.
         device_monitor: `DeviceMonitor`: the number of steps between two readings of GPUs, CPU and loaders.
         cuda_memory: `CudaMemory`: the peak of the GPU memory, and a report when memory runs out.
         nvtx_ranges: `NvtxRanges`: marks of the parts of a step for Nsight Systems.
+        restore_best: `RestoreBest`: the value whose smallest one is the best; the module ends with the weights of then.
+        hang_watch: `HangWatch`: after what time without a move each rank writes where it is, as `"10 minutes"`.
         optimizer: The optimizer, of a module without `configure_optimizers`.
         schedule: The learning rate schedule of this optimizer.
         verbose: Whether the callbacks print their tables. None leaves that to them, and to the variable
@@ -90,6 +95,8 @@ class Tricks:
     gradient_clipping: float | bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "GradientClipping"}
     )
+    microbatching: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "Microbatching"})
+    spike_guard: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "SpikeGuard"})
     checkpoint_remapping: str | bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "CheckpointRemapping"}
     )
@@ -107,9 +114,12 @@ class Tricks:
         default=None, metadata={"callback": "MetricsMonitor"}
     )
     images: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "ImageLogger"})
+    predictions: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PredictionWriter"})
     device_monitor: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "DeviceMonitor"})
     cuda_memory: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "CudaMemory"})
     nvtx_ranges: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "NvtxRanges"})
+    restore_best: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "RestoreBest"})
+    hang_watch: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "HangWatch"})
     optimizer: OptimizerSpec | bool | dict[str, Any] | None = None
     schedule: ScheduleSpec | bool | dict[str, Any] | None = None
     verbose: bool | None = None

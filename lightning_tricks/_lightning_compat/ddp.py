@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat.guards import needs_private
+import torch
+from torch import Tensor
+
+from lightning_tricks._lightning_compat.guards import needs_private, overriding
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.nn.parallel import DistributedDataParallel
 
     from lightning_tricks._lightning_compat.flavor import Trainer
@@ -46,6 +51,50 @@ def rewrap_ddp(trainer: Trainer) -> None:
     if isinstance(strategy, DDPStrategy) and ddp_wrapper(trainer) is not None:
         strategy.model = trainer.lightning_module
         strategy.configure_ddp()
+
+
+class _Zeros(torch.autograd.Function):
+    """Zero, whose gradients are zeros without memory of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
+
+
+def backward_of_zeros(trainer: Trainer) -> Tensor:
+    """Return a zero whose backward pass adds nothing to the gradients, which DDP then averages where that is due."""
+    module = trainer.lightning_module
+
+    def zero() -> Tensor:
+        parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+        result: Tensor = _Zeros.apply(*parameters)
+        return result
+
+    return _in_forward_of_ddp(trainer, zero)
+
+
+def synchronize_buffers(trainer: Trainer) -> None:
+    """Let all ranks have the buffers of rank zero, where DDP would see to it in the next forward pass."""
+    wrapper = ddp_wrapper(trainer)
+    if wrapper is not None and wrapper.require_forward_param_sync:
+        with wrapper.no_sync():
+            _in_forward_of_ddp(trainer, lambda: torch.zeros(()))
+
+
+def _in_forward_of_ddp(trainer: Trainer, function: Callable[[], Tensor]) -> Tensor:
+    module, wrapper = trainer.lightning_module, ddp_wrapper(trainer)
+    if wrapper is None:
+        return function()
+    left_by_lightning = {name: value for name, value in vars(module).items() if name == "forward"}
+    with overriding(module, forward=function):
+        result: Tensor = wrapper()
+    vars(module).update(left_by_lightning)
+    return result
 
 
 @needs_private("an ensemble with stacked BatchNorm layers")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule as LightningDataModule
     from lightning.pytorch import LightningModule as LightningModule
     from lightning.pytorch import Trainer as Trainer
+    from lightning.pytorch.callbacks import BasePredictionWriter as BasePredictionWriter
     from lightning.pytorch.callbacks import BatchSizeFinder as BatchSizeFinder
     from lightning.pytorch.callbacks import Checkpoint as Checkpoint
     from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
@@ -69,6 +70,7 @@ _HOMES = {  # as above, for those that run
     "fabric.utilities.throughput": ("Throughput", "get_available_flops"),
     "pytorch": ("Callback", "LightningDataModule", "LightningModule", "Trainer"),
     "pytorch.callbacks": (
+        "BasePredictionWriter",
         "BatchSizeFinder",
         "Checkpoint",
         "GradientAccumulationScheduler",

@@ -29,6 +29,52 @@ def evaluation_loader_names(trainer: Trainer) -> list[str]:
     return list(map(str, given)) if isinstance(given, Mapping) else []
 
 
+@contextmanager
+def predict_loaders_prepared(
+    trainer: Trainer, prepare: Callable[[Mapping[str, Any], list[float]], None]
+) -> Iterator[None]:
+    """Call a function whenever a prediction has its loaders, before anything is read from them.
+
+    It gets the loaders by their names, or numbers if they were not given as a dict, and the number of batches of each.
+    """
+    with needs_private("PredictionWriter"):
+        loop: Any = trainer.predict_loop
+        setup_data = loop.setup_data
+        loop._combined_loader  # noqa: B018  # it has to be there
+
+    def setup_data_and_prepare() -> None:
+        setup_data()
+        if not loop.skip:
+            loaders, given = loop._combined_loader.flattened, loop._combined_loader.iterables
+            is_named = isinstance(given, Mapping) and len(given) == len(loaders)
+            names = map(str, given if is_named else range(len(loaders)))
+            prepare(dict(zip(names, loaders, strict=True)), loop.max_batches)
+
+    with overriding(loop, setup_data=setup_data_and_prepare):
+        yield
+
+
+@contextmanager
+def batch_sampler_replaced(loader: Any, replace: Callable[[Any], Any]) -> Iterator[Any]:
+    """Replace the batch sampler of a prediction's loader by what a function makes of it, which is yielded.
+
+    None is yielded where the loader has none, and Lightning does not know the indices of its samples either.
+    """
+    with needs_private("PredictionWriter"):
+        kind = import_lightning("pytorch.overrides.distributed")._IndexBatchSamplerWrapper
+        wrapper = getattr(loader, "batch_sampler", None)
+        sampler = wrapper._batch_sampler if isinstance(wrapper, kind) else None
+    if sampler is None:
+        yield None
+        return
+    replaced = replace(sampler)
+    set_private(wrapper, _batch_sampler=replaced)
+    try:
+        yield replaced
+    finally:
+        set_private(wrapper, _batch_sampler=sampler)
+
+
 @needs_private("RunReport with several training loaders")
 def ends_with_shortest_loader(trainer: Trainer) -> bool:
     """Whether an epoch of training ends with the shortest of its loaders, not with the longest."""

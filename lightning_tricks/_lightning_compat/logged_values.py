@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
@@ -117,6 +117,27 @@ def observe_logged_values(trainer: Trainer, function: Callable[[Mapping[str, Any
         log_metrics(metrics, step=step)
 
     with overriding(connector, log_metrics=observed):
+        yield
+
+
+@contextmanager
+def observe_log_calls(trainer: Trainer, function: Callable[[str, str], None]) -> Iterator[None]:
+    """Call a function with the stage and the name of each value that is about to be logged by `log`.
+
+    The stage is "train", "val" or "test". A value may be synchronised over the ranks right after that.
+    """
+    with ExitStack() as stack:
+        with needs_private("HangWatch"):
+            epoch: Any = trainer.fit_loop.epoch_loop
+            loops = {"train": [epoch], "val": [epoch.val_loop, trainer.validate_loop], "test": [trainer.test_loop]}
+            for stage, loop in ((stage, loop) for stage, of in loops.items() for loop in of):
+                results: Any = loop._results
+
+                def log(fx: str, name: str, *args: Any, of: Any = (stage, results.log), **kwargs: Any) -> None:
+                    function(of[0], name)
+                    of[1](fx, name, *args, **kwargs)
+
+                stack.enter_context(overriding(results, log=log))
         yield
 
 

@@ -91,6 +91,20 @@ def _reporting(
 
 
 @contextmanager
+def observe_validation_ends(trainer: Trainer, function: Callable[[str], None]) -> Iterator[None]:
+    """Call a function with "val" when all batches of a validation of a fit are done, before the hooks of its end.
+
+    It is called in the sanity check as well. Hooks may put other weights into the module for the time of a validation,
+    and take them out again in `on_validation_epoch_end`.
+    """
+    with needs_private("RestoreBest"):
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        end = _calling(loop._on_evaluation_epoch_end, "val", function, lambda _: None)
+    with overriding(loop, _on_evaluation_epoch_end=end):
+        yield
+
+
+@contextmanager
 def observe_errors(trainer: Trainer, on_error: Callable[[Exception], None], trick: str) -> Iterator[None]:
     """Call a function with each error that leaves a loop of a Trainer or the setup of its strategy.
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def capture_loop_state(trainer: Trainer) -> dict[str, Any]:
     """Return what no checkpoint of the Trainer holds: values logged in this epoch, and when loaders were reloaded."""
     connector, fit = trainer._logger_connector, trainer.fit_loop
-    paths = {id(metric): path for path, metric in _named_metrics(trainer)}
+    has_metrics = not all(item.is_tensor for item in fit.epoch_loop._results.values())
+    paths = {id(metric): path for path, metric in _named_metrics(trainer)} if has_metrics else {}
     return {
         "logged": {
             name: dict(getattr(connector, name))
@@ -53,7 +54,7 @@ def restore_loop_state(trainer: Trainer, state: dict[str, Any]) -> None:
     validation._seen_batches_per_dataloader.clear()
     validation._seen_batches_per_dataloader.update(state["validated"])
     fit.epoch_loop._results.clear()
-    metrics = dict(_named_metrics(trainer))
+    metrics = dict(_named_metrics(trainer)) if any(item["metric"] for item in state["results"]) else {}
     for item in state["results"]:
         _restore_result(trainer, item, metrics)
 

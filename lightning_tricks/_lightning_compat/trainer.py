@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+
     from lightning_tricks._lightning_compat.flavor import Callback, LightningDataModule, LightningModule, Trainer
 
     CallbackT = TypeVar("CallbackT", bound=Callback)
@@ -29,6 +31,12 @@ def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
     untyped: Any = trainer
     datamodule: LightningDataModule | None = untyped.datamodule
     return datamodule
+
+
+def active_scaler(trainer: Trainer) -> GradScaler | None:
+    """Return the enabled GradScaler of a Trainer, or None."""
+    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

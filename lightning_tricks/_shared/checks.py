@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+TIMEDELTA_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 _SEPARATOR = r"[/\\]"
 # A scheme has more than the one letter of a drive of Windows; `simplecache::s3://...` is a chain of fsspec
 _ADDRESS = re.compile(rf"\s*(?:\.{_SEPARATOR})*(?:\w[\w+.-]+::)*[a-z][\w+.-]+:{_SEPARATOR}", re.IGNORECASE)
@@ -76,6 +78,27 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
 def check_optional_count(name: str, value: object, minimum: int = 1) -> int | None:
     """Return None, or `value` if it is a whole number >= `minimum`, or raise an error."""
     return None if value is None else check_count(name, value, minimum)
+
+
+def check_duration(name: str, value: object) -> float:
+    """Return the seconds of a timedelta, or of a dict of its arguments such as `{"minutes": 10}`.
+
+    Raises:
+        TypeError: If the value is neither, or the dict has other keys or values.
+        ValueError: If the duration is not positive, or NaN.
+    """
+    requirement = f"{name} must be a timedelta or a dict of its arguments such as {{'minutes': 10}}"
+    if isinstance(value, Mapping):
+        check_names(name, value, TIMEDELTA_UNITS)
+        try:
+            value = timedelta(**value)
+        except (TypeError, ValueError, OverflowError) as error:  # such as of NaN
+            raise type(error)(f"{requirement}, got {value!r} ({error}).") from error
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{requirement}, got {value!r}.")
+    if value <= timedelta(0):
+        raise ValueError(f"{name} must be positive, got {value!r}.")
+    return value.total_seconds()
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> str:

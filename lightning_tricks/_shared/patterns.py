@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import translate
+from typing import Any
 
 LIST_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # in a qualified name, of a part of a list: the 3 of `blocks.3.norm1`
 
@@ -95,3 +97,16 @@ def check_repeats(expression: str) -> None:
 def strip_compile_prefix(name: str) -> str:
     """Return a qualified name without the prefixes that `torch.compile` inserts."""
     return name.replace("_orig_mod.", "")
+
+
+def name_as_in_(values: dict[str, Any], own: Collection[str]) -> None:
+    """Rename what was saved of a model, in place, where names differ from its own in prefixes of `torch.compile` alone.
+
+    Args:
+        values: Qualified name -> value; the order stays.
+        own: The names that the model has now.
+    """
+    plain = {strip_compile_prefix(name): name for name in own}
+    for name in list(values):
+        new = name if name in own else plain.get(strip_compile_prefix(name), name)
+        values[new] = values.pop(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
+from lightning_tricks._shared.checks import check_choice, check_count, check_duration, check_path
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.auto_resume.checkpoint_writer import durable_checkpoints
@@ -41,7 +41,6 @@ from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
-_TIMEDELTA_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 _OUTLIVES = (
     "Give a directory that outlives the machine, such as one of a network file system, or copy a local one with a tool "
     "of that storage: after the run, and back before the next start."
@@ -345,18 +344,5 @@ def _detach_from_terminal(dirpath: str | os.PathLike[str]) -> None:
     redirect_output(log_path)
 
 
-def _seconds(interval: object) -> float:
-    if interval is None:
-        return math.inf
-    requirement = "train_time_interval must be a timedelta or a dict of its arguments such as {'minutes': 10}"
-    if isinstance(interval, Mapping):
-        check_names("train_time_interval", interval, _TIMEDELTA_UNITS)
-        try:
-            interval = timedelta(**interval)
-        except TypeError as error:
-            raise TypeError(f"{requirement}, got {interval!r} ({error}).") from error
-    if not isinstance(interval, timedelta):
-        raise TypeError(f"{requirement}, got {interval!r}.")
-    if interval <= timedelta(0):
-        raise ValueError(f"train_time_interval must be positive, got {interval!r}.")
-    return interval.total_seconds()
+def _seconds(interval: timedelta | dict[str, float] | None) -> float:
+    return math.inf if interval is None else check_duration("train_time_interval", interval)

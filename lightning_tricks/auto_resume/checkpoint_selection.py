@@ -23,6 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.checks import is_address
+from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
@@ -134,6 +135,8 @@ class CheckpointSelection:
                 raise MisconfigurationException(
                     f"AutoResume: {path} cannot be read: {describe_error(error)}."
                 ) from error
+        else:
+            name_as_in_(checkpoint["state_dict"], self.module.state_dict())
         return checkpoint
 
     def _check_plain(self, checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -177,7 +180,9 @@ class CheckpointSelection:
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
         if manifest.run.get("parameters") == self.identity["parameters"]:
             return
-        found = _shape_differences(self.module, _load_plain_data_or_raise(main_file(path), self._stream)["state_dict"])
+        saved = _load_plain_data_or_raise(main_file(path), self._stream)["state_dict"]
+        name_as_in_(saved, self.module.state_dict())
+        found = _shape_differences(self.module, saved)
         if self._stream is not None:
             self._stream.seek(0)
         if found:

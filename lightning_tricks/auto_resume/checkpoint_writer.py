@@ -24,12 +24,12 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.host_copies import HostCopies
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.checkpoint_selection import describe_object
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
-from lightning_tricks.auto_resume.core.host_copies import HostCopies
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
 from lightning_tricks.auto_resume.core.shards import files_of_rank, take_shards, write_shards

@@ -23,6 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
+from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects, is_sharded
 from lightning_tricks._shared.text import list_names
@@ -256,5 +257,6 @@ def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapp
     if not trainer.is_global_zero:  # all that is not sharded is as rank zero had it
         weights = {name: value for name, value in compared.get("state_dict", {}).items() if is_sharded(value)}
         compared = {"state_dict": weights, "optimizer_states": compared.get("optimizer_states", [])}
+    name_as_in_(checkpoint["state_dict"], compared.get("state_dict", {}))
     timers = tuple(f"callbacks.{timer.state_key}." for timer in callbacks_of_type(trainer, Timer))
     return [path for path in differing_paths(compared, checkpoint) if not path.startswith(timers)]

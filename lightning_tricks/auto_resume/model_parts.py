@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._lightning_compat.flavor import LightningModule, StochasticWeightAveraging, Trainer, is_overridden
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
+from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.tensors import local_part
 from lightning_tricks._torch_compat.modules import hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
@@ -207,7 +208,8 @@ class Buffers(ComparedPart):
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the buffers, also those that were added or have another shape."""
         for path, module in modules_of(self.trainer, self.module).items():
-            buffers = saved.rank["buffers"].get(path, {})
+            buffers = dict(saved.rank["buffers"].get(path, {}))
+            name_as_in_(buffers, dict(module.named_buffers()))
             resize_to_state_dict(module, buffers, list(buffers))
             _restore_tensors(module, buffers)
         syncs = saved.rank["syncs_buffers"]
@@ -242,7 +244,8 @@ class Gradients(ComparedPart):
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the gradients, and that they are read."""
-        gradients = saved.rank["gradients"]
+        gradients = dict(saved.rank["gradients"])
+        name_as_in_(gradients, dict(self.module.named_parameters()))
         for name, parameter in self.module.named_parameters():
             parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
         self._are_read |= bool(gradients)

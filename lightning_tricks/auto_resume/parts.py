@@ -16,9 +16,9 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
+from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 
 IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again

@@ -31,6 +31,7 @@ from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.file_locks import DirectoryLock, this_process
+from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import gather_objects, unsharded_class
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
@@ -308,7 +309,8 @@ class RunFiles:
 
 def run_identity(module: LightningModule) -> dict[str, Any]:
     """Return what distinguishes a run: class of the module, names and shapes of parameters, and arguments."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
+    parameters = {strip_compile_prefix(name): parameter for name, parameter in module.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if not is_lazy(parameter)}
     kind = unsharded_class(module)
     return {
         "module": f"{kind.__module__}.{kind.__qualname__}".replace("__main__.", ""),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.callbacks import (
     capture_lottery_tickets,
     restore_lottery_tickets,
@@ -197,15 +198,13 @@ class CallbackStates(ComparedPart):
         ]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
-        """Restore the states; of a fit that had finished, the memory of ModelCheckpoint alone."""
-        device = self.trainer.strategy.root_device
+        """Restore the states; of a fit that had finished, those of tricks and the memory of ModelCheckpoint alone."""
+        device, has_ended = self.trainer.strategy.root_device, phase is Phase.RESULTS
         for callback in callbacks_of(self.trainer):
             state = saved.rank["callbacks"].get(callback.state_key, {})
-            if phase is Phase.RESULTS and not isinstance(callback, ModelCheckpoint):
-                continue
-            if phase is not Phase.RESULTS and state.get("state_dict"):
+            if state.get("state_dict") and (not has_ended or isinstance(callback, TrickCallback)):
                 callback.load_state_dict(state["state_dict"])
-            if state.get("in_epoch"):
+            if state.get("in_epoch") and (not has_ended or isinstance(callback, ModelCheckpoint)):
                 _memory_of(callback)[1](move_to_device(state["in_epoch"], device))
 
     def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:

@@ -19,6 +19,7 @@ from lightning_tricks._lightning_compat.observers import observe_errors
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_optional_count, check_path, is_address
 from lightning_tricks._shared.files import atomic_write
+from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.modules import takes_dataloader_iter
 from lightning_tricks._shared.text import describe_error, format_bytes
 from lightning_tricks._torch_compat.memory import dump_memory_snapshot, recording_memory_history
@@ -28,7 +29,6 @@ from lightning_tricks.devices.core.out_of_memory import (
     advise,
     describe_batch,
     is_of_worker,
-    memory_that_ran_out,
     out_of_memory_text,
     requested_bytes,
 )

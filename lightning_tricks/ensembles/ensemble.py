@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.fit import closed_on_exception
+from lightning_tricks._lightning_compat.flavor import rank_zero_warn
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
+from lightning_tricks._shared.calibration import calibration_of
 from lightning_tricks._shared.checks import check_count, check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
@@ -257,6 +259,10 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
             return
         if self._has_lightning_members:
             lightning_members.refuse_manual_optimization(self, self.estimators_)
+        if (found := calibration_of(self)) is not None and found.method is not None:
+            rank_zero_warn(
+                f"{type(self).__name__} is calibrated, and training changes it: call calibrate again after it."
+            )
         self._checked_stages.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
         self.unstack_where_needed()

@@ -164,10 +164,6 @@ class MetaLearner(Ensemble):
         """Return the outputs of each member: (n_members, B, n_outputs), logits of classifiers."""
         return self.as_matrices(self.estimators_.forward_shared(*x))
 
-    def forward(self, *x: Tensor) -> Tensor:
-        """Return the prediction: class probabilities or regression outputs, (B, n_outputs)."""
-        return self.combine(self.as_matrices(self.predict_members(*x)))
-
     def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
         """Return the prediction of the meta-learner with the disagreement of the members.
 
@@ -177,7 +173,8 @@ class MetaLearner(Ensemble):
         inputs = [self._as_input(value) for value in x]
         with eval_mode(self), torch.no_grad():
             spread = self.uncertainty(self.member_outputs(*inputs))
-            return self.around_prediction(spread, self.as_matrices(self.predict_members(*inputs)))
+            outputs = self.as_matrices(self.predict_members(*inputs))
+            return self.calibrated_uncertainty(self.around_prediction(spread, outputs), outputs)
 
     def around_prediction(self, spread: Uncertainty, outputs: Tensor) -> Uncertainty:
         """Return the uncertainty of members with the prediction of the outputs (1, B, C) as its mean."""

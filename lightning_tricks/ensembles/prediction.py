@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule
+from lightning_tricks._shared.calibration import Calibration
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modules import eval_mode
+from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     Uncertainty,
+    at_least_single,
     classification_uncertainty,
     log_mean_probabilities,
     majority,
@@ -115,19 +119,44 @@ class CombinedPrediction(LightningModule):
         """Return the outputs of each member: (n_members, B, n_outputs), logits of classifiers."""
         return self.as_matrices(self.predict_members(*x))
 
-    def forward(self, *x: Tensor) -> Tensor:
-        """Return the combined prediction: class probabilities or regression outputs, (B, n_outputs)."""
-        return self.combine(self.member_outputs(*x))
+    def forward(self, *x: Tensor, calibrated: bool = False) -> Tensor:
+        """Return the combined prediction: class probabilities or regression outputs, (B, n_outputs).
 
-    def predict(self, *x: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        Args:
+            *x: The inputs.
+            calibrated: Whether to return the probabilities as `calibrate` has fitted them.
+
+        Raises:
+            RuntimeError: If they are not calibrated.
+        """
+        outputs = self.as_matrices(self.predict_members(*x))
+        return self.calibrated(outputs) if calibrated else self.combine(outputs)
+
+    def predict(self, *x: Tensor | np.ndarray[Any, Any], calibrated: bool = False) -> Tensor:
         """Predict in evaluation mode and without gradients, whatever the mode; the result is on the CPU."""
         with eval_mode(self), torch.no_grad():
-            return cast(Tensor, self(*map(self._as_input, x))).cpu()
+            return cast(Tensor, self(*map(self._as_input, x), calibrated=calibrated)).cpu()
 
     def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
-        """Return the prediction and its uncertainty, in evaluation mode and without gradients."""
+        """Return the prediction and its uncertainty, in evaluation mode and without gradients.
+
+        Those of a calibrated ensemble are of the calibrated probabilities.
+        """
         with eval_mode(self), torch.no_grad():
-            return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
+            outputs = self.as_matrices(self.predict_members(*map(self._as_input, x)))
+            return self.calibrated_uncertainty(self.uncertainty(outputs), outputs)
+
+    def uncalibrated_logits(self, *x: Tensor) -> Tensor:
+        """Return what `calibrate` maps to probabilities: the logarithms of the combined ones, (B, n_outputs)."""
+        raise TypeError(f"{type(self).__name__} is no classifier: calibrate and calibrated=True are for probabilities.")
+
+    def calibrated(self, outputs: Tensor) -> Tensor:
+        """Return the calibrated prediction, (B, n_outputs), of outputs (n, B, n_outputs)."""
+        return self.uncalibrated_logits()  # which refuses it
+
+    def calibrated_uncertainty(self, found: Uncertainty, outputs: Tensor) -> Uncertainty:
+        """Return the uncertainty of the calibrated prediction, for that of the outputs (n, B, n_outputs)."""
+        return found
 
     def evaluate(self, test_loader: Iterable[Any], return_loss: bool = False) -> Any:
         """Evaluate without a Trainer, in evaluation mode and without gradients.
@@ -230,6 +259,11 @@ class ClassifierEnsemble(CombinedPrediction):
     """The prediction of classifiers: members give logits (B, n_outputs); the prediction is one of probabilities."""
 
     voting_strategy: str = "soft"
+    calibration: Calibration
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calibration = Calibration()
 
     def default_criterion(self) -> Criterion:
         """Return the cross-entropy."""
@@ -251,6 +285,28 @@ class ClassifierEnsemble(CombinedPrediction):
     def uncertainty(self, outputs: Tensor) -> Uncertainty:
         """Split the entropy."""
         return classification_uncertainty(outputs, self.member_weights(outputs))
+
+    def uncalibrated_logits(self, *x: Tensor) -> Tensor:
+        """Return what `calibrate` maps to probabilities: the logarithms of the combined ones, (B, n_outputs)."""
+        if self.voting_strategy == "hard":
+            raise ValueError('voting_strategy="hard" gives votes, which cannot be calibrated: use "soft".')
+        return self._log_combined(self.as_matrices(self.predict_members(*x)))
+
+    def _log_combined(self, outputs: Tensor) -> Tensor:
+        return self.combine(to_double(outputs)).log()
+
+    def calibrated(self, outputs: Tensor) -> Tensor:
+        """Return the calibrated prediction, (B, n_outputs), of outputs (n, B, n_outputs)."""
+        return cast(Tensor, self.calibration(self._log_combined(outputs))).to(outputs.dtype)
+
+    def calibrated_uncertainty(self, found: Uncertainty, outputs: Tensor) -> Uncertainty:
+        """Return the entropy of the calibrated prediction, of which the members' disagreement explains what it can."""
+        if self.calibration.method is None:
+            return found
+        mean = self.calibrated(at_least_single(outputs))
+        total = torch.special.entr(mean).sum(-1)
+        epistemic = torch.minimum(found.epistemic, total)
+        return replace(found, mean=mean, total=total, aleatoric=total - epistemic, epistemic=epistemic)
 
     def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the accuracy, of class indices."""

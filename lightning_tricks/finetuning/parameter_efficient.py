@@ -71,8 +71,8 @@ class LoRA(InjectionCallback):
     Initial values are drawn by a generator of their own, seeded as torch was. Strategies that spawn or fork processes,
     such as `ddp_spawn` and `ddp_notebook`, give nothing back that was added there: call `add_lora` before the fit, or
     evaluate a checkpoint. Under `ModelParallelStrategy` the layers must be there before `configure_model` shards them.
-    A module that is compiled already is refused: pass `torch.compile(module)` to the Trainer, which compiles what it
-    finds in the first step, or call `add_lora` first.
+    A module, or a part of it, may be compiled before or after, in whichever way; what is compiled already is compiled
+    anew.
 
     Attributes:
         report: The `InjectionReport` of the last run, None before.
@@ -81,7 +81,7 @@ class LoRA(InjectionCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
         MisconfigurationException: In a run, if a pattern matches nothing, a rank exceeds a layer, or the module has
-            another LoRA or is compiled.
+            another LoRA.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -134,9 +134,8 @@ class Adapters(InjectionCallback, CoverageCheckingCallback):
         dropout: The probability with which a value between the two layers is set to zero in training.
 
     Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
-    must be there before `configure_model` shards them. A module that is compiled already is refused: pass
-    `torch.compile(module)` to the Trainer, or call `add_adapters` first. Layers of `nn.TransformerEncoder` do without
-    torch's fused path in evaluation, which would not call adapters.
+    must be there before `configure_model` shards them. A module, or a part of it, may be compiled before or after.
+    Layers of `nn.TransformerEncoder` do without torch's fused path in evaluation, which would not call adapters.
 
     Attributes:
         report: The `InjectionReport` of the last run, None before.
@@ -145,7 +144,7 @@ class Adapters(InjectionCallback, CoverageCheckingCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
         MisconfigurationException: In a run, if a pattern matches nothing, there is no known transformer block, an
-            adapter is never called, or the module has other adapters or is compiled.
+            adapter is never called, or the module has other adapters.
 
     Source: Houlsby et al., "Parameter-Efficient Transfer Learning for NLP" (2019); Pfeiffer et al., "AdapterFusion"
     (2021); He et al., "Towards a Unified View of Parameter-Efficient Transfer Learning" (2022).
@@ -190,10 +189,9 @@ class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
             called `head`, if there is one.
 
     Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
-    must be there before `configure_model` shards them. A module that is compiled already is refused: pass
-    `torch.compile(module)` to the Trainer, or call `add_prefixes` first. Layers of `nn.TransformerEncoder` do without
-    torch's fused path in evaluation, which would not read prefixes. Weights that an attention returns are those of
-    the given keys; with those of the prefix they sum up to 1.
+    must be there before `configure_model` shards them. A module, or a part of it, may be compiled before or after.
+    Layers of `nn.TransformerEncoder` do without torch's fused path in evaluation, which would not read prefixes.
+    Weights that an attention returns are those of the given keys; with those of the prefix they sum up to 1.
 
     Attributes:
         report: The `InjectionReport` of the last run, None before.
@@ -202,7 +200,7 @@ class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
         MisconfigurationException: In a run, if a pattern matches nothing, there is no `nn.MultiheadAttention`, a prefix
-            is never read, or the module has other prefixes or is compiled.
+            is never read, or the module has other prefixes.
 
     Source: Li and Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation" (2021).
 

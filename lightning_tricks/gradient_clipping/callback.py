@@ -21,6 +21,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.logged_values import log_step_values, logs_at_this_step
+from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.report_parts import ClippedSteps
@@ -34,7 +35,6 @@ from lightning_tricks.gradient_clipping.core.clipping import (
 )
 from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, check_groups, check_method
 from lightning_tricks.gradient_clipping.trainer_settings import (
-    active_scaler,
     on_any_rank,
     refuse_unseen_steps,
     refuse_unsupported_strategies,

@@ -16,12 +16,6 @@ from lightning_tricks._lightning_compat.flavor import MisconfigurationException,
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of, takes_scale
 
 
-def active_scaler(trainer: Trainer) -> GradScaler | None:
-    """Return the enabled GradScaler of a Trainer, or None."""
-    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler if scaler is not None and scaler.is_enabled() else None
-
-
 def unscales_in_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether the gradients are still scaled because the (fused) optimizer unscales them in its step."""
     return takes_scale(optimizer) and not is_unscaled(scaler, optimizer)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_tricks.images.callback import ImageLogger as ImageLogger
     from lightning_tricks.images.functional import denormalize as denormalize
     from lightning_tricks.images.functional import image_grid as image_grid
+    from lightning_tricks.images.functional import overlay_masks as overlay_masks
     from lightning_tricks.images.functional import to_numpy as to_numpy
     from lightning_tricks.images.functional import to_pil as to_pil
     from lightning_tricks.images.functional import to_tensor as to_tensor
@@ -31,6 +32,6 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("ImageLogger",),
-            "functional": ("denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
+            "functional": ("denormalize", "image_grid", "overlay_masks", "to_numpy", "to_pil", "to_tensor"),
         },
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.flavor import (
@@ -23,9 +24,11 @@ from lightning_tricks._shared.report_parts import Pictures
 from lightning_tricks._shared.tensors import gather_objects, tensors_in
 from lightning_tricks.images.functional import (
     RankedSamples,
+    class_colors,
     concat_samples,
     denormalize,
     image_grid,
+    overlay_masks,
     png_texts,
     rank_predictions,
     shrink,
@@ -34,6 +37,7 @@ from lightning_tricks.images.functional import (
 
 _STAGES = ("train", "val", "test")
 _MOST_REPORTED = 24
+_GAP = 2  # white columns between an image and its masks
 
 
 class ImageLogger(StepsCallback):
@@ -42,6 +46,10 @@ class ImageLogger(StepsCallback):
     The steps return `{"preds": ..., "target": ...}`, as for `MetricsMonitor`; the images are the batch's first tensor
     of shape (N, C, H, W), either uint8 or floats that are in [0, 1] after denormalization. If batches differ in image
     size, images of the last size are shown. The captions of mistakes are red.
+
+    Where `target` is a mask (N, H, W) of classes, and `preds` are masks or scores (N, C, H, W), each image is shown
+    three times: alone, with the predicted and with the true classes drawn over it, those with the largest share of
+    wrong pixels first.
 
     Each rank keeps at most `n` images at a time. Only the first batch is read from the device before the end of the
     epoch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; for a CSVLogger it is a PNG file in its
@@ -52,13 +60,15 @@ class ImageLogger(StepsCallback):
         n: How many images to show.
         every_n_epochs: The number of epochs of a fit from one grid to the next. A test or a validation outside a fit
             always logs a grid.
-        class_names: The names of the classes; None shows their indices.
+        class_names: The names of the classes; None shows their indices. With masks, they stand below tiles in
+            the colours of those that are seen, behind the images.
         mean: The mean of each channel that was subtracted from the images.
         std: The standard deviation of each channel by which the images were divided.
         shape: The shape (C, H, W) of one image, if the batch holds the pixels in another shape.
         stages: The stages of which images are logged: "train", "val" and "test".
         output_transform: A function of a step's outputs, the batch and the stage that returns a dict of `images`,
             `preds` and `target`, for modules whose steps return something else.
+        ignore_index: A class of masks, such as 255, that is not drawn; pixels that are truly of it do not count.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -83,6 +93,7 @@ class ImageLogger(StepsCallback):
         shape: Sequence[int] | None = None,
         stages: Sequence[str] = ("val", "test"),
         output_transform: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
+        ignore_index: int | None = None,
     ) -> None:
         self.n = check_count("n", n)
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
@@ -92,6 +103,7 @@ class ImageLogger(StepsCallback):
         self.shape = shape
         self.stages = stages
         self.output_transform = output_transform
+        self.ignore_index = ignore_index
         for stage in [stages] if isinstance(stages, str) else stages:
             check_choice("stages", stage, _STAGES)
         if (mean is None) != (std is None):
@@ -107,7 +119,8 @@ class ImageLogger(StepsCallback):
 
     def _reset(self) -> None:
         self._kept: dict[str, RankedSamples] = {}
-        self._reported: dict[str, tuple[int, list[str], Tensor]] = {}  # epoch, captions and images of each stage
+        # epoch, captions and images of each stage, and whether they are ranked by an error
+        self._reported: dict[str, tuple[int, list[str], Tensor, bool]] = {}
         self._prediction_kinds: dict[str, dict[str, bool]] = {}
         self._warned: set[str] = set()
 
@@ -140,7 +153,8 @@ class ImageLogger(StepsCallback):
         if self._is_sanity_checking:
             return
         with torch.inference_mode(False), torch.no_grad():
-            samples = rank_predictions(images, preds, target, **self._prediction_kinds[stage]).top(self.n)
+            kind = self._prediction_kinds[stage]
+            samples = rank_predictions(images, preds, target, **kind, ignore_index=self.ignore_index).top(self.n)
             self._kept[stage] = concat_samples([*self._samples_of(stage), samples]).top(self.n)
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -156,13 +170,22 @@ class ImageLogger(StepsCallback):
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
         captions = self._captions(samples, self._prediction_kinds[stage]["values"])
+        legend, names, of_masks = list[Tensor](), list[str](), samples.target.ndim == 3
+        if of_masks:
+            seen = torch.cat([samples.predicted.flatten(), samples.target.flatten()]).unique().tolist()
+            seen = [label for label in seen if self.class_names and label >= 0 and label != self.ignore_index]
+            names = [self._name(label) for label in seen]
+            legend = list(class_colors(torch.tensor(seen, dtype=torch.int64, device="cpu"))[..., None, None])
+            masks = (torch.full_like(samples.target, -1), samples.predicted, samples.target)
+            drawn = [overlay_masks(shown, mask, ignore_index=self.ignore_index) for mask in masks]
+            shown = torch.cat([pad(part, (0, _GAP), value=1.0) for part in drawn], -1)[..., :-_GAP]
         if self._is_reported:
-            few = slice(_MOST_REPORTED)
-            self._reported[stage] = trainer.current_epoch, captions[few], shrink(shown[few])
+            few, by_error = slice(_MOST_REPORTED), of_masks or self._prediction_kinds[stage]["values"]
+            self._reported[stage] = trainer.current_epoch, captions[few], shrink(shown[few]), by_error
         if not can_log_images(trainer.loggers):
             return
         try:
-            grid = image_grid(shown, captions=captions)
+            grid = image_grid([*shown, *legend] if names else shown, captions=[*captions, *names])
         except ModuleNotFoundError as error:
             rank_zero_info(f"ImageLogger logs no images: {error}")
             return
@@ -171,12 +194,11 @@ class ImageLogger(StepsCallback):
     def report_parts(self, trainer: Trainer) -> list[Pictures]:
         """Return the mistakes, or of values the largest errors, of the last epoch of each stage."""
         parts = []
-        for stage, (epoch, captions, images) in self._reported.items():
-            of_values = self._prediction_kinds[stage]["values"]
-            count = len(captions) if of_values else sum(caption.startswith("!") for caption in captions)
+        for stage, (epoch, captions, images, by_error) in self._reported.items():
+            count = len(captions) if by_error else sum(caption.startswith("!") for caption in captions)
             when = "" if stage == "test" else f"Epoch {epoch}. "
             some = "" if count == len(captions) else f"There are no {'more' if count else 'mistakes'}."
-            title = f"{'Largest errors' if of_values else 'Most confident mistakes'} ({stage})"
+            title = f"{'Largest errors' if by_error else 'Most confident mistakes'} ({stage})"
             pictures = png_texts(images[:count])
             parts.append(
                 Pictures(title=title, note=(when + some).strip(), captions=captions[:count], pictures=pictures)
@@ -212,6 +234,13 @@ class ImageLogger(StepsCallback):
                 self._warned.add(stage)
                 rank_zero_warn(f"{message}, or leave {stage!r} out of stages. Until then, such batches are not shown.")
             return None
+        for name in ("preds", "target"):
+            if not isinstance(returned[name], Tensor):
+                raise MisconfigurationException(
+                    f"ImageLogger shows classes, values and masks, and {name} of {stage} is a "
+                    f"{type(returned[name]).__name__}: return a tensor, or give output_transform=(outputs, batch, "
+                    "stage) -> dict."
+                )
         images = returned.get("images")
         if images is None:
             images = self._images_in(batch)
@@ -236,21 +265,24 @@ class ImageLogger(StepsCallback):
     def _prediction_kind(self, images: Tensor, preds: Tensor, target: Tensor, stage: str) -> dict[str, bool]:
         """Check that a first batch can be shown; return whether its predictions are logits, and its targets values."""
         rows = {"images": len(images), "preds": len(preds), "target": len(target)}
-        if len(set(rows.values())) > 1 or preds.ndim > 2 or target.ndim > 1:
+        classes = (target == 0) | (target == 1) | (target == (0 if self.ignore_index is None else self.ignore_index))
+        values = target.is_floating_point() and not bool(classes.all().item())
+        dimensions = preds.ndim - target.ndim if target.ndim == 1 or (target.ndim == 3 and not values) else None
+        sizes = {part.shape[-2:] for part in (preds, target) if target.ndim == 3}
+        if len(set(rows.values())) > 1 or dimensions not in (0, 1) or len(sizes) > 1:
             shapes = f"images {tuple(images.shape)}, preds {tuple(preds.shape)}, target {tuple(target.shape)}"
             raise MisconfigurationException(
                 "ImageLogger needs one prediction for each image: scores of shape (N, C), or classes or values of "
-                f"shape (N,), got {shapes}."
+                f"shape (N,); or masks, scores (N, C, H, W) or classes (N, H, W) for classes (N, H, W), got {shapes}."
             )
         try:
             to_tensor(self._shown(images))
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(f"ImageLogger cannot show the images of {stage}: {error}") from error
-        values = target.is_floating_point() and not bool(((target == 0) | (target == 1)).all().item())
         logits = False
         if preds.is_floating_point() and not values:
             outside = (preds < 0) | (preds > 1)
-            sums = (preds.sum(-1) - 1).abs() > 1e-2 if preds.ndim == 2 else outside
+            sums = (preds.sum(1) - 1).abs() > 1e-2 if preds.ndim == target.ndim + 1 else outside
             logits = bool((outside.any() | sums.any()).item())
         return {"logits": logits, "values": values}
 
@@ -260,6 +292,8 @@ class ImageLogger(StepsCallback):
         return denormalize(images.float(), self.mean, self.std)
 
     def _captions(self, samples: RankedSamples, values: bool) -> list[str]:
+        if samples.target.ndim == 3:
+            return [f"{share:.1%} of the pixels are wrong" for share in samples.confidence.tolist()]
         rows = zip(samples.predicted.tolist(), samples.target.tolist(), samples.confidence.tolist(), strict=True)
         if values:
             return [f"{predicted:.3g}, is {target:.3g}" for predicted, target, _ in rows]
@@ -277,5 +311,5 @@ class ImageLogger(StepsCallback):
 
 
 def _without_column(values: Tensor) -> Tensor:
-    """Return what a net with one output returns, of shape (N, 1), in the shape (N,)."""
-    return values.squeeze(1) if values.ndim == 2 and values.shape[1] == 1 else values
+    """Return what a net with one output returns, of shape (N, 1), in the shape (N,); masks likewise."""
+    return values.squeeze(1) if values.ndim in (2, 4) and values.shape[1] == 1 else values

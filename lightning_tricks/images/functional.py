@@ -152,6 +152,60 @@ def denormalize(images: Tensor, mean: Sequence[float] | float, std: Sequence[flo
     return images * parts[1] + parts[0]
 
 
+def overlay_masks(images: Tensor, masks: Tensor, *, ignore_index: int | None = None, opacity: float = 0.6) -> Tensor:
+    """Draw the classes of pixels over images, each class in a colour of its own, the same in every image.
+
+    The colours are those of Pascal VOC; class 0, which is black there, is grey.
+
+    Args:
+        images: Bytes, or floats in [0, 1], of shape (N, C, H, W) with 1 to 4 channels; the second of two and the fourth
+            would say how opaque a pixel is, and are left out.
+        masks: Classes of shape (N, H, W), or of another height and width, which is scaled to that of the images.
+        ignore_index: A class that is not drawn, nor are negative ones.
+        opacity: From 0, for the images alone, to 1, for the classes alone.
+
+    Returns:
+        Floats in [0, 1] of shape (N, 3, H, W), on the device of the images.
+
+    Raises:
+        TypeError, ValueError: Those of `to_tensor`; if the masks are not as many classes as there are images, or
+            `opacity` is not in [0, 1].
+
+    Examples:
+        >>> import torch
+        >>> drawn = overlay_masks(torch.ones(1, 1, 2, 2), torch.tensor([[[1, 255], [255, 255]]]), ignore_index=255)
+        >>> drawn[0, :, 0, 0], drawn[0, :, 1, 1]
+        (tensor([0.7012, 0.4000, 0.4000]), tensor([1., 1., 1.]))
+    """
+    if not 0 <= opacity <= 1:
+        raise ValueError(f"opacity must be in [0, 1], got {opacity!r}.")
+    shown = to_tensor(images)
+    if masks.ndim != 3 or len(masks) != len(shown) or masks.is_floating_point():
+        found = f"{str(masks.dtype).removeprefix('torch.')} {tuple(masks.shape)}"
+        raise ValueError(f"masks must be {len(shown)} times classes of shape (H, W), got {found}.")
+    shown = (shown[:, :3] if shown.shape[1] > 2 else shown[:, :1]).expand(-1, 3, -1, -1)
+    rows, columns = (
+        torch.arange(size, device=masks.device) * old // size
+        for size, old in zip(shown.shape[-2:], masks.shape[-2:], strict=True)
+    )
+    classes = masks[:, rows[:, None], columns].long().to(shown.device)
+    is_drawn = classes >= 0 if ignore_index is None else (classes >= 0) & (classes != ignore_index)
+    colors = class_colors(classes.clamp(min=0)).movedim(-1, 1)
+    return torch.where(is_drawn[:, None], (1 - opacity) * shown + opacity * colors, shown)
+
+
+def class_colors(classes: Tensor) -> Tensor:
+    """Return the colour of each class, in [0, 1] and in a new last dimension of size 3: bits of the class, as in VOC.
+
+    Examples:
+        >>> import torch
+        >>> (class_colors(torch.tensor([1, 2, 15])) * 255).long().tolist()
+        [[128, 0, 0], [0, 128, 0], [192, 128, 128]]
+    """
+    bits = [sum(((classes >> (3 * place + channel)) & 1) << (7 - place) for place in range(8)) for channel in range(3)]
+    return torch.where((classes == 0)[..., None], 80, torch.stack(cast(Any, bits), -1)) / 255
+
+
 def _import_pillow() -> Any:
     return import_extra("PIL.Image", "reports", "PIL images need Pillow")
 
@@ -322,9 +376,10 @@ class RankedSamples:
     Attributes:
         images: The images, of shape (N, C, H, W).
         score: The rank score of each sample, of shape (N,); samples with a high score are shown first.
-        predicted: The predicted classes or values, of shape (N,).
-        target: The true classes or values, of shape (N,).
-        confidence: The confidence of each prediction, of shape (N,); for values, the absolute error.
+        predicted: The predicted classes or values, of shape (N,); for masks, (N, H, W).
+        target: The true classes or values, in the same shape.
+        confidence: The confidence of each prediction, of shape (N,); for values, the absolute error; for masks, the
+            share of wrong pixels.
     """
 
     images: Tensor
@@ -347,30 +402,39 @@ class RankedSamples:
 
 
 def concat_samples(parts: Sequence[RankedSamples]) -> RankedSamples:
-    """Concatenate the samples of all parts whose images have the same shape as those of the last part."""
-    alike = [part for part in parts if part.images.shape[1:] == parts[-1].images.shape[1:]]
+    """Concatenate the samples of all parts whose images, and masks, have the same shape as those of the last part."""
+    shapes = [[value.shape[1:] for value in vars(part).values()] for part in parts]
+    alike = [part for part, shape in zip(parts, shapes, strict=True) if shape == shapes[-1]]
     return RankedSamples(**{name: torch.cat([vars(part)[name] for part in alike]) for name in vars(parts[0])})
 
 
 def rank_predictions(
-    images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = False, values: bool = False
+    images: Tensor,
+    preds: Tensor,
+    target: Tensor,
+    *,
+    logits: bool = False,
+    values: bool = False,
+    ignore_index: int | None = None,
 ) -> RankedSamples:
     """Score predictions by how worth showing they are, without a read from the device.
 
     Mistakes come first, in order of decreasing confidence, then correct predictions in order of increasing confidence.
-    For values, the largest errors come first.
+    For values, the largest errors come first; for masks, those with the largest share of wrong pixels.
 
     Args:
         images: The images, of shape (N, C, H, W).
-        preds: Scores of shape (N, C), probabilities of 1 or classes of shape (N,), or values where `target` has values.
-        target: Classes or values of shape (N,).
+        preds: Scores of shape (N, C), probabilities of 1 or classes of shape (N,), or values where `target` has values;
+            for masks, each with (H, W) behind it.
+        target: Classes or values of shape (N,), or masks (N, H, W).
         logits: Whether the scores are logits.
         values: Whether values are predicted, not classes.
+        ignore_index: A class of masks whose pixels do not count.
     """
     if values:
         error = (preds - target).abs().float()
         return RankedSamples(images, error, preds, target, error)
-    if preds.ndim == 2:
+    if preds.ndim == target.ndim + 1:
         confidence, predicted = (preds.float().softmax(1) if logits else preds.float()).max(1)
     elif preds.is_floating_point():
         probability = preds.float().sigmoid() if logits else preds.float()
@@ -379,4 +443,8 @@ def rank_predictions(
     else:
         predicted, confidence = preds, torch.ones_like(preds, dtype=torch.float32)
     wrong = predicted != target
+    if target.ndim == 3:
+        counted = torch.ones_like(wrong) if ignore_index is None else target != ignore_index
+        share = (wrong & counted).sum((1, 2)) / counted.sum((1, 2)).clamp(min=1)
+        return RankedSamples(images, share, predicted.int(), target.int(), share)
     return RankedSamples(images, torch.where(wrong, 1 + confidence, -confidence), predicted, target, confidence)

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from lightning_tricks.metrics.callback import MetricsMonitor as MetricsMonitor
     from lightning_tricks.metrics.core.presets import BalancedAccuracy as BalancedAccuracy
     from lightning_tricks.metrics.core.presets import binary_metrics as binary_metrics
+    from lightning_tricks.metrics.core.presets import calibration_metrics as calibration_metrics
+    from lightning_tricks.metrics.core.presets import detection_metrics as detection_metrics
     from lightning_tricks.metrics.core.presets import multiclass_metrics as multiclass_metrics
     from lightning_tricks.metrics.core.presets import multilabel_metrics as multilabel_metrics
+    from lightning_tricks.metrics.core.presets import ood_metrics as ood_metrics
     from lightning_tricks.metrics.core.presets import preset as preset
     from lightning_tricks.metrics.core.presets import regression_metrics as regression_metrics
     from lightning_tricks.metrics.core.presets import retrieval_metrics as retrieval_metrics
@@ -40,8 +43,11 @@ else:  # or a type checker would take any name for one of the package
             "core.presets": (
                 "BalancedAccuracy",
                 "binary_metrics",
+                "calibration_metrics",
+                "detection_metrics",
                 "multiclass_metrics",
                 "multilabel_metrics",
+                "ood_metrics",
                 "preset",
                 "regression_metrics",
                 "retrieval_metrics",

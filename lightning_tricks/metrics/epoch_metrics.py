@@ -289,7 +289,8 @@ class EvaluationPlots:
         It reads from the device.
         """
         kind = suite.task.kind if suite.task is not None else ""
-        data = EvaluationData(record, kind, suite.confusion_matrix(), suite.score_histogram())
+        scores = suite.score_histogram(), suite.reliability()
+        data = EvaluationData(record, kind, suite.confusion_matrix(), *scores)
         self._to_report[record.prefix] = data
         if self._are_logged:
             self._to_log[record.prefix] = data

@@ -137,10 +137,10 @@ def _fields_of_tricks(folder: Path) -> Iterator[str]:
 
 def _arguments(folder: Path) -> Iterator[str]:
     """What YAML and hyper-parameters name: arguments and, where they are words, their values."""
-    ensembles = [name for name in lightning_tricks.__all__ if name.endswith(("Classifier", "Regressor"))]
+    modules = [name for name in lightning_tricks.__all__ if name.endswith(("Classifier", "Regressor"))]
     from lightning_tricks.checkpoint_remapping import RemapRule
 
-    described = {name: getattr(lightning_tricks, name) for name in (*CASES, *_SPECS, *ensembles)} | {
+    described = {name: getattr(lightning_tricks, name) for name in (*CASES, *_SPECS, *modules)} | {
         "RemapRule": RemapRule
     }
     for name, kind in described.items():
@@ -336,7 +336,12 @@ def _small_checkpoint(folder: Path) -> Iterator[str]:
 def _ensembles(folder: Path) -> Iterator[str]:
     """What a checkpoint of an ensemble holds beside that of another module."""
     for name in lightning_tricks.__all__:
-        if name.endswith(("Classifier", "Regressor")):
+        if name.startswith("Conformal"):
+            conformal = getattr(lightning_tricks, name)(nn.Linear(2, 2))
+            yield from (f"{name}: state_dict.{key}" for key in conformal.state_dict() if not key.startswith("module."))
+            yield from (f"{name}: hyper_parameters.{key}" for key in conformal.hparams)
+            yield f"{name}: calibrated_as {bytes(conformal.calibrated_as.tolist()).decode()}"
+        elif name.endswith(("Classifier", "Regressor")) and name != "CalibratedClassifier":
             kind, outputs = getattr(lightning_tricks, name), 10 if name.endswith("Classifier") else 1
             x, y = torch.rand(8, 64), torch.arange(8) % 2
             data = DataLoader(TensorDataset(x, y if outputs > 1 else y.unsqueeze(1) / 2), batch_size=4)

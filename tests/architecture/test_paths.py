@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule
 import lightning_tricks
 from lightning_tricks import (
     CheckpointRemapping,
+    ConformalRegressor,
     Tricks,
     TricksMixin,
     VotingClassifier,
@@ -35,6 +36,7 @@ from lightning_tricks.devices.core.gpu_locks import FOLDER_VARIABLE, existing_lo
 from lightning_tricks.finetuning import add_lora, load_adapter, load_trainable, save_adapter
 from lightning_tricks.finetuning.core.base_model_fingerprint import base_fingerprints
 from lightning_tricks.finetuning.core.trainable_weights import leave_out_base
+from lightning_tricks.hang_watch import compare_ranks
 from lightning_tricks.run_fingerprint import read_ranks
 from lightning_tricks.run_report import read_record
 from tests.architecture.persisted_names import command_actions, subcommands
@@ -69,6 +71,7 @@ LOCAL = {
     "Tricks.preset.dirpath": lambda given: Tricks.preset("regression", dirpath=given),
     "TricksMixin.load_from_checkpoint.hparams_file": lambda given: Net.load_from_checkpoint("none", hparams_file=given),
     "load_adapter.folder": lambda given: load_adapter(_LAYER, given),
+    "compare_ranks.folder": compare_ranks,
     "align.rules": lambda given: align(_LAYER, _WEIGHTS, given),
     "load_weights.rules": lambda given: load_weights(_LAYER, "none.ckpt", rules=given),
     "read_ranks.path": read_ranks,
@@ -81,6 +84,10 @@ LOCAL = {
 }
 # Argument -> what a file holds, and a call with its path or its address
 OPENED = {
+    "ConformalPredictor.load_from_checkpoint.checkpoint_path": (
+        {"state_dict": ConformalRegressor(_LAYER).state_dict(), "pytorch-lightning_version": "2.5.0"},
+        lambda given: ConformalRegressor.load_from_checkpoint(given, module=_LAYER, weights_only=True),
+    ),
     "DurableCheckpointIO.save_checkpoint.path": ({}, lambda given: DurableCheckpointIO().save_checkpoint({}, given)),
     "Ensemble.load_from_checkpoint.checkpoint_path": (
         {"state_dict": _MEMBERS, "hyper_parameters": {"n_estimators": 2}},
@@ -186,7 +193,7 @@ def test_each_value_of_a_command_is_a_path_or_listed_as_none():
         if action.type in (None, Path, str) and action.choices is None:
             texts.setdefault(command, set()).add((action.option_strings or [action.dest])[-1])
     assert texts == TEXTS
-    assert len(_PATHS) == 12
+    assert len(_PATHS) == 13
     opened = {command for command, action in _COMMANDS if action.type is file_argument}  # by read_checkpoint
     assert opened == {"ckpt align", "ckpt diff", "ckpt remap", "ckpt show"}
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from packaging.version import Version
 
 from lightning_tricks import AutoResume, TrainableCheckpoint, isolated_rng
+from lightning_tricks._shared.host_copies import HostCopies
 from lightning_tricks.auto_resume import CheckpointFolder
-from lightning_tricks.auto_resume.core.host_copies import HostCopies
 from lightning_tricks.finetuning import BaseMismatchError
 from tests.auto_resume.killing import differences, kill_at, run
 from tests.auto_resume.training import ON_FILES

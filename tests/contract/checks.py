@@ -263,6 +263,8 @@ def several_instances(case: Case, lab: Lab) -> None:
 def no_host_reads(case: Case, lab: Lab) -> None:
     """It reads no value back to the host in any step of a later epoch, beyond what the bare Trainer reads."""
     for net in ({}, {"optimization": "fused"}, {"optimization": "manual"}):
+        if net.get("optimization") in case.refuses:
+            continue
         with_it, without = _reads_of_second_epoch(lab, case, net), _reads_of_bare_epoch(lab, net)
         if case.looks_between_epochs:  # then more steps cost no more reads
             with_it -= _reads_of_second_epoch(lab, case, net, limit_train_batches=0.5)

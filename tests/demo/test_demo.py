@@ -1,5 +1,6 @@
 """The command as a newcomer runs it: real processes, real report."""
 
+import faulthandler
 import json
 import os
 import re
@@ -50,6 +51,7 @@ def _kill_when_saved(out):
 
 def _fork(folder, out, arguments=_THREE_EPOCHS, kill=False):
     arguments = arguments if out is None else (*arguments, "--out", str(out))
+    faulthandler.cancel_dump_traceback_later()  # pytest's timer: a fork cannot set one while it runs
     status = run(folder, {"out": str(out), "arguments": arguments, "kill": kill}, script=_demo)
     return status, (folder / "output.txt").read_text()
 
@@ -101,7 +103,8 @@ def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
 def test_the_documentation_shows_this_table(two_runs):
     _, command, _ = two_runs
     texts = (DOCS / "demo.md").read_text(), command.stdout
-    shown, printed = ([re.sub(r"[\d.]+|\s+", " ", line) for line in _table(text)] for text in texts)
+    aside = r"[\d.]+|\s+|\w+(?=: f1)"  # numbers, and which class is the hardest
+    shown, printed = ([re.sub(aside, " ", line) for line in _table(text)] for text in texts)
     assert len(shown) > 10
     assert shown == printed, "numbers aside, docs/demo.md shows what the demo prints"
 

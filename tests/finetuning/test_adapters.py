@@ -255,7 +255,6 @@ def test_the_input_may_be_given_by_name():
         (encoder, {"modules_to_save": "nothing"}, "modules_to_save.*matches none"),
         (lambda: (nn.Sequential(nn.Linear(2, 2)), None), {}, "none of the 1 modules is a transformer block"),
         (lambda: (nn.Sequential(nn.LazyLinear(2)), None), {"target_modules": "0"}, "no shape yet"),
-        (lambda: (torch.compile(nn.Sequential(nn.Linear(2, 2))), None), {"target_modules": "0"}, "is compiled"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_changed(make, settings, words):

@@ -521,19 +521,6 @@ def test_bad_settings(given, error, words):
         LoRASettings(**given)
 
 
-@pytest.mark.parametrize("where", ["whole", "part", "in place"])
-def test_a_compiled_model_is_refused(where):
-    model = nn.Sequential(nn.Linear(8, 8))
-    if where == "whole":
-        model = torch.compile(model, backend="eager")
-    elif where == "part":
-        model[0] = torch.compile(model[0], backend="eager")
-    else:
-        model[0].compile(backend="eager")
-    with pytest.raises(ValueError, match="is compiled: add LoRA first, and call "):
-        add_lora(model, _settings())
-
-
 def test_lazy_layers_are_refused():
     model = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(

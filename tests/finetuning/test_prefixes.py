@@ -286,7 +286,6 @@ class _Own(nn.MultiheadAttention):
         (_encoder(), {"target_modules": "nothing"}, "matches none"),
         (_encoder(), {"target_modules": []}, "at least one pattern"),
         (nn.Sequential(_Own(8, 2)), {}, "0 is a _Own, which has a forward pass of its own"),
-        (torch.compile(nn.Sequential(nn.MultiheadAttention(8, 2))), {}, "is compiled"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_changed(model, settings, words):

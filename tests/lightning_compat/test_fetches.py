@@ -152,3 +152,21 @@ def test_epoch_end_step_is_that_of_the_trainers_own_values(tmp_path):
     column = lines[0].split(",").index("step")
     assert probe.steps == [int(line.split(",")[column]) for line in lines[1:]]
     assert len(probe.steps) == 2
+
+
+def test_each_call_of_log_is_observed_before_it_is_carried_out():
+    from lightning.pytorch import Trainer
+
+    from lightning_tricks._lightning_compat.logged_values import observe_log_calls
+    from tests.contract.lab import QUIET, EvaluatedNet, loader
+
+    calls = []
+    trainer = Trainer(max_epochs=1, **QUIET)
+    with observe_log_calls(
+        trainer, lambda stage, name: calls.append((stage, name, "loss" in trainer.callback_metrics))
+    ):
+        trainer.fit(module := EvaluatedNet(), loader(), loader())
+        trainer.test(module, loader(), verbose=False)
+    assert calls[0] == ("val", "loss", False)
+    assert {call[:2] for call in calls} == {("val", "loss"), ("test", "loss")}
+    assert "log" not in vars(trainer.fit_loop.epoch_loop.val_loop._results)

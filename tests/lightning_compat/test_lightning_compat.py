@@ -104,6 +104,7 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
             lambda unknown: loaders.replaced_train_loaders(unknown, None, list).__enter__(),
             "an ensemble whose members see the samples",
         ),
+        (lambda unknown: loaders.predict_loaders_prepared(unknown, print).__enter__(), "PredictionWriter"),
         (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on several ranks"),
         (lambda unknown: ddp.rewrap_ddp(unknown), "a callback or an ensemble that changes which parameters train"),
         (lambda unknown: ddp.syncs_batchnorm(unknown), "an ensemble with stacked BatchNorm layers"),
@@ -307,6 +308,38 @@ def test_evaluation_loader_names():
     assert look.names == ["easy", "hard"]
     trainer.validate(OfSeveralLoaders(), [loader(), loader()], verbose=False)
     assert look.names == []
+
+
+def test_predict_loaders_prepared_and_batch_sampler_replaced():
+    class OfSeveralLoaders(EvaluatedNet):
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return len(batch[0])
+
+    class Prepares(lightning.pytorch.Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.prepared = loaders.predict_loaders_prepared(trainer, self.prepare)
+            self.prepared.__enter__()
+
+        def prepare(self, found, limits):
+            self.found = [*found], limits
+            replaced = [loaders.batch_sampler_replaced(part, lambda sampler: [[0, 1, 2]]) for part in found.values()]
+            self.replaced = [context.__enter__() for context in replaced]
+            self.contexts = [self.prepared, *replaced]
+
+        def teardown(self, trainer, pl_module, stage):
+            self.samplers = [
+                getattr(part, "batch_sampler", None) for part in trainer.predict_loop._combined_loader.flattened
+            ]
+            for context in self.contexts:
+                context.__exit__(None, None, None)
+
+    prepares = Prepares()
+    trainer = Trainer(callbacks=[prepares], limit_predict_batches=2, **QUIET)
+    returned = trainer.predict(OfSeveralLoaders(), {"a": loader(), "b": DataLoader(digits(), batch_size=None)})
+    assert prepares.found[0] == ["a", "b"]
+    assert prepares.replaced == [[[0, 1, 2]], None]
+    assert returned[0] == [3]
+    assert [len(sampler) for sampler in prepares.samplers if sampler is not None] == [BATCHES], "it is as it was"
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min_size", True), ("max_size", False), (None, False)])

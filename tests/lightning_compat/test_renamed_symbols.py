@@ -32,7 +32,7 @@ from lightning_tricks._lightning_compat import (
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from tests.contract.lab import QUIET, Net, loader
 
-_TRICKS = "AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint"
+_TRICKS = "AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest"
 MATCH = f"^({_TRICKS}) does not work with lightning {lightning.__version__}.*install"
 
 
@@ -158,6 +158,7 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
             ("connector", name, lambda trainer: checkpoints.checkpoint_contents_changed(trainer, dict, dict))
             for name in ("dump_checkpoint", "restore_model")
         ),
+        ("validation", "_on_evaluation_epoch_end", lambda trainer: observers.observe_validation_ends(trainer, print)),
         ("fit", "on_run_end", lambda trainer: fit.call_after_train_end(trainer, lambda: None)),
         *(
             (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))

@@ -52,7 +52,7 @@ def test_a_field_is_the_callback(lab, tmp_path, monkeypatch, name):
     assert same(mixin.optimizers, callback.optimizers)
     assert {*mixin.metrics} == {*callback.metrics}
     assert same(mixin.rng, callback.rng)
-    if case.kind != "observer":
+    if case.kind != "observer" and name != "SpikeGuard":  # which changes nothing where no spike is
         assert not same(mixin.weights, lab.fit_bare(FP32, **case.net)[0].weights)
 
 

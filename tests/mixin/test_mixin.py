@@ -190,6 +190,8 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
         "auto_resume": "dirpath",
         "run_fingerprint": "path",
         "run_report": "path",
+        "predictions": "path",
+        "restore_best": "monitor",
         "metrics": "metrics",
         "gradual_unfreezing": "schedule",
         "peft_adapters": "config",

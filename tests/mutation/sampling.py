@@ -20,7 +20,14 @@ from cosmic_ray.operators.provider import OperatorProvider
 from parso.python.tree import Keyword
 
 PACKAGE = Path(__file__).parents[2] / "lightning_tricks"
-CORES = ("_shared/dry_run/*.py", "_shared/rng.py", "_shared/mean_loss.py", "*/functional.py", "*/core/**/*.py")
+CORES = (
+    "_shared/dry_run/*.py",
+    "_shared/host_copies.py",
+    "_shared/rng.py",
+    "_shared/mean_loss.py",
+    "*/functional.py",
+    "*/core/**/*.py",
+)
 SHELL = ("run_report/[cr]*.py",)  # what of it the tests of its room meet
 # Without a sample: what the scenarios of killed runs test, minutes for each fault, and what shows or fetches
 LEFT_OUT = re.compile(

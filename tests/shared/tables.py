@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_tricks import align, save_weights, summarize_model
+from lightning_tricks.calibration import CalibratedClassifier, CalibrationTable
 from lightning_tricks.cli import main
 from lightning_tricks.demo import _print_and_write
 from lightning_tricks.devices import Gpu
@@ -120,6 +121,14 @@ def metrics() -> Any:
     return history.table(best, classes)
 
 
+def calibration() -> CalibrationTable:
+    """Return the table of a calibration."""
+    before = {"nll": 12.3456, "ece": 0.30771, "adaptive_ece": 0.3, "brier": float("inf")}
+    module = CalibratedClassifier(nn.Identity())
+    module.calibration.set_values(temperature=torch.tensor(0.24689))
+    return CalibrationTable("temperature", 50_000, before, dict.fromkeys(before, 0.01234), module)
+
+
 def alignment() -> Any:
     """Return the report of a file of another project."""
     shapes = {name: torch.empty(*shape, device="meta") for name, shape in NAMES.items()}
@@ -186,6 +195,7 @@ def _command(*arguments: str) -> Callable[[], None]:
 
 TABLES: dict[str, Callable[[], Any]] = {
     "alignment": alignment,
+    "calibration": calibration,
     "devices": devices,
     "flops": flops,
     "flops_compared": lambda: flops(peer=True).table(depth=None),

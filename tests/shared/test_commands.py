@@ -18,6 +18,7 @@ from lightning_tricks import RunReport
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.cli import _STAGES, main
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from lightning_tricks.hang_watch.core.record import RankRecord
 from lightning_tricks.seeding import isolated_seeding
 from tests.architecture.persisted_names import actions_of, command_actions, subcommands
 from tests.contract.lab import QUIET, Net, loader
@@ -36,6 +37,7 @@ _COMMANDS = {
     "fingerprint diff": ("a", "a b", 2, None),
     "flops": ("torch.nn:Identity --input 3 --depth -1", "torch.nn:Linear --input 3", 1, "torch.nn:Identity --input 3"),
     "gpus": ("--prefer cool", "--query index", 1, "--csv"),
+    "hang": ("", "none", 1, None),
     "report": ("", "none", 1, None),
     "resume status": ("", "none", 1, None),
     "resume verify": ("", "none", 2, None),
@@ -183,6 +185,7 @@ _JSON = {
             "mismatched": "source source_shape target target_shape",
         },
     ),
+    "hang": ("hang", {"": "findings", "ranks": "rank world_size batches frames"}),
     "report": ("report", {"": "sort left_out", "runs": "run module status epochs steps started seconds metrics"}),
     "env": ("", {"": "python os cpu ram gpus", "packages": "lightning_tricks"}),
     "fingerprint diff": (
@@ -240,6 +243,13 @@ def more_files(recorded):
     for path in recorded.iterdir():
         shutil.copy(path, path.name)
     Trainer(callbacks=[RunReport("report")], **QUIET, max_epochs=1).fit(Net(), loader())
+    Path("hang").mkdir()
+    watching = RankRecord(Path("hang"), 3600.0, {"rank": 0, "world_size": 1, "timeout": 3600.0})
+    watching.move("on_train_start")
+    kept = Path("hang/rank0.hang").read_bytes()
+    watching.close()  # which removes it
+    Path("hang").mkdir(exist_ok=True)
+    Path("hang/rank0.hang").write_bytes(kept)
     folder = CheckpointFolder("run")
     folder.prepare()
     saved = folder.save({"auto_resume": {}}, epoch=0, step=1, batches=1, finished=False)

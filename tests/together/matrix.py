@@ -37,7 +37,10 @@ _WHAT = ("weights", "optimizers", "rng")
 def check_together(row: dict[str, Any], folder: Path) -> None:
     """Fit with those that change the run, with all, and with all and a resume in the middle; compare the three."""
     way = Way(**{name: level for name, level in row.items() if name != "names"})
-    names = [name for name in row["names"] if not (way.is_sharded and "FSDP2" in CASES[name].refuses)]
+    refused = ("FSDP2",) * way.is_sharded + ("manual",) * way.manual
+    if way.is_sharded:  # what Lightning saves has not the weights that RestoreBest keeps on each rank
+        row = {**row, "names": [name for name in row["names"] if name != "RestoreBest"]}
+    names = [name for name in row["names"] if not any(setting in CASES[name].refuses for setting in refused)]
     folder.mkdir(parents=True, exist_ok=True)
     write_pretrained(folder)
     together = _Together(Fits(folder), way, names)

@@ -22,8 +22,8 @@ import torch
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.file_locks import this_process
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
+from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
-from lightning_tricks.auto_resume.core.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.manifests import (
     CHECKPOINT_KEY,
     CHECKPOINT_NAME,

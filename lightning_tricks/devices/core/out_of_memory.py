@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_tricks._shared.text import describe_error, format_bytes, format_shape
 from lightning_tricks.devices.core.memory_report import MemoryReport
 
-_OF_DEVICE = re.compile(
-    r"(^|: )(CUDA|HIP|XPU|MPS backend) out of memory|(CUDA|HIP)( driver)? error: out of memory"
-    r"|\b(CU|HIP)[A-Z_]*_ALLOC_FAILED\b|Cuda failure (\d+ )?'out of memory'",  # of libraries, and of NCCL
-    re.MULTILINE,
-)
-_OF_HOST = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
-    r"|Caught MemoryError in DataLoader worker"  # of NumPy, which torch cannot raise again as what it was
-)
 _REQUESTED = re.compile(r"(?i)(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 _MOST_LINES = 40
@@ -28,27 +18,6 @@ _DEEPEST = 5
 _LARGE_SHARE = 0.25  # of what is allocated
 _NOTABLE_SHARE = 0.1  # of the device's memory
 _CONTEXT = 2**30  # bytes: CUDA contexts and libraries take less
-
-
-def memory_that_ran_out(error: BaseException) -> Literal["device", "host", ""]:
-    """Return whose memory an error says that has run out; "" for any other error.
-
-    An error that was raised from such an error counts as well, as compilers raise it.
-    """
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        if isinstance(cause, MemoryError):
-            return "host"
-        if isinstance(cause, RuntimeError):
-            text = str(cause)
-            if _OF_HOST.search(text):
-                return "host"
-            if isinstance(cause, torch.OutOfMemoryError) or _OF_DEVICE.search(text):
-                return "device"
-        cause = cause.__cause__
-    return ""
 
 
 def is_of_worker(error: BaseException) -> bool:

@@ -267,14 +267,14 @@ class _Adapter:
         """Add LoRA of the layers, ranks and scales of the file.
 
         Raises:
-            ValueError: If the file lacks weights of a layer, or a layer is compiled; nothing is changed then.
+            ValueError: If the file lacks weights of a layer, or a class cannot be extended; nothing is changed then.
         """
         targets = {layer: self.modules[layer] for layer, _ in self.factors}
         own = [(layer, weight) for layer in targets for weight in weights_of(self.modules[layer])]
         missing = [".".join(place) for place in own if place not in self.factors]
         if missing:
             raise ValueError(f"the matrices of {len(missing)} weights are missing: {list_names(missing)}.")
-        check_targets(self.model, targets, "the adapter")
+        check_targets(targets)
         settings = LoRASettings(dropout=self.config.dropout, use_rslora=self.config.use_rslora)
         ranks = {place: len(right) for place, (_, right) in self.factors.items()}
         changes = changes_at(self.modules, ranks)

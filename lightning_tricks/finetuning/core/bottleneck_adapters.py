@@ -95,7 +95,7 @@ def add_adapters(
 
     Raises:
         ValueError: If a pattern matches nothing, there is no known transformer block, a layer would bypass its
-            adapter, or the model has adapters already or is compiled.
+            adapter, or the model has adapters already.
 
     Examples:
         >>> layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)

@@ -15,7 +15,8 @@ from lightning_tricks._shared.added_parameters import AddedParameters, added_mod
 from lightning_tricks._shared.checks import did_you_mean
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place
+from lightning_tricks._torch_compat.modules import compiled_module
+from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
 from lightning_tricks.finetuning.core.class_extension import class_below, extend, is_extensible
 
 T = TypeVar("T", bound=AddedParameters)
@@ -99,7 +100,7 @@ class Injection(ABC):
 
     def __init__(self, model: nn.Module, settings: Any) -> None:
         self.model, self.settings = model, settings
-        self.modules = ({"": model} if self.may_be_the_model else {}) | plain_names(model)
+        self.modules = ({"": compiled_module(model) or model} if self.may_be_the_model else {}) | plain_names(model)
         given = settings.modules_to_save
         if tuple(given) == DEFAULT_MODULES_TO_SAVE:  # which a model need not have
             self.saved = {name: part for name, part in self.modules.items() if name.rpartition(".")[2] in given}
@@ -109,7 +110,7 @@ class Injection(ABC):
         out = tuple(f"{name}." for name in (*excluded, *self.saved))
         self.rest = {name: part for name, part in self.modules.items() if not f"{name}.".startswith(out)}
         self.targets = self.choose_targets()
-        check_targets(model, self.targets, self.noun)
+        check_targets(self.targets)
 
     @abstractmethod
     def choose_targets(self) -> dict[str, nn.Module]:
@@ -206,7 +207,12 @@ def parameters_of(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def freeze_base(model: nn.Module, saved: Iterable[nn.Module] = ()) -> None:
-    """Freeze the parameters of a model but those of some modules, and those that were added before."""
+    """Freeze the parameters of a model but those of some modules, and those that were added before.
+
+    What is compiled already, as a whole or in part, is compiled anew when it is called next.
+    """
+    if is_compiled(model):
+        torch.compiler.reset()
     trained = set(map(id, parameters_of([*saved, *(part for _, part in added_modules(model))])))
     for parameter in model.parameters():
         if id(parameter) not in trained:
@@ -312,21 +318,12 @@ def _no_match(
     return f"pattern {pattern.text!r} matches none of the {len(all_modules)} modules.{hint}"
 
 
-def check_targets(model: nn.Module, targets: Mapping[str, nn.Module], what: str) -> None:
-    """Refuse modules that are compiled, or lie in compiled ones, whose code is made for the modules as they were.
+def check_targets(targets: Mapping[str, nn.Module]) -> None:
+    """Refuse modules whose class cannot be extended.
 
     Raises:
-        ValueError: If there is one, or one whose class cannot be extended; the message names it.
+        ValueError: If there is one; the message names it.
     """
-    for name, module in model.named_modules():
-        if compiled_module(module) is None and not compiles_in_place(module):
-            continue
-        inside = {id(part) for part in module.modules()}
-        if any(id(target) in inside for target in targets.values()):
-            raise ValueError(
-                f"{strip_compile_prefix(name) or type(module).__name__} is compiled: add {what} first, and call "
-                "torch.compile on the result."
-            )
     fixed = [f"{name} ({type(target).__name__})" for name, target in targets.items() if not is_extensible(target)]
     if fixed:
         raise ValueError(

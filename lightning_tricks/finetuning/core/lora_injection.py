@@ -54,7 +54,7 @@ def add_lora(
         A report on the added parameters.
 
     Raises:
-        ValueError: If a pattern matches nothing, a rank exceeds a layer, the model has LoRA already or is compiled.
+        ValueError: If a pattern matches nothing, a rank exceeds a layer, or the model has LoRA already.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

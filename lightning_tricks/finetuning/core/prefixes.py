@@ -67,7 +67,7 @@ def add_prefixes(
 
     Raises:
         ValueError: If a pattern matches nothing, there is no `nn.MultiheadAttention`, or one has a forward pass of its
-            own, the model has prefixes already or is compiled.
+            own, or the model has prefixes already.
 
     Examples:
         >>> layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import NOTE, RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
-from lightning_tricks._shared.tensors import clone_tensors
+from lightning_tricks._shared.tensors import clone_tensors, is_sharded
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.finetuning.core.base_model_fingerprint import (
@@ -36,7 +36,8 @@ def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[s
     checkpoint stays as it is.
 
     Args:
-        checkpoint: A checkpoint with a `state_dict`, which is replaced by a smaller one.
+        checkpoint: A checkpoint with a `state_dict`, which is replaced by a smaller one, whose names are without the
+            prefixes of `torch.compile`, unless it is sharded.
         model: The model that it was made from.
         base: The result of `base_fingerprints`, without the tensors that are to be saved in any case.
 
@@ -55,7 +56,9 @@ def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[s
         forget(same, model)
         if same:
             part = checkpoint[key]
-            kept = {name: value for name, value in part.items() if strip_compile_prefix(name) not in same}
+            is_whole = not any(map(is_sharded, part.values()))  # shards are found by the module's own names
+            named = [(strip_compile_prefix(name), name, value) for name, value in part.items()]
+            kept = {short if is_whole else name: value for short, name, value in named if short not in same}
             checkpoint[key] = _with_versions({**kept, NOTE: torch.empty(0)}, state_dict_versions(part))
             left_out[key] = {name: {**record._asdict(), "shape": list(record.shape)} for name, record in same.items()}
     if not left_out:

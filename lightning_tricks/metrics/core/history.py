@@ -77,12 +77,14 @@ class EvaluationData:
         kind: The kind of the task; empty if it is not a classification.
         confusion: The confusion matrix, (C, C) or (L, 2, 2), or None.
         scores: The histograms of scores, (K, 2, B), or None.
+        reliability: Confidence, accuracy and share of the rows of each bin, or None to take them from the histograms.
     """
 
     record: EpochRecord
     kind: str
     confusion: Tensor | None
     scores: Tensor | None
+    reliability: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class History:
@@ -247,7 +249,8 @@ def make_parts(data: EvaluationData, class_names: Sequence[str], key: Callable[[
         parts.append(ConfusionMatrix(stage=stage, epoch=record.epoch, classes=names, counts=counts))
     if data.scores is not None and data.kind in ("binary", "multiclass"):
         histogram = data.scores[-1] if data.kind == "multiclass" else data.scores.sum(0)
-        confidence, share, weight = (values.tolist() for values in reliability_curve(histogram))
+        bins = data.reliability or reliability_curve(histogram)
+        confidence, share, weight = (values.tolist() for values in bins)
         label = "accuracy" if data.kind == "multiclass" else "share of positives"
         if confidence:
             of_bins = {"confidence": confidence, "share": share, "weight": weight}

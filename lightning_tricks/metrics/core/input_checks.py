@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks.metrics.core.counts import not_ignored
 from lightning_tricks.metrics.core.metric_groups import MetricGroup
 from lightning_tricks.metrics.core.metric_properties import Task
 
@@ -34,6 +35,11 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
                 f"{_listed(inputs) or 'nothing'}. Return a dict with it from the step, or give "
                 "output_transform=(outputs, batch, stage) -> dict."
             )
+    for group in groups:
+        for metric in group.members.values():
+            check: Any = getattr(metric, "check_inputs", None)  # of our own metrics
+            if check is not None:
+                check(inputs)
     known = any(task is not None for task in tasks.values())
     for name in ("preds", "target"):
         if known and not isinstance(inputs.get(name, torch.empty(0)), Tensor):
@@ -80,20 +86,26 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
         raise ValueError(f"the metric has {classes} labels: predictions need the shape (N, {classes}).")
     if task.needs_scores and not preds.is_floating_point():
         raise ValueError("the metric needs scores, but the predictions are classes: return the scores, without argmax.")
-    if task.kind in ("binary", "multiclass", "multilabel"):
+    if task.kind in ("binary", "multiclass", "multilabel", "ood"):
         _check_classes("targets", target, task)
         if not preds.is_floating_point() and preds.dtype is not torch.bool:
-            _check_classes("predictions", preds, replace(task, ignore_index=None))
+            counted = preds[not_ignored(target, task.ignore_index)]
+            _check_classes("predictions", counted, replace(task, ignore_index=None))
     if task.needs_probabilities and preds.is_floating_point():
         _check_probabilities(preds, task)
 
 
 def _remedy_for_scores(preds: Tensor, target: Tensor, classes: int | None) -> str:
     """Say how to make targets fit scores."""
+    if preds.ndim == 1 and classes == 2 and ((preds >= 0) & (preds <= 1)).all():
+        return "of probabilities p of class 1 return torch.stack([1 - p, p], dim=1)"
     if preds.ndim == 1 or (preds.shape == target.shape and classes is not None and preds.shape[1] != classes):
         return "predictions that are classes need a type of whole numbers, preds.long()"
     if preds.shape == target.shape:
-        return "return target.argmax(dim=1) for targets that are one-hot or soft"
+        return (
+            "return target.argmax(dim=1) for targets that are one-hot or soft, or give multiclass_metrics "
+            "soft_targets=True"
+        )
     if len(preds) != len(target):
         return f"there are {len(preds)} predictions and {len(target)} targets, so return those of one batch"
     if preds.ndim == target.ndim and 1 in (target.shape[1], target.shape[-1]):

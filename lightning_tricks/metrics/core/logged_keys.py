@@ -228,7 +228,7 @@ def _make_samples(task: Task, metric: Any) -> dict[str, Tensor] | None:
     classes = task.classes or 4  # where a metric does not say, any number will do
     if classes > _MAX_CLASSES or getattr(metric, "multioutput", "") == "raw_values":
         return None
-    if task.kind == "binary":
+    if task.kind in ("binary", "ood"):
         return {"preds": torch.tensor([0.1, 0.8, 0.6, 0.3]), "target": rows % 2}
     if task.kind == "multiclass":
         return {"preds": torch.eye(classes)[rows % classes], "target": rows % classes}

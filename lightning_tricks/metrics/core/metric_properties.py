@@ -11,7 +11,9 @@ import torchmetrics.classification as tm
 from torchmetrics import Metric
 from torchmetrics.retrieval.base import RetrievalMetric
 
-Kind = Literal["binary", "multiclass", "multilabel", "retrieval", "regression"]
+from lightning_tricks.metrics.core.soft_targets import SoftTargetScore
+
+Kind = Literal["binary", "multiclass", "multilabel", "ood", "retrieval", "regression"]
 
 _STAT_SCORES = (tm.BinaryStatScores, tm.MulticlassStatScores, tm.MultilabelStatScores)
 _MATRICES = (tm.BinaryConfusionMatrix, tm.MulticlassConfusionMatrix, tm.MultilabelConfusionMatrix)
@@ -45,6 +47,8 @@ def task_of(metric: Metric) -> Task | None:
     """Return the task of a metric of torchmetrics, or None for one that is not known."""
     home = _update_module(metric)
     ignored = getattr(metric, "ignore_index", None)
+    if getattr(metric, "takes_any_score", False):
+        return Task("ood", needs_scores=True)
     if isinstance(metric, RetrievalMetric):
         return Task("retrieval", ignore_index=ignored)
     if home.startswith("torchmetrics.regression."):
@@ -69,7 +73,8 @@ def state_sharing_key(metric: Metric) -> tuple[Hashable, ...] | None:
     are equal by chance after the first batch (`ignore_index=0` and none, three thresholds) do not share.
 
     Returns:
-        A tuple that starts with the name of the statistic: "confusion matrix", "retrieval", "curve" or "binned curve".
+        A tuple that starts with the name of the statistic: "confusion matrix", "retrieval", "curve", "binned curve" or
+        "soft targets".
     """
     ignored = getattr(metric, "ignore_index", None)
     if _inherits_update(metric, (RetrievalMetric,)):
@@ -81,6 +86,8 @@ def state_sharing_key(metric: Metric) -> tuple[Hashable, ...] | None:
         is_exact = thresholds is None and not is_micro
         grid = None if thresholds is None else tuple(thresholds.tolist())
         return "curve" if is_exact else "binned curve", _update_of(metric), classes, grid, ignored, is_micro
+    if isinstance(metric, SoftTargetScore):
+        return "soft targets", ignored, metric.from_logits
     per_sample = getattr(metric, "multidim_average", "global") != "global"
     if per_sample or not _inherits_update(metric, (*_STAT_SCORES, *_MATRICES)):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,8 +58,10 @@ def metric_entries(metrics: Any, class_names: Sequence[str] | None = None) -> li
             metric = metric.metric
         task = task_of(metric)
         of_classes = task is not None and task.kind in ("multiclass", "multilabel")
-        if names and of_classes and task is not None and task.classes not in (None, len(names)):
-            raise ValueError(f"class_names has {len(names)} names, but the metric {key!r} has {task.classes} classes.")
+        classes: Any = task.classes if of_classes and task is not None else None
+        classes = metric.num_classes if getattr(metric, "names_values", False) else classes
+        if names and classes not in (None, len(names)):
+            raise ValueError(f"class_names has {len(names)} names, but the metric {key!r} has {classes} classes.")
         entries.append(MetricEntry(key, metric, tuple(labels) or names))
         if names and of_classes and (single := _without_averaging(metric)) is not None:
             entries.append(MetricEntry(key, single, names, is_per_class=True))
@@ -93,7 +95,7 @@ def seldom_plotted_keys(metrics: Any) -> set[str]:
     if isinstance(metrics, Mapping) and isinstance(metrics.get("task"), str):
         metrics = preset(**metrics)
     if isinstance(metrics, Preset):
-        return {key for key, _ in _flat(metrics)} - {*metrics.main}
+        return {*(key for key, _ in _flat(metrics)), *metrics.values_by_name} - {*metrics.main}
     inner = metrics.items() if isinstance(metrics, Mapping) else ()
     return {f"{key}/{name}" for key, part in inner for name in seldom_plotted_keys(part)}
 
@@ -154,8 +156,14 @@ def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str,
     """
     key = entry.key
     if isinstance(value, Mapping):
-        inner_entries = ((MetricEntry(f"{key}/{name}", metric), inner) for name, inner in value.items())
-        return [pair for inner_entry, inner in inner_entries for pair in named_values(inner_entry, metric, inner)]
+        if getattr(metric, "names_values", False):
+            named = [(name.removesuffix("_per_class"), inner) for name, inner in value.items()]
+            entries = (
+                (replace(entry, key=name), inner) for name, inner in named if inner.ndim == 0 or entry.element_names
+            )
+        else:
+            entries = ((MetricEntry(f"{key}/{name}", metric), inner) for name, inner in value.items())
+        return [pair for inner_entry, inner in entries for pair in named_values(inner_entry, metric, inner)]
     if isinstance(value, int | float):
         value = torch.tensor(float(value))
     if isinstance(value, tuple | list) and value and all(is_number(element) for element in value):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from importlib.util import find_spec
+from typing import Any, Literal, cast
 
 import torch
 import torchmetrics.classification as tm
@@ -14,8 +15,12 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._shared.checks import check_choice, check_count, check_names
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.tensors import to_double
+from lightning_tricks.metrics.core import probability_metrics as pm
 from lightning_tricks.metrics.core.counts import average_precision, not_ignored, roc_auc
+from lightning_tricks.metrics.core.segmentation import RegionOverlap
+from lightning_tricks.metrics.core.soft_targets import SOFT_TARGET_VALUES, SoftTargetScore, split_soft_target
 
 
 class Preset(MetricCollection):
@@ -26,16 +31,34 @@ class Preset(MetricCollection):
     Attributes:
         spec: `{"task": ..., ...}`, of which `preset(**spec)` makes the same again.
         main: The names of those that people plot.
+        values_by_name: The names of the values of a metric that names them by itself.
     """
 
     def __init__(
-        self, metrics: Mapping[str, Metric], groups: Sequence[Sequence[str]], spec: dict[str, Any], main: Sequence[str]
+        self,
+        metrics: Mapping[str, Metric],
+        groups: Sequence[Sequence[str]],
+        spec: dict[str, Any],
+        main: Sequence[str],
+        values: Sequence[str] = (),
     ) -> None:
         grouped = {name for group in groups for name in group}
         alone = [[name] for name in metrics if name not in grouped]
         present = [[name for name in group if name in metrics] for group in groups]
         super().__init__(dict(metrics), compute_groups=[group for group in [*present, *alone] if group])
-        self.spec, self.main = spec, tuple(main)
+        self.spec, self.main, self.values_by_name = spec, tuple(main), tuple(values)
+
+
+class SoftTargetPreset(Preset):
+    """A preset whose targets may be probabilities; metrics of classes get the likeliest class."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:  # type: ignore[override]  # torch has another `update`
+        """Add a batch."""
+        super().update(**split_soft_target({"preds": preds, "target": target}))
+
+    def forward(self, preds: Tensor, target: Tensor) -> dict[str, Any]:
+        """Add a batch, and return the values of it alone."""
+        return super().forward(**split_soft_target({"preds": preds, "target": target}))
 
 
 def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
@@ -74,7 +97,12 @@ def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> P
 
 
 def multiclass_metrics(
-    num_classes: int | None = None, ignore_index: int | None = None, top_k: int | None = None, curves: bool = False
+    num_classes: int | None = None,
+    ignore_index: int | None = None,
+    top_k: int | None = None,
+    curves: bool = False,
+    soft_targets: bool = False,
+    from_logits: bool = True,
 ) -> Preset:
     """Make the metrics of a classification into one of several classes.
 
@@ -88,6 +116,12 @@ def multiclass_metrics(
         top_k: Adds `acc_top<k>`, the share of samples whose class is among the k highest scores.
         curves: Adds `auroc` and `ap` (one class against the rest, macro, exact): `preds` have to be probabilities, and
             all of them are kept until the end of the epoch.
+        soft_targets: Whether `target` may also hold probabilities of the classes, floats of shape (N, C, ...) that sum
+            up to 1, as from mixup, label smoothing and distillation; batches with classes may come beside them. Adds
+            `cross_entropy`, `brier` (the sum of squares over the classes, 0 to 2) and `expected_acc` (the target's
+            probability of the predicted class), each the mean over the samples, compared with the probabilities
+            themselves. All other metrics compare with the likeliest class, the first of several.
+        from_logits: Whether `preds` are logits where soft targets are compared; otherwise they are probabilities.
 
     Examples:
         >>> import torch
@@ -108,9 +142,20 @@ def multiclass_metrics(
             raise ValueError("curves=True needs num_classes, the number of classes.")
         metrics["auroc"] = MulticlassAUROC(average="macro", **common)
         metrics["ap"] = MulticlassAveragePrecision(average="macro", **common)
-    groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
     spec = {"task": "multiclass", **common, "top_k": top_k, "curves": curves}
-    return Preset(metrics, groups, spec, ["acc", "f1", "auroc", f"acc_top{top_k}"])
+    if soft_targets:
+        if num_classes is None:
+            raise ValueError("soft_targets=True needs num_classes, the number of classes.")
+        if curves and from_logits:
+            raise ValueError(
+                "curves=True needs probabilities: return softmax of the logits, and give from_logits=False."
+            )
+        scored: dict[str, Any] = {"from_logits": from_logits}
+        metrics |= {name: SoftTargetScore(name, ignore_index=ignore_index, **scored) for name in SOFT_TARGET_VALUES}
+        spec |= {"soft_targets": True, **scored}
+    groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
+    make = SoftTargetPreset if soft_targets else Preset
+    return make(metrics, [*groups, SOFT_TARGET_VALUES], spec, ["acc", "f1", "auroc", f"acc_top{top_k}"])
 
 
 def _share_in_top_k(top_k: int, common: dict[str, Any]) -> Metric:
@@ -234,11 +279,13 @@ def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> P
 
     `preds` are scores of shape (N, C, H, W) or classes of shape (N, H, W), `target` classes of shape (N, H, W).
     `pixel_acc` counts pixels; `mean_acc` (recall of the classes that occur), `miou` and `dice` (F1) are means over the
-    classes; `fw_iou` is the intersection over union, weighted by how frequent the classes are.
+    classes; `fw_iou` is the intersection over union, weighted by how frequent the classes are. A class that occurs
+    neither in the targets nor in the predictions has no part in a mean, and its own value is NaN.
 
     Args:
         num_classes: C, the number of classes, at least 2.
-        ignore_index: A class of `target` whose pixels do not count, such as 255.
+        ignore_index: A class of `target` whose pixels do not count, whatever is predicted there, such as 255. If it is
+            one of the C classes, that one has no part in a mean.
 
     Examples:
         >>> import torch
@@ -250,23 +297,122 @@ def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> P
     check_count("num_classes", num_classes, minimum=2)
     common: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
     metrics = {
-        "pixel_acc": tm.MulticlassAccuracy(average="micro", **common),
-        "mean_acc": BalancedAccuracy(average="macro", **common),
-        "miou": tm.MulticlassJaccardIndex(average="macro", **common),
-        "dice": tm.MulticlassF1Score(average="macro", **common),
-        "fw_iou": tm.MulticlassJaccardIndex(average="weighted", **common),
+        "pixel_acc": RegionOverlap(measure="recall", average="frequency", **common),
+        "mean_acc": RegionOverlap(measure="recall", **common),
+        "miou": RegionOverlap(measure="iou", **common),
+        "dice": RegionOverlap(measure="dice", **common),
+        "fw_iou": RegionOverlap(measure="iou", average="frequency", **common),
     }
-    groups = [["mean_acc", "dice"], ["miou", "fw_iou"]]
+    groups = [["pixel_acc", "mean_acc", "miou", "dice", "fw_iou"]]
     return Preset(metrics, groups, {"task": "segmentation", **common}, ["pixel_acc", "miou"])
+
+
+def detection_metrics(
+    num_classes: int,
+    box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy",
+    iou_type: Literal["bbox", "segm"] = "bbox",
+) -> Preset:
+    """Make the metrics of the detection of objects, as COCO defines them: exact over all images of the data set.
+
+    `preds` is a list with a dict for each image: `boxes` (M, 4) in pixels, `scores` (M,) and `labels` (M,); `target`
+    likewise without scores, and perhaps with `iscrowd` (M,) and `area` (M,); other keys are ignored. `map` is the mean
+    over the classes and over the thresholds 0.5 to 0.95 of the intersection over union; `map_50` and `map_75` are those
+    of one threshold; `mar_1`, `mar_10` and `mar_100` are mean recalls with so many detections of an image; `map_small`,
+    `map_medium`, `map_large` and the same of `mar` are of objects below 32 x 32 pixels, between, and from 96 x 96 on.
+    With class names, `map` and `mar_100` also come for each class. What no object defines is NaN.
+
+    It needs the extra `detection`: torchvision, and pycocotools or faster-coco-eval.
+
+    Args:
+        num_classes: C: labels are 0 to C - 1, and the background counts if it has a label, as in torchvision.
+        box_format: What the four numbers of a box are: corners, corner and size, or centre and size.
+        iou_type: `"segm"` compares `masks` (M, H, W) of bool or uint8 in place of boxes.
+
+    Raises:
+        ModuleNotFoundError: If a package is missing; the message names the extra.
+    """
+    check_count("num_classes", num_classes)
+    check_choice("box_format", box_format, ("xyxy", "xywh", "cxcywh"))
+    check_choice("iou_type", iou_type, ("bbox", "segm"))
+    import_extra("torchvision", "detection", "detection_metrics needs torchvision")
+    backend = "faster_coco_eval" if find_spec("faster_coco_eval") else "pycocotools"
+    import_extra(backend, "detection", "detection_metrics needs pycocotools or faster-coco-eval")
+    from lightning_tricks.metrics.core.detection import DetectionPrecision
+
+    given = {"box_format": box_format, "iou_type": iou_type}
+    metric = DetectionPrecision(num_classes, backend=backend, **given)
+    sizes = [f"{kind}_{size}" for kind in ("map", "mar") for size in ("small", "medium", "large")]
+    values = ["map", "map_50", "map_75", "mar_1", "mar_10", "mar_100", *sizes]
+    spec = {"task": "detection", "num_classes": num_classes, **given}
+    return Preset({"map": metric}, [], spec, ["map", "map_50"], values)
+
+
+def calibration_metrics(num_classes: int, ignore_index: int | None = None) -> Preset:
+    """Make the metrics of the probabilities of a classification: how far they can be trusted.
+
+    `preds` are probabilities of shape (N, C), `target` classes of shape (N,). `ece` and `adaptive_ece` (expected
+    calibration error of the predicted class, over 15 bins of equal width, and of equally many rows), `classwise_ece`
+    (of the probability of each class, mean), `brier` (0 to 2; with two classes 0 to 1), `nll` (nats), and `aurc` (area
+    under the risk-coverage curve). With `class_names`, `classwise_ece`, `brier` and `nll` come for each class, too. All
+    probabilities are kept until the end of the epoch. A `RunReport` has the reliability diagram.
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: A class of `target` whose rows do not count.
+
+    Examples:
+        >>> import torch
+        >>> metrics = calibration_metrics(2)
+        >>> metrics.update(torch.tensor([[0.25, 0.75], [0.25, 0.75]]), torch.tensor([1, 0]))
+        >>> metrics.compute()["ece"].item()
+        0.25
+    """
+    common: dict[str, Any] = {"num_classes": check_count("num_classes", num_classes, minimum=2)}
+    common["ignore_index"] = ignore_index
+    metrics: dict[str, Metric] = {
+        "ece": pm.CalibrationError(**common),
+        "adaptive_ece": pm.AdaptiveCalibrationError(**common),
+        "classwise_ece": pm.ClasswiseCalibrationError(average="macro", **common),
+        "brier": pm.BrierScore(average="macro", **common),
+        "nll": pm.NegativeLogLikelihood(average="weighted", **common),
+        "aurc": pm.RiskCoverageArea(**common),
+    }
+    return Preset(metrics, [list(metrics)], {"task": "calibration", **common}, ["ece", "nll", "brier"])
+
+
+def ood_metrics() -> Preset:
+    """Make the metrics of scores that tell what is out of distribution, such as the uncertainty of an ensemble.
+
+    `preds` are scores of any range, of shape (N,), high ones for what is out of distribution; `target` is 1 for that,
+    and 0 for what is in distribution. `auroc`; `aupr`, the average precision of what is out of distribution; `fpr95`,
+    the share of what is in distribution that is taken for the other, at the threshold that finds 95 % of that. All are
+    exact.
+
+    Examples:
+        >>> import torch
+        >>> metrics = ood_metrics()
+        >>> metrics.update(torch.tensor([0.1, 2.5, 0.7, 0.3]), torch.tensor([0, 1, 1, 0]))
+        >>> metrics.compute()["fpr95"].item()
+        0.0
+    """
+    metrics: dict[str, Metric] = {
+        "auroc": pm.OODAUROC(),
+        "aupr": pm.OODAveragePrecision(),
+        "fpr95": pm.FalsePositiveRate95(),
+    }
+    return Preset(metrics, [list(metrics)], {"task": "ood"}, list(metrics))
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {
     "binary": binary_metrics,
+    "calibration": calibration_metrics,
     "multiclass": multiclass_metrics,
     "multilabel": multilabel_metrics,
+    "ood": ood_metrics,
     "regression": regression_metrics,
     "retrieval": retrieval_metrics,
     "segmentation": segmentation_metrics,
+    "detection": detection_metrics,
 }
 
 

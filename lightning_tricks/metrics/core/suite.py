@@ -30,7 +30,9 @@ from lightning_tricks.metrics.core.metric_table import (
     name_conflict_message,
     named_values,
 )
+from lightning_tricks.metrics.core.probability_metrics import CalibrationError
 from lightning_tricks.metrics.core.shared_state import SharedStateGroup
+from lightning_tricks.metrics.core.soft_targets import SOFT_TARGET, split_soft_target
 
 _MAX_ROWS = 4096
 _MAX_BYTES = 4 * 2**20
@@ -80,7 +82,9 @@ class MetricSuite:
         self._histogram = ScoreHistogram(task) if curves and (task := self.task) is not None else None
         groups += [self._histogram] if self._histogram is not None else []
         self._groups: list[MetricGroup] = groups
-        self.required_inputs: frozenset[str] = frozenset().union(*(group.required_inputs for group in groups))
+        self._splits = any(SOFT_TARGET in group.accepted_inputs for group in groups)
+        required = frozenset[str]().union(*(group.required_inputs for group in groups))
+        self.required_inputs = (required - {SOFT_TARGET}) | {"target"} if self._splits else required
         self._immediate = [group for group in groups if not group.can_concat_batches]
         self._buffered = [group for group in groups if group.can_concat_batches]
         self._buffer = BatchBuffer(
@@ -102,7 +106,7 @@ class MetricSuite:
         Raises:
             ValueError: For the reasons that `check_batch` lists.
         """
-        check_batch(inputs, self._groups, self._tasks)
+        check_batch(inputs if not self._splits else split_soft_target(inputs), self._groups, self._tasks)
         self.checked = True
 
     def update(self, **inputs: Any) -> None:
@@ -116,6 +120,8 @@ class MetricSuite:
         """
         if not self._has_begun:
             self._begin(inputs)
+        if self._splits:
+            inputs = split_soft_target(inputs)
         self.updates += 1
         if self._immediate:
             with outside_inference_mode():
@@ -193,6 +199,11 @@ class MetricSuite:
         self._buffer.flush()
         counts = None if self._histogram is None else self._histogram.state()
         return None if counts is None else counts.cpu()
+
+    def reliability(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return confidence, accuracy and share of the rows of each bin of a calibration error, or None."""
+        metric = next((metric for metric in self._metrics.values() if isinstance(metric, CalibrationError)), None)
+        return None if metric is None or not self.updates else metric.reliability()
 
     @property
     def task(self) -> Task | None:

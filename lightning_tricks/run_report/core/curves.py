@@ -17,10 +17,10 @@ _STAGES = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _LOWER_IS_BETTER = re.compile(
-    r"(^|[^a-z])(loss|error|err|mae|mse|rmse|mape|perplexity|ppl|ece|nll|brier|wer|cer|fid)($|[^a-z])"
+    r"(^|[^a-z])(loss|error|err|mae|mse|rmse|mape|perplexity|ppl|ece|nll|brier|aurc|fpr|wer|cer|fid)($|[^a-z])"
 )
 _HIGHER_IS_BETTER = re.compile(
-    r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d"
+    r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|aupr|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d"
     r"|rew|reward|return)($|[^a-z])"
 )
 # `loss_scale` and `kl_loss_weight` are not losses, `std_loss` is: the last word of a name tells the kind of value

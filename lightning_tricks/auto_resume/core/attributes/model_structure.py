@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
 from lightning_tricks._torch_compat.modules import own_buffers, own_modules, own_parameters, pruned_parameters
 
 _OWN_FLAGS = frozenset({"automatic_optimization"})  # of a LightningModule
@@ -30,7 +31,8 @@ def module_flags(module: nn.Module) -> dict[str, bool]:
 def restore_flags(modules: Mapping[str, nn.Module], saved: Mapping[str, Mapping[str, bool]]) -> None:
     """Restore flags, given by the names of the modules."""
     for name, module in modules.items():
-        flags = saved.get(name, {})
+        flags = dict(saved.get(name, {}))
+        name_as_in_(flags, module_flags(module))
         for own_name in _OWN_FLAGS & flags.keys():
             setattr(module, own_name, flags[own_name])
         for parameter_name, parameter in module.named_parameters():
@@ -43,22 +45,25 @@ def restore_flags(modules: Mapping[str, nn.Module], saved: Mapping[str, Mapping[
 
 def param_group_names(module: nn.Module, optimizers: Sequence[Any]) -> list[list[list[str]]]:
     """Return the names of the parameters in each group of each optimizer; "" for one that is not the module's."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
     return [
-        [
-            [names.get(id(parameter), "").removesuffix("_orig") for parameter in group["params"]]
-            for group in optimizer.param_groups
-        ]
+        [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
+
+
+def _plain(name: str) -> str:
+    """Return the name of a parameter as it is where the parameter is neither masked nor in a compiled module."""
+    return strip_compile_prefix(name).removesuffix("_orig")
 
 
 def restore_param_groups(
     module: nn.Module, optimizers: Sequence[Any], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
     """Restore the parameters of the groups of optimizers; the options of groups are restored with optimizer states."""
-    parameters = {name.removesuffix("_orig"): parameter for name, parameter in module.named_parameters()}
-    for optimizer, wanted in zip(optimizers, groups, strict=False):
+    parameters = {_plain(name): parameter for name, parameter in module.named_parameters()}
+    for optimizer, saved in zip(optimizers, groups, strict=False):
+        wanted = [[_plain(name) for name in names] for names in saved]
         if any(name not in parameters for names in wanted for name in names):
             continue  # parameters that are not the module's: loading the optimizer's state checks its groups
         for number, names in enumerate(wanted):

@@ -41,14 +41,19 @@ class HostCopies:
     """Copies checkpoints to memory of the host, which the next copy uses again: there is one copy at a time."""
 
     def __init__(self) -> None:
+        self._devices = set[torch.device]()  # on which copies may not have ended
         self._memory: dict[tuple[int, bool], list[Tensor]] = {}  # by number of bytes, and whether it is pinned
 
-    def take(self, value: Any) -> Any:
+    def take(self, value: Any, *, waits: bool = True) -> Any:
         """Return a copy of plain containers, tensors and what else can be copied; the one before is overwritten.
 
         Tensors that share memory share it in the copy as well. What cannot be copied is left as it is.
+
+        Args:
+            value: What is copied.
+            waits: Whether the copy is complete at once. Otherwise it is after `wait`, and the values are those of now.
         """
-        memory, copies, devices = self._memory, dict[tuple[torch.device, int], Tensor](), set[torch.device]()
+        memory, copies = self._memory, dict[tuple[torch.device, int], Tensor]()
         self._memory = {}
 
         def memory_for(storage: torch.UntypedStorage) -> Tensor:
@@ -69,14 +74,19 @@ class HostCopies:
             key = storage.device, storage.data_ptr()
             if key not in copies:
                 copies[key] = memory_for(storage).copy_(_bytes_of(storage), non_blocking=storage.device.type == "cuda")
-                devices.add(storage.device)
+                self._devices.add(storage.device)
             return _like(tensor, copies[key].untyped_storage())
 
         made = replace_tensors(value, copy_tensor, others=_copied)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        if waits:
+            self.wait()
         return made
+
+    def wait(self) -> None:
+        """Wait until what was taken is complete."""
+        while self._devices:
+            if (device := self._devices.pop()).type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
 
 def _like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:

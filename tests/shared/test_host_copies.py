@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from lightning_tricks.auto_resume.core import host_copies
-from lightning_tricks.auto_resume.core.host_copies import HostCopies, stage_on_host
+from lightning_tricks._shared import host_copies
+from lightning_tricks._shared.host_copies import HostCopies, stage_on_host
 from tests.contract.lab import same
 from tests.emulated_cuda.device import EmulatedCuda
 

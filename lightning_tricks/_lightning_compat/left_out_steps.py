@@ -1,0 +1,102 @@
+"""What a fit counts and schedules by steps, and the places around which steps are judged and left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat.guards import needs_private, overriding
+
+if TYPE_CHECKING:
+    from lightning_tricks._lightning_compat.flavor import Trainer
+
+Around = Callable[[Callable[[], Any]], Any]  # is given what it wraps, and returns what that returns
+
+
+@needs_private("SpikeGuard")
+def step_progress(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the counts of steps, of which `global_step` is one, as plain values."""
+    return [part.state_dict() for part in _progresses(trainer)]
+
+
+@needs_private("SpikeGuard")
+def restore_step_progress(trainer: Trainer, progress: list[dict[str, Any]]) -> None:
+    """Restore what `step_progress` returned."""
+    for part, state in zip(_progresses(trainer), progress, strict=True):
+        part.load_state_dict(state)
+
+
+def _progresses(trainer: Trainer) -> list[Any]:
+    loop: Any = trainer.fit_loop.epoch_loop
+    return [
+        loop.automatic_optimization.optim_progress,
+        loop.manual_optimization.optim_step_progress,
+        loop.scheduler_progress,
+    ]
+
+
+@needs_private("SpikeGuard")
+def ends_step(trainer: Trainer) -> bool:
+    """Whether the batch that is processed, or was just done, is the last one of those of an optimizer step."""
+    return not (trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+@needs_private("SpikeGuard")
+def repeat_epoch_schedules(trainer: Trainer) -> None:
+    """Step the schedulers once more that are stepped when the batches of an epoch are done."""
+    trainer.fit_loop.epoch_loop._update_learning_rates(interval="epoch", update_plateau_schedulers=False)
+
+
+@contextmanager
+def around_steps(
+    trainer: Trainer,
+    *,
+    training_step: Around,
+    batch: Around,
+    validation: Around,
+    batches_left_out: Callable[[], int | None],
+) -> Iterator[None]:
+    """Wrap functions around parts of a fit, until the context is left.
+
+    Args:
+        trainer: The Trainer.
+        training_step: Wrapped around the module's `training_step` alone.
+        batch: Wrapped around the training step of each batch with its optimizer step.
+        validation: Wrapped around each validation within the fit.
+        batches_left_out: Returns how many batches of the epoch do not count for schedulers that are stepped by steps;
+            None where the present one does not.
+    """
+    with ExitStack() as stack:
+        with needs_private("SpikeGuard"):
+            loop: Any = trainer.fit_loop.epoch_loop
+            plain = loop._update_learning_rates
+
+            def update_learning_rates(interval: str, update_plateau_schedulers: bool) -> None:
+                left_out = batches_left_out() if interval == "step" else 0
+                if left_out is not None:
+                    loop.batch_progress.current.ready -= left_out  # which a scheduler's `frequency` follows
+                    try:
+                        plain(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
+                    finally:
+                        loop.batch_progress.current.ready += left_out
+
+            stack.enter_context(overriding(loop, _update_learning_rates=update_learning_rates))
+            parts = (
+                (loop.automatic_optimization, batch),
+                (loop.manual_optimization, batch),
+                (loop.val_loop, validation),
+            )
+            for owner, around in parts:
+                stack.enter_context(overriding(owner, run=_wrapped(owner.run, around)))
+            strategy = trainer.strategy
+            stack.enter_context(overriding(strategy, training_step=_wrapped(strategy.training_step, training_step)))
+        yield
+
+
+def _wrapped(plain: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    def run_around(*args: Any, **kwargs: Any) -> Any:
+        return around(partial(plain, *args, **kwargs))
+
+    return run_around

@@ -1,0 +1,171 @@
+"""What automatic optimization does with a batch, step by step, and what is logged meanwhile."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._lightning_compat.ddp import backward_of_zeros, ddp_wrapper
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from lightning_tricks._lightning_compat.flavor import Trainer
+
+_TRICK = "Microbatching"
+
+
+class BatchStep:
+    """The parts of which Lightning makes the closure of an optimizer step, for one batch.
+
+    Attributes:
+        batch: The batch; None where `training_step` takes the iterator of the loader instead.
+        trains: Whether there is a backward pass.
+        is_cut: For the one that cuts it, to remember that it did.
+    """
+
+    def __init__(self, trainer: Trainer, loop: Any, arguments: Mapping[str, Any], closure: Any) -> None:
+        self._trainer, self._loop, self._arguments = trainer, loop, arguments
+        with needs_private(_TRICK):
+            self._backward, self._zero_grad = closure._backward_fn, closure._zero_grad_fn
+            self.run_whole: Callable[[], Any] = closure.closure
+            self._hook: Any = trainer.lightning_module._current_fx_name
+        self.batch = arguments.get("batch")
+        self.trains = self._backward is not None
+        self.is_cut = False
+        self._wrapper = ddp_wrapper(trainer)
+
+    def training_step(self, part: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return the loss of a part of the batch, divided by the batches that are accumulated, and what else came."""
+        result = self._loop._training_step(OrderedDict(self._arguments, batch=part))
+        return result.closure_loss, result.extra
+
+    def loss_alone(self, part: Any) -> Tensor | None:
+        """Return the loss of a part past the strategy, which does not hear of it."""
+        module: Any = self._trainer.lightning_module
+        set_private(module, _current_fx_name="training_step")
+        try:
+            with self._trainer.precision_plugin.train_step_context():
+                out = module.training_step(*OrderedDict(self._arguments, batch=part).values())
+        finally:
+            set_private(module, _current_fx_name=self._hook)
+        loss: Tensor | None = out if isinstance(out, Tensor) or out is None else out["loss"]
+        return loss
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero if the batch is the first of those that are accumulated."""
+        if self._zero_grad is not None:
+            self._zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a part, without the hooks around it."""
+        precision: Any = self._trainer.precision_plugin
+        scaler = getattr(precision, "scaler", None)
+        scaled = loss if scaler is None else scaler.scale(loss)
+        precision.backward(scaled, self._trainer.lightning_module, self._trainer.optimizers[0])
+
+    def backward_with_hooks(self, loss: Tensor) -> None:
+        """Run the backward pass of the last part, with the hooks before and after it."""
+        self._backward(loss)
+
+    def end_unsynchronised(self, loss: Tensor) -> None:
+        """Average the gradients of all ranks where that is due, and call the hooks of a backward pass with a loss."""
+        self._backward(loss + backward_of_zeros(self._trainer))
+
+    def without_sync(self) -> AbstractContextManager[Any]:
+        """Let backward passes leave the gradients of this rank as they are, until the context is left."""
+        strategy: Any = self._trainer.strategy
+        return nullcontext() if self._wrapper is None else strategy.block_backward_sync()
+
+    def rewind(self) -> None:
+        """Forget which hook an error has left."""
+        set_private(self._trainer.lightning_module, _current_fx_name=self._hook)
+
+    def result(self, loss: Tensor | None, extra: dict[str, Any]) -> Any:
+        """Return what a closure returns."""
+        return self._loop.output_result_cls(loss, extra=extra)
+
+
+@contextmanager
+def batches_run_by(trainer: Trainer, run: Callable[[BatchStep], Any]) -> Iterator[None]:
+    """Let a function do the work of each closure of automatic optimization, until the context is left."""
+    with needs_private(_TRICK):
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        make_closure = loop._make_closure
+
+    def make(arguments: Mapping[str, Any], *others: Any) -> Any:
+        plain = make_closure(arguments, *others)
+        step = BatchStep(trainer, loop, arguments, plain)
+
+        @torch.enable_grad()
+        def closure(*_: Any, **__: Any) -> Any:
+            return run(step)
+
+        set_private(plain, closure=closure)
+        return plain
+
+    with overriding(loop, _make_closure=make):
+        yield
+
+
+class LogQueue:
+    """Keeps what is logged in a training batch, until it is known what is to be logged for the whole of it.
+
+    Attributes:
+        rows: The rows of the part whose values are kept now.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        with needs_private(_TRICK):
+            self._results: Any = trainer.fit_loop.epoch_loop._results
+            self._log = self._results.log
+        self.rows = 0
+        self._waiting: dict[tuple[str, str], list[tuple[int, Any, dict[str, Any]]]] | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take what is logged in training, until the context is left."""
+        with overriding(self._results, log=torch.compiler.disable(self._take)):
+            yield
+
+    def _take(self, hook: str, name: str, value: Any, **options: Any) -> None:
+        if self._waiting is None:
+            self._log(hook, name, value, **options)
+            return
+        kept = value.detach() if isinstance(value, Tensor) else (value, value._forward_cache)
+        self._waiting.setdefault((hook, name), []).append((self.rows, kept, options))
+
+    @contextmanager
+    def keeping(self) -> Iterator[Callable[[Callable[..., tuple[Any, int | None]]], None]]:
+        """Keep what is logged; what is yielded logs it, after a function has merged the values of each key.
+
+        The function takes the values, the rows and the batch sizes of the parts and the name of the reduction, and
+        returns the value and the batch size of the whole.
+        """
+        outer, self._waiting = self._waiting, {}
+        try:
+            yield self._log_merged
+        finally:
+            self._waiting = outer
+
+    def _log_merged(self, merge: Callable[..., tuple[Any, int | None]]) -> None:
+        waiting, self._waiting = self._waiting or {}, None
+        for (hook, name), entries in waiting.items():
+            rows, values, options = (list(column) for column in zip(*entries, strict=True))
+            sizes = [given.get("batch_size") for given in options]
+            reduction = options[-1].get("reduce_fx", "mean")
+            how = getattr(reduction, "__name__", str(reduction)).lower()
+            if isinstance(values[-1], Tensor):
+                value, size = merge(values, rows, sizes, how)
+            else:  # a metric, whose state is that of the whole batch already
+                value, size = values[-1][0], sizes[-1]
+                caches = [cache for _, cache in values]
+                if all(isinstance(cache, Tensor) for cache in caches):
+                    set_private(value, _forward_cache=merge(caches, rows, [None] * len(rows), "mean")[0])
+            self._log(hook, name, value, **{**options[-1], "batch_size": size})

@@ -1,0 +1,193 @@
+"""`calibrate`, the table that it returns, and `CalibratedClassifier`, which applies it to any module with logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._shared.calibration import METHODS, Calibration, as_columns, calibration_of
+from lightning_tricks._shared.calibration_scores import classification_scores
+from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._shared.dry_run.model_copy import unwrap_model
+from lightning_tricks._shared.fitting_table import FittingTable
+from lightning_tricks._shared.tensors import outside_inference_mode
+from lightning_tricks._shared.text import render_text
+from lightning_tricks.calibration.core.fitting import fit_calibration
+from lightning_tricks.calibration.held_out_rows import held_out_rows, logits_in, target_probabilities
+
+_TITLES = {"nll": "NLL", "ece": "ECE, 15 bins", "adaptive_ece": "adaptive ECE, 15 bins", "brier": "Brier score"}
+
+
+class CalibratedClassifier(nn.Module):
+    """A classifier whose output are calibrated probabilities, once `calibrate` was called with it.
+
+    Its state dict holds the module and the calibration; a new `CalibratedClassifier(Net())` loads both. A module that
+    has a `Calibration` of its own keeps it, and this one applies it.
+
+    Args:
+        module: Any module that returns logits, (B, C), or (B,) or (B, 1) for a binary classifier.
+
+    Raises:
+        TypeError: If it is no module.
+
+    Examples:
+        >>> net = CalibratedClassifier(nn.Linear(4, 3))
+        >>> net.calibration.set_values(temperature=torch.tensor(1.5))
+        >>> net(torch.randn(2, 4)).sum(1)
+        tensor([1., 1.], grad_fn=<SumBackward1>)
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {module!r} ({type(module).__name__}).")
+        self.module = module
+        self.training = module.training
+        if calibration_of(unwrap_model(module)) is None:
+            place = next(chain(module.parameters(), module.buffers()), torch.empty(0))
+            self.calibration = Calibration().to(place.device)
+
+    def uncalibrated_logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of the module."""
+        return logits_in(getattr(unwrap_model(self.module), "uncalibrated_logits", self.module)(*args, **kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return calibrated probabilities in the shape of the module's logits.
+
+        Raises:
+            RuntimeError: If it is not calibrated.
+        """
+        probabilities: Tensor = _calibration_in(self)(self.uncalibrated_logits(*args, **kwargs))
+        return probabilities
+
+
+@dataclass(frozen=True)
+class CalibrationTable:
+    """What `calibrate` has changed, measured on the rows that it was fitted to.
+
+    Attributes:
+        method: The method.
+        rows: The number of held-out rows.
+        before: `nll` (negative log-likelihood, nats), `ece` (expected calibration error, 15 bins), `adaptive_ece` and
+            `brier` (Brier score) without the calibration.
+        after: The same with it.
+        module: The calibrated module: the given one if it keeps its calibration, else a `CalibratedClassifier` of it.
+    """
+
+    method: str
+    rows: int
+    before: dict[str, float]
+    after: dict[str, float]
+    module: nn.Module = field(repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return method, rows and values as plain values."""
+        return {"method": self.method, "rows": self.rows, "before": dict(self.before), "after": dict(self.after)}
+
+    def __rich__(self) -> FittingTable:
+        """Return the table."""
+        temperature = _calibration_in(self.module).temperature
+        note = "" if self.method != "temperature" or temperature is None else f"T = {float(temperature):.4g}. "
+        table = FittingTable("", "before", "after", title=f"Calibration: {self.method}")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name, title in _TITLES.items():
+            table.add_row(title, f"{self.before[name]:.4f}", f"{self.after[name]:.4f}")
+        table.notes = f"{note}Measured on the {self.rows:,} held-out rows that it was fitted to."
+        return table
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+
+def calibrate(
+    module: nn.Module, loader: Iterable[Any], method: Literal["temperature", "vector", "isotonic"] = "temperature"
+) -> CalibrationTable:
+    """Fit a map from a classifier's logits to calibrated probabilities to held-out data.
+
+    Weights, buffers, modes and random state of the module stay as they are, also after an error. An ensemble keeps the
+    calibration of its combined prediction, and applies it in `predict_uncertainty(x)` and in
+    `ensemble(x, calibrated=True)`. A module with a part `self.calibration = Calibration()` keeps it there. Of any other
+    module, the result has a `CalibratedClassifier` as its `module`. In the state dict, and so in checkpoints, it is a
+    few plain tensors. A calibration that there was is replaced.
+
+    Args:
+        module: An ensemble, or a LightningModule or module that returns logits, (B, C), or (B,) or (B, 1) for a binary
+            classifier.
+        loader: Batches (x, y), (x1, x2, ..., y) or a dict with the labels as `target`, `label`, `labels` or `y`, of
+            data that the module was not trained on. Labels are class indices (B,), or probabilities (B, C). With a
+            `DistributedSampler`, all ranks have to call it, and get the same.
+        method: "temperature" divides logits by one number, which keeps the predicted class; "vector" multiplies the
+            logit of each class and adds to it; "isotonic" maps the probability of each class by a function that never
+            falls, and gives the classes the sum 1.
+
+    Returns:
+        The scores before and after, and the calibrated module.
+
+    Raises:
+        TypeError: If the module, a batch or an output is of the wrong kind.
+        ValueError: If there is no such method, the data do not determine a calibration, or they are wrong.
+
+    Source: Guo et al., arXiv 1706.04599; Zadrozny and Elkan, KDD 2002.
+
+    Examples:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> logits = torch.randn(2000, 3, generator=generator)
+        >>> labels = torch.multinomial(logits.softmax(1), 1, generator=generator)
+        >>> table = calibrate(nn.Identity(), [(5 * logits, labels)])  # of a model that is five times too sure
+        >>> round(table.module.calibration.temperature.item()), table.after["ece"] < 0.1 * table.before["ece"]
+        (5, True)
+    """
+    check_choice("method", method, METHODS)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r} ({type(module).__name__}).")
+    inner = unwrap_model(module)
+    is_owner = isinstance(inner, CalibratedClassifier) or calibration_of(inner) is not None
+    owner = inner if is_owner else CalibratedClassifier(inner)
+    with outside_inference_mode():
+        logits, target = held_out_rows(owner, loader)
+        fitted = Calibration()
+        fitted.set_values(**fit_calibration(method, logits, target))
+        before, after = (
+            {name: value.item() for name, value in classification_scores(probabilities, target).items()}
+            for probabilities in (logits.softmax(1), fitted(logits))
+        )
+        _calibration_in(owner).set_values(**{name: getattr(fitted, name) for name in METHODS[method]})
+    return CalibrationTable(method, len(logits), before, after, owner)
+
+
+def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float]:
+    """Measure probabilities, such as those of test data that a calibration has not seen.
+
+    Args:
+        probabilities: (N, C), or (N,) or (N, 1) for the probability of class 1.
+        target: Class indices (N,), or probabilities (N, C).
+
+    Returns:
+        `nll` (nats), `ece` and `adaptive_ece` (15 bins, 0 to 1) and `brier` (0 to 2; with two classes 0 to 1).
+
+    Raises:
+        ValueError: If the target does not fit, or there are no rows.
+
+    Examples:
+        >>> calibration_scores(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([1, 0]))["brier"]
+        0.125
+    """
+    if not len(probabilities) or len(probabilities) != len(target):
+        raise ValueError(f"There must be a label for each row, got {len(probabilities)} rows and {len(target)} labels.")
+    columns = as_columns(probabilities.detach().cpu().double())
+    if columns.shape != probabilities.shape:
+        columns[:, 0] = 1 - columns[:, 1]
+    labels = target_probabilities(target.detach().cpu(), probabilities)
+    return {name: value.item() for name, value in classification_scores(columns, labels).items()}
+
+
+def _calibration_in(owner: Any) -> Calibration:
+    """Return the calibration that a module applies: its own, or that of the module that it wraps."""
+    found = calibration_of(owner)
+    return _calibration_in(unwrap_model(owner.module)) if found is None else found

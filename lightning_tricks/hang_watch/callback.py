@@ -1,0 +1,133 @@
+"""The callback `HangWatch`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, rank_zero_warn
+from lightning_tricks._lightning_compat.logged_values import observe_log_calls
+from lightning_tricks._lightning_compat.observers import observe_fetches
+from lightning_tricks._shared.checks import TIMEDELTA_UNITS, check_duration, check_path
+from lightning_tricks.hang_watch.core.record import RankRecord, protect_forks
+
+_STAGES = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
+_PARTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+_HOOKS = (
+    *("on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_save_checkpoint"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *(f"on_{stage}_{part}" for stage in _STAGES for part in _PARTS),
+)
+
+
+def _noting(hook: str) -> Callable[..., None]:
+    """Return a hook that notes where the run is."""
+    stage, _, what = hook.removeprefix("on_").partition("_")
+
+    def note(self: HangWatch, trainer: Trainer, *args: Any) -> None:
+        if (record := self._record) is None:
+            return
+        if what == "epoch_start":
+            record.start_epoch(_STAGES[stage], trainer.current_epoch)
+        elif what == "batch_start":
+            record.step, record.batch, record.batches = trainer.global_step, args[2], record.batches + 1
+        record.backwards += hook == "on_before_backward"
+        self._move(hook)
+
+    return note
+
+
+class HangWatch(TrickCallback):
+    """Let each rank write where it is when the run stands still, so that one can see which rank is behind.
+
+    A rank moves when it comes to a hook or fetches a batch. When it has not moved for `timeout`, the
+    stacks of all its threads are written to `rank<n>.stacks` in `dirpath`, also while C code holds the interpreter's
+    lock, and `lightning-tricks hang <dirpath>` compares the ranks: which one is behind, in which hook and batch, and
+    which of them ran another number of batches or logged other values. No rank asks another one, and the run goes on:
+    a step that takes longer leaves the stacks behind, and a warning. Where nothing stood still, the files are removed.
+
+    Files of a hang are kept in the folder `previous` when the run is started again. `faulthandler` has one timer in a
+    process: one that was set by others is not set again after the fit, nor after this process forks. NCCL ends a
+    process after 10 minutes of its own count; give it more, or this callback less.
+
+    Args:
+        timeout: Time without a move: a text such as `"10 minutes"` or `"90 seconds"`, a timedelta, or a dict of its
+            arguments such as `{"minutes": 10}`. The stacks come up to a second before it.
+        dirpath: The folder of this run and all its ranks, which all of them see, or each node for itself; `~` is the
+            home directory.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the time is not positive or has an unknown unit, or `dirpath` is an address.
+        OSError: In a run, if the folder cannot be written.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[HangWatch("5 minutes", "runs/hang")], accelerator="cpu", logger=False)
+    """
+
+    path_arguments = ("dirpath",)
+
+    def __init__(
+        self, timeout: str | timedelta | dict[str, float] = "10 minutes", dirpath: str | os.PathLike[str] = "hang"
+    ) -> None:
+        self.timeout = timeout
+        self._seconds = _seconds(timeout)
+        self.dirpath = check_path("dirpath", dirpath, "a folder")
+        protect_forks()
+        self._record: RankRecord | None = None  # between setup and teardown
+        self._installed = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to watch, in the process of each rank."""
+        super().setup(trainer, pl_module, stage)
+        self.on_exception()
+        about = {"rank": trainer.global_rank, "world_size": trainer.world_size, "pid": os.getpid(), "function": stage}
+        self._record = RankRecord(Path(self.dirpath).expanduser(), self._seconds, about)
+        self._installed.callback(self._record.close)
+        self._installed.enter_context(observe_log_calls(trainer, self._record.log))
+        begin, end = (partial(self._move, f"{what} of a {{}} batch") for what in ("fetch", "end of the fetch"))
+        self._installed.enter_context(observe_fetches(trainer, begin, end, "HangWatch"))
+        self._move("setup")
+
+    def _move(self, hook: str, stage: str = "") -> None:
+        if self._record is not None and (stood := self._record.move(hook.format(stage))):
+            where = f"`lightning-tricks hang {os.fspath(self.dirpath)}` says where"
+            rank_zero_warn(f"HangWatch: nothing moved for {stood:.0f} s, and now it does; {where}.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what is watched."""
+        self._move("on_train_start")
+        self.say(f"writes stacks to {os.fspath(self.dirpath)} after {self._seconds:g} s without a move")
+        super().on_train_start(trainer, pl_module)
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Watch no longer."""
+        self._record = None
+        self._installed.close()
+
+    teardown = on_exception
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_record": None, "_installed": ExitStack()}
+
+
+for _hook in _HOOKS:
+    if _hook not in vars(HangWatch):
+        setattr(HangWatch, _hook, _noting(_hook))
+
+
+def _seconds(timeout: object) -> float:
+    if isinstance(timeout, str):
+        number, _, unit = timeout.strip().lower().partition(" ")
+        unit = unit.strip().removesuffix("s") + "s"
+        with suppress(ValueError):
+            return check_duration("timeout", {unit: float(number)} if unit in TIMEDELTA_UNITS else {})
+        raise ValueError(f"timeout must be a time such as '10 minutes' or '90 seconds', got {timeout!r}.")
+    return check_duration("timeout", timeout)

@@ -1,0 +1,115 @@
+"""The comparison of what ranks wrote: which one is behind, and what differs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.files import open_file
+from lightning_tricks._shared.text import list_names, printable
+from lightning_tricks.hang_watch.core.record import MOVED_ON, RECORD_SUFFIX, STACKS_SUFFIX, read_record
+
+_MAX_BYTES = 2**20  # of a file of stacks, from its end
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+_TRAINER = re.compile(r"lightning/(pytorch/)?(loops|trainer|strategies)/")
+# What lies above the code of a user: libraries, and this package
+_LIBRARIES = re.compile(rf"site-packages|dist-packages|/lib/python|<frozen|{re.escape(str(Path(__file__).parents[2]))}")
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Where each rank is, and what can be said about it.
+
+    Attributes:
+        ranks: For each rank that wrote a record what is in it, and `frames`: the calls of its main thread when it stood
+            still, the innermost first; none if it did not, or has moved on.
+        findings: Sentences about the ranks.
+    """
+
+    ranks: list[dict[str, Any]]
+    findings: list[str]
+
+    def __str__(self) -> str:
+        """Return the sentences, and a line for each rank."""
+        return "\n".join(map(printable, [*self.findings, *map(_describe, self.ranks)]))
+
+
+def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
+    """Compare what the ranks of a run wrote into a folder.
+
+    Args:
+        folder: The `dirpath` of `HangWatch`.
+
+    Raises:
+        ValueError: If `folder` is an address, or a file in it is no record.
+        OSError: If there is no record in the folder, or a file cannot be read.
+    """
+    files = Path(check_path("folder", folder, "a folder")).expanduser().glob(f"rank*{RECORD_SUFFIX}")
+    ranks = [{**read_record(file), "frames": _main_frames(file.with_suffix(STACKS_SUFFIX))} for file in files]
+    if not ranks:
+        raise FileNotFoundError(
+            f"{folder} has no rank*{RECORD_SUFFIX}: HangWatch removes them where nothing stood still."
+        )
+    ranks.sort(key=lambda rank: rank["rank"])
+    missing = {*range(ranks[0]["world_size"])} - {rank["rank"] for rank in ranks}
+    standing = sum(bool(rank["frames"]) for rank in ranks)
+    findings = [f"{standing} of {ranks[0]['world_size']} ranks stood still for {ranks[0]['timeout']:g} s."]
+    findings += [f"There is no record of {_ranks(missing)}."] if missing else []
+    least = min((rank["batches"], rank["moves"]) for rank in ranks)
+    behind = [rank["rank"] for rank in ranks if (rank["batches"], rank["moves"]) == least]
+    findings += [f"Behind: {_ranks(behind)}."] if len(behind) < len(ranks) else []
+    for name, what in (("batches", "Batches that began"), ("backwards", "Backward passes")):
+        values = sorted({rank[name] for rank in ranks})
+        counts = (f"{value} on {_ranks(rank['rank'] for rank in ranks if rank[name] == value)}" for value in values)
+        findings += [f"{what}: {', '.join(counts)}."] if len(values) > 1 else []
+    return HangReport(ranks, findings + _differing_keys(ranks))
+
+
+def _differing_keys(ranks: list[dict[str, Any]]) -> list[str]:
+    """Compare what was logged in the epoch, of each stage, to which all ranks have come."""
+    found = []
+    for stage in dict.fromkeys(stage for rank in ranks for stage in rank["epochs"]):
+        epoch = min(rank["epochs"].get(stage, 0) for rank in ranks)
+        logged = {rank["rank"]: [name for *of, name in rank["keys"] if of == [stage, epoch]] for rank in ranks}
+        for name in dict.fromkeys(name for names in logged.values() for name in names):
+            if without := [rank for rank, names in logged.items() if name not in names]:
+                found.append(f"Only {_ranks(logged.keys() - without)} logged {name!r} in {stage} epoch {epoch - 1}.")
+    return found
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    numbers = sorted(numbers)
+    return f"rank{'s' * (len(numbers) > 1)} {list_names(map(str, numbers), 8)}"
+
+
+def _describe(rank: dict[str, Any]) -> str:
+    when = time.strftime("%H:%M:%S", time.localtime(rank["moved"]))
+    place = f"batch {rank['batch']} of " * (rank["batch"] >= 0) + f"epoch {rank['epoch']}, step {rank['step']}"
+    frame = f", in {_own_frame(rank['frames'])}" if rank["frames"] else ""
+    logged = f", last logged {rank['key']!r}" * bool(rank["key"])
+    return f"  rank {rank['rank']}: {when} {rank['hook']}, {place}{frame}{logged}"
+
+
+def _own_frame(frames: list[tuple[str, int, str]]) -> str:
+    """Return the innermost call of one's own code that the Trainer has made, or else of any."""
+    made = itertools.takewhile(lambda frame: not _TRAINER.search(frame[0]), frames)
+    path, line, function = next((frame for frame in made if not _LIBRARIES.search(frame[0])), frames[0])
+    return f"{function} ({Path(path).name}:{line})"
+
+
+def _main_frames(path: Path) -> list[tuple[str, int, str]]:
+    """Return the calls of the main thread, which comes last, in the stacks of a rank that has not moved since."""
+    if not path.is_file():
+        return []
+    with open_file(path) as file:
+        file.seek(max(0, path.stat().st_size - _MAX_BYTES))
+        last = file.read(_MAX_BYTES).decode(errors="replace").rpartition("Timeout (")[2]
+    frames = _FRAME.findall(last.rpartition("Thread ")[2]) if MOVED_ON not in last else ()
+    return [(name, int(line), function) for name, line, function in frames]

@@ -1,0 +1,168 @@
+"""What a rank writes while it moves: a file of fixed size in its memory, and its stacks when nothing moves."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import sys
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._shared.files import open_file
+
+RECORD_SUFFIX, STACKS_SUFFIX, PREVIOUS = ".hang", ".stacks", "previous"
+MOVED_ON = "The rank moved on after"
+_COUNTERS = ("moves", "epoch", "batch", "step", "batches", "backwards", "key")
+_SIZE, _HEAD = 2**16, 2**9  # bytes: of all; and of time, counters and hook, which each move writes
+
+
+_WATCHING: list[RankRecord] = []  # in this process
+
+
+@cache
+def protect_forks() -> None:
+    """Stop the timer, also one of others, before this process forks: a child that sets it would wait for ever."""
+    if sys.platform != "win32":
+        stop = faulthandler.cancel_dump_traceback_later
+        again = lambda: [*map(RankRecord._start_timer, _WATCHING)]  # noqa: E731
+        os.register_at_fork(before=stop, after_in_parent=again, after_in_child=_WATCHING.clear)
+
+
+class RankRecord:
+    """Writes where a rank is, and lets its stacks be written when it does not move.
+
+    What is there of a hang before is moved into the folder `previous`.
+
+    Args:
+        folder: The folder of all ranks.
+        timeout: Seconds without a move after which the stacks are written; up to 5 %, at most a second, less.
+        about: Plain values that do not change: the number of this `rank`, and others for the reader.
+
+    Attributes:
+        moves: To how many hooks the rank has come.
+        epoch: The epoch.
+        batch: The index of the last batch that began in this epoch, in its loader; -1 before the first.
+        step: The number of optimizer steps before that batch.
+        batches: How many batches have begun.
+        backwards: How many backward passes have begun.
+
+    Raises:
+        OSError: If the files cannot be written.
+    """
+
+    def __init__(self, folder: Path, timeout: float, about: dict[str, Any]) -> None:
+        self.moves = self.epoch = self.step = self.batches = self.backwards = 0
+        self.batch = -1
+        self._about = {**about, "timeout": timeout}
+        self._timeout, self._slack = timeout, min(1.0, timeout / 20)  # to start the timer at each move costs too much
+        self._epochs: dict[str, int] = {}  # how many epochs of a stage have begun
+        self._keys: dict[tuple[str, int, str], int] = {}  # stage, epoch and name -> index
+        self._hook, self._key = "start", -1  # where it is, and the index of what was logged last
+        record, stacks = self._paths = [folder / f"rank{about['rank']}{s}" for s in (RECORD_SUFFIX, STACKS_SUFFIX)]
+        self._new_folder = () if folder.exists() else (folder,)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        for path in filter(Path.exists, self._paths):  # of a hang
+            (folder / PREVIOUS).mkdir(exist_ok=True)
+            path.replace(folder / PREVIOUS / path.name)
+        with record.open("xb+") as file:
+            file.truncate(_SIZE)
+            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        self._stacks = stacks.open("x", encoding="utf-8")
+        self._write_names()
+        self._moved = time.time()
+        self._start_timer()
+        _WATCHING.append(self)
+
+    def move(self, hook: str) -> float:
+        """Note that the rank has come to a hook.
+
+        Returns:
+            The seconds since the move before, if stacks were written meanwhile; 0 otherwise.
+        """
+        self._hook, before, self._moved = hook, self._moved, time.time()
+        self.moves += 1
+        self._write()
+        since_start = self._moved - self._started
+        if 0 <= since_start < self._slack:
+            return 0.0
+        self._start_timer()
+        if since_start <= self._timeout:
+            return 0.0
+        self._stacks.write(f"\n{MOVED_ON} {self._moved - before:.0f} s.\n\n")
+        self._stacks.flush()
+        return self._moved - before
+
+    def log(self, stage: str, name: str) -> None:
+        """Note that a value is about to be logged in a stage, such as "train"."""
+        key = stage, self._epochs.get(stage, 0), name
+        if key not in self._keys:
+            self._keys[key] = len(self._keys)
+            self._write_names()
+        self._key = self._keys[key]
+        self._write()
+
+    def start_epoch(self, stage: str, epoch: int) -> None:
+        """Note the epoch, and forget what was logged two epochs ago: another rank may still be in the one before."""
+        self.epoch, self.batch = epoch, -1
+        number = self._epochs[stage] = self._epochs.get(stage, 0) + 1
+        kept = [key for key in self._keys if key[0] != stage or key[1] == number - 1]
+        self._keys, self._key = {key: index for index, key in enumerate(kept)}, -1
+        self._write_names()
+
+    def close(self) -> None:
+        """Stop the timer; remove the files, and an empty folder, if no stacks were written."""
+        faulthandler.cancel_dump_traceback_later()
+        _WATCHING.clear()
+        self._stacks.close()
+        self._memory.close()
+        self._clear()
+        for folder in self._new_folder:
+            with suppress(OSError):  # other ranks write to it
+                folder.rmdir()
+
+    def _clear(self) -> None:
+        """Remove the files of this rank, unless they are of a hang."""
+        if not (self._paths[1].is_file() and self._paths[1].stat().st_size):
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        counters = f"{self.moves} {self.epoch} {self.batch} {self.step} {self.batches} {self.backwards} {self._key}"
+        self._memory[:_HEAD] = f"{self._moved} {counters} {self._hook}".encode().ljust(_HEAD)
+
+    def _start_timer(self) -> None:
+        faulthandler.dump_traceback_later(self._timeout, file=self._stacks)
+        self._started = self._moved
+
+    def _write_names(self) -> None:
+        text = json.dumps({**self._about, "keys": [*self._keys], "epochs": self._epochs}).encode()
+        if len(text) <= _SIZE - _HEAD:  # of thousands of keys the first ones are enough
+            self._memory[_HEAD : _HEAD + len(text)] = text
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return what a rank has written: what it is about, when it moved, counters, the names of hook and logged value.
+
+    `keys` are the stage, the number of the epoch and the name of each value that was logged in this epoch of a stage or
+    the one before; `epochs` are the numbers of epochs that have begun, by stage.
+
+    Raises:
+        ValueError: If the file is no such record.
+        OSError: If it cannot be read.
+    """
+    with open_file(path) as file:
+        data = file.read(_SIZE).decode("ascii", "replace")
+    try:
+        moved, *numbers, hook = data[:_HEAD].rstrip().split(" ", len(_COUNTERS) + 1)
+        place: dict[str, Any] = dict(zip(_COUNTERS, map(int, numbers), strict=True))
+        found, _ = json.JSONDecoder().raw_decode(data[_HEAD:])
+        logged = dict(enumerate(found["keys"])).get(place["key"], ("", 0, ""))[2]
+        return {**found, **place, "moved": float(moved), "hook": hook, "key": logged}
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{os.fspath(path)} is no record of HangWatch.") from error

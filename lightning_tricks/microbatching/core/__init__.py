@@ -1,0 +1,1 @@
+"""The pure core: how a batch is cut, compared and undone; torch only."""

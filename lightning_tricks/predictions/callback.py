@@ -1,0 +1,244 @@
+"""The callback `PredictionWriter`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import (
+    BasePredictionWriter,
+    DDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+    sized_len,
+)
+from lightning_tricks._lightning_compat.loaders import batch_sampler_replaced, predict_loaders_prepared
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
+from lightning_tricks._shared.checks import check_choice, check_path
+from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks._shared.text import describe_error
+from lightning_tricks.predictions.core.columns import Kind, join_kinds, to_columns
+from lightning_tricks.predictions.core.formats import FORMATS, check_format, write_predictions
+from lightning_tricks.predictions.core.parts import (
+    KnownBatches,
+    MergedParts,
+    append_batch,
+    begin_parts,
+    remove_parts,
+    weights_digest,
+)
+
+
+class PredictionWriter(TrickCallback):
+    """Write the predictions of all ranks and loaders into one file, in the order of the data set, each sample once.
+
+    `predict_step` returns a tensor, or a dict, a tuple or a dataclass of them, with one value for each sample of the
+    batch. Each becomes a column; names of nested ones are joined by dots, and a tensor alone is "prediction". Lists of
+    strings, numbers or tensors become columns as well; of tensors the first dimension may vary. The columns `loader`
+    and `index` say to which sample of which loader a row belongs: `loader` is the name, if loaders are given as a dict,
+    or a number, and `index` that in the loader's data set, or a running number for an `IterableDataset`.
+
+    While predicting, each rank appends its batches to files of its own in the folder `<path>.parts`, so that nothing is
+    kept in memory; give `return_predictions=False`, or the Trainer keeps them. At the end rank zero writes the file,
+    a piece at a time, moves it to its place, where it replaces an older one, and removes the parts. What a distributed
+    sampler repeats is left out. After a kill or an exception the parts stay.
+
+    Values of float16 and bfloat16 are float32 in parquet, as are those of bfloat16 in npz. In npz, a column whose
+    lengths vary is joined, beside `<name>.lengths`; in pt it is a list. NaN in jsonl is the word that Python reads.
+
+    Args:
+        path: The path of the file. Several nodes need a disk that they share.
+        format: "parquet" (with the extra `parquet`), "npz" (arrays), "jsonl" (a line for each sample) or "pt" (a dict
+            of tensors). None takes what `path` ends with, and parquet if it has no ending.
+        columns: The columns that are written, as names or patterns (a glob, or `re:` and a regular expression); None
+            writes all.
+        resume: Whether to go on where a `predict` was killed that had the same weights, data sets and settings. With
+            `return_predictions=False`, on one rank or under DDP, batches that are in the parts are not read again, and
+            `batch_idx` counts the others; else they are predicted again. False starts anew.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If `path` is an address, or `format` is unknown.
+        ModuleNotFoundError: When `predict` starts, if pyarrow is missing.
+        MisconfigurationException: In `predict`, if something cannot be written, or the parts belong to another run.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> writer = PredictionWriter("predictions.npz", resume=True)
+        >>> trainer = Trainer(callbacks=[writer], accelerator="cpu", logger=False)
+    """
+
+    path_arguments = ("path",)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: Literal["parquet", "npz", "jsonl", "pt"] | None = None,  # noqa: A002
+        columns: list[str] | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.path = check_path("path", path, "a file")
+        self.format = format
+        self.columns = columns
+        self.resume = resume
+        self._format = check_choice("format", Path(path).suffix[1:] or "parquet" if format is None else format, FORMATS)
+        if columns is not None and (isinstance(columns, str) or not columns):
+            raise TypeError(f"columns must be a list of names, or None for all, got {columns!r}.")
+        self._patterns = [Pattern(text) for text in columns or ()]
+        self._installed = ExitStack()  # between setup and the end of a prediction
+        self._reset()
+
+    @property
+    def _folder(self) -> Path:
+        """The folder of the parts."""
+        return Path(f"{os.fspath(self.path)}.parts")
+
+    def _reset(self) -> None:
+        self._installed.close()
+        self._part: Any = None
+        self._loaders: dict[str, KnownBatches | Iterator[int]] = {}  # the running numbers of one without indices
+        self._kinds: Mapping[str, Kind] = {}
+        self._samples = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check what can be checked before the loaders are there."""
+        super().setup(trainer, pl_module, stage)
+        self._reset()
+        if stage != "predict" or is_fast_dev_run(trainer):
+            return
+        if "dataloader_iter" in inspect.signature(pl_module.predict_step).parameters:
+            raise MisconfigurationException("PredictionWriter needs predict_step(batch, ...), without dataloader_iter.")
+        check_format(self._format, {})
+        begin = partial(self._begin, trainer, pl_module)
+        self._installed.enter_context(predict_loaders_prepared(trainer, begin))
+
+    def _begin(
+        self, trainer: Trainer, pl_module: LightningModule, loaders: dict[str, Any], limits: list[float]
+    ) -> None:
+        """Find out which samples the loaders read, and open a part, on all ranks."""
+        for (name, loader), limit in zip(loaders.items(), limits, strict=True):
+            known = batch_sampler_replaced(loader, partial(KnownBatches, limit=limit))
+            source = self._loaders[name] = self._installed.enter_context(known) or count()
+            is_stream = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+            is_unordered = not getattr(loader, "in_order", True) and loader.num_workers > 1
+            if is_unordered or (isinstance(source, count) and (trainer.world_size > 1 or not is_stream)):
+                raise MisconfigurationException(
+                    f"PredictionWriter cannot tell which samples loader {name!r} reads. Give a DataLoader with "
+                    "batch_size and in_order=True; an IterableDataset, whose samples have no indices, needs devices=1."
+                )
+        sizes = {name: sized_len(getattr(loader, "dataset", loader)) for name, loader in loaders.items()}
+        run = {
+            "weights": sorted(set(gather_objects(weights_digest(pl_module)))),
+            "samples": sizes,
+            "limit_predict_batches": trainer.limit_predict_batches,
+            "precision": str(trainer.precision),
+            "columns": [pattern.text for pattern in self._patterns] or None,
+        }
+        resume = self.resume and not any(isinstance(source, count) for source in self._loaders.values())
+        attempt = _on_rank_zero(trainer, partial(begin_parts, Path(self.path), self._folder, run, resume=resume))
+        parts = MergedParts(self._folder)
+        if not all(gather_objects(self._folder.exists())):  # all ranks have read before one adds a part
+            raise MisconfigurationException(f"Not all ranks see {self._folder}: give a path on a disk that they share.")
+        if len(parts):
+            rank_zero_info(f"PredictionWriter: resumes with {len(parts):,} predictions in {self._folder}.")
+        # Batches are left out if nobody else wants them, and no rank waits for another
+        is_free = trainer.world_size == 1 or isinstance(trainer.strategy, DDPStrategy)
+        is_wanted = trainer.predict_loop.return_predictions or callbacks_of_type(trainer, BasePredictionWriter)
+        for number, source in enumerate(self._loaders.values()):
+            if is_free and not is_wanted and isinstance(source, KnownBatches):
+                source.done = np.bincount(parts.index[parts.loader == number]) > 0
+        self._kinds = parts.kinds
+        self._samples = sum(size or 0 for size in sizes.values()) * (trainer.limit_predict_batches == 1.0)
+        part = self._folder / f"{attempt:06}-{trainer.global_rank:06}.part"
+        self._part = self._installed.enter_context(part.open("xb"))
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Write the predictions of a batch into the part of this rank."""
+        if self._part is None:
+            return
+        name, source = [*self._loaders.items()][dataloader_idx]
+        try:
+            indices = source.take(batch_idx) if isinstance(source, KnownBatches) else None
+            columns = to_columns(outputs, None if indices is None else len(indices))
+            if isinstance(source, Iterator):
+                indices = [*islice(source, len(next(iter(columns.values()))))]
+            for pattern in self._patterns:
+                if not any(map(pattern.matches, columns)):
+                    raise ValueError(f"columns={self.columns}: {pattern.text!r} matches none of {', '.join(columns)}")
+            for column in [*columns] if self._patterns else ():
+                if not any(pattern.matches(column) for pattern in self._patterns):
+                    del columns[column]
+            self._kinds = join_kinds(self._kinds, columns)
+            check_format(self._format, self._kinds)
+        except (TypeError, ValueError) as error:
+            where = f"batch {batch_idx} of loader {name!r}"
+            raise MisconfigurationException(
+                f"PredictionWriter cannot write the predictions of {where}: {error}."
+            ) from error
+        append_batch(self._part, dataloader_idx, indices or [], columns)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Merge the parts of all ranks into the file."""
+        if self._part is not None:
+            merge = partial(self._merge, [*self._loaders], self._samples)
+            self._reset()
+            gather_objects(None)  # until all ranks have written
+            _on_rank_zero(trainer, merge)
+
+    def _merge(self, loaders: list[str], samples: int) -> None:
+        parts = MergedParts(self._folder)
+        write_predictions(Path(self.path), self._format, parts, loaders)
+        remove_parts(self._folder)
+        said = f"{len(parts):,}{f' of {samples:,}' * bool(samples)} samples to {self.path}"
+        said += f", without {parts.repeated:,} that were repeated" * bool(parts.repeated)
+        if is_lossy := parts.repeated and len(parts) < samples:
+            said += ". Samples get lost where ranks shuffle differently: predict with shuffle=False"
+        (rank_zero_warn if is_lossy else rank_zero_info)(f"PredictionWriter: wrote the predictions of {said}.")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the part, which stays."""
+        self._reset()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Close the part."""
+        self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_installed": ExitStack(), "_part": None, "_loaders": {}}
+
+
+def _on_rank_zero(trainer: Trainer, function: Callable[[], Any]) -> Any:
+    """Call a function on rank zero, and return its result on all ranks, on which an error is raised as well."""
+    result, cause = None, None
+    if trainer.is_global_zero:
+        try:
+            result = function()
+        except Exception as error:
+            cause = error
+    result, problem = trainer.strategy.broadcast((result, cause and describe_error(cause)))
+    if problem:
+        raise MisconfigurationException(f"PredictionWriter cannot write the predictions: {problem}") from cause
+    return result

@@ -1,0 +1,1 @@
+"""Predictions as columns, in parts on the disk, and in one file: usable in any loop."""

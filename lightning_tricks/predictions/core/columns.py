@@ -1,0 +1,126 @@
+"""What a step returns for a batch, as named columns with one value for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial, reduce
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_tricks._shared.tensors import full_tensor
+
+Column: TypeAlias = Tensor | list[Tensor] | list[str]  # a list of tensors that differ in their first dimension
+Kind: TypeAlias = tuple[torch.dtype | None, tuple[int, ...]]  # dtype (None: texts) and shape of a value; -1: it varies
+
+
+def to_columns(outputs: Any, rows: int | None = None) -> dict[str, Column]:
+    """Return what a step returned for a batch as columns, on the CPU, in memory of their own.
+
+    Names of nested dicts, dataclasses and tuples are joined by dots; a tuple has the names of its fields, or numbers. A
+    list has one value for each sample: tensors, numbers, strings, or dicts of them. A tensor alone is "prediction".
+
+    Args:
+        outputs: What the step returned.
+        rows: The number of samples in the batch; None takes that of the first column.
+
+    Raises:
+        TypeError: If there is a value of another type.
+        ValueError: If a column has not one value for each sample.
+    """
+    found: dict[str, Column] = {}
+    for name, value in _leaves(outputs, ""):
+        if name in (*found, "loader", "index"):
+            raise ValueError(f"two columns are called {name!r}: return one of them under another name")
+        found[name] = column = _to_column(value, name)
+        rows = len(column) if rows is None else rows
+        if len(column) != rows:
+            raise ValueError(f"{name!r} has {len(column):,} values for the {rows:,} samples of the batch")
+    if not rows or not found:
+        raise ValueError("there is nothing in it to write")
+    return found
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    parts = _parts(value)
+    if isinstance(value, list) and value and all(_parts(row) is not None for row in value):
+        rows = [_parts(row) or {} for row in value]
+        if any(row.keys() != rows[0].keys() for row in rows):
+            raise ValueError(f"{name!r} has other names in one sample than in another")
+        parts = {key: [row[key] for row in rows] for key in rows[0]}
+    if parts is None:
+        yield name or "prediction", value
+    for key, part in (parts or {}).items():
+        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """Return the parts of a value that has several with names, or None."""
+    if isinstance(value, Mapping):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, tuple) and not all(isinstance(part, str | int | float) for part in value):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    return None  # so is a tuple of strings or numbers, which collating makes of a column
+
+
+def _to_column(value: Any, name: str) -> Column:
+    values = value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "OSU" else value
+    if isinstance(values, Tensor) and values.is_nested:
+        values = values.unbind()
+    if isinstance(values, list | tuple) and all(isinstance(row, str) for row in values):
+        return list(values)
+    if isinstance(values, list | tuple) and any(isinstance(row, Tensor | np.ndarray | list | tuple) for row in values):
+        tensors = [_to_tensor(row, name) for row in values]
+        kinds: list[Kind] = [(part.dtype, tuple(part.shape)) for part in tensors]
+        dtype, shape = reduce(partial(join_kind, name), kinds)
+        tensors = [tensor.to(dtype) for tensor in tensors]
+        return tensors if -1 in shape else torch.stack(tensors)
+    tensor = _to_tensor(values, name)
+    if not tensor.ndim:
+        raise ValueError(f"{name!r} is {value!r} for the whole batch: return one value for each sample")
+    return tensor
+
+
+def _to_tensor(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        try:
+            array = np.asarray(value)
+            value = torch.tensor(array if array.size else array.astype(bool))  # without values it becomes any dtype
+        except (TypeError, ValueError) as error:
+            what = f"{value!r:.80}, a {type(value).__name__}"
+            raise TypeError(f"{name!r} holds {what}: return tensors, or lists of numbers or strings") from error
+    tensor = full_tensor(value.detach())
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def join_kind(name: str, kind: Kind, other: Kind) -> Kind:
+    """Return the kind of a column that holds values of both.
+
+    Raises:
+        ValueError: If there is none; only the first dimension of a value may vary.
+    """
+    (dtype, shape), (other_dtype, other_shape) = kind, other
+    if (dtype is None) != (other_dtype is None) or (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
+        each = " and ".join(f"{part[0] or 'texts'} {(*part[1],)}" for part in (kind, other))
+        raise ValueError(f"{name!r} holds {each}: only the first dimension of a value may vary")
+    if dtype is not None and other_dtype is not None and dtype != other_dtype:
+        dtype = torch.promote_types(dtype, other_dtype)
+    return dtype, shape if shape == other_shape else (-1, *shape[1:])
+
+
+def join_kinds(kinds: Mapping[str, Kind], columns: Mapping[str, Column]) -> dict[str, Kind]:
+    """Return the kinds of columns that hold what they held before, if anything, and those of another batch."""
+    if kinds and kinds.keys() != columns.keys():
+        raise ValueError(f"its columns are {', '.join(columns)}, and those of another batch {', '.join(kinds)}")
+    joined = dict(kinds)
+    for name, column in columns.items():
+        for value in column[:1] if isinstance(column, Tensor) else column:
+            kind: Kind = (None, ()) if isinstance(value, str) else (value.dtype, tuple(value.shape))
+            joined[name] = join_kind(name, joined.get(name, kind), kind)
+    return joined

@@ -1,0 +1,189 @@
+"""The callback `RestoreBest`."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_warn,
+)
+from lightning_tricks._lightning_compat.observers import observe_validation_ends
+from lightning_tricks._lightning_compat.sharded import is_sharding
+from lightning_tricks._shared.checks import check_choice, did_you_mean
+from lightning_tricks._shared.host_copies import HostCopies
+from lightning_tricks._shared.tensors import outside_inference_mode
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.restore_best.functional import put_back_, weights_and_buffers
+
+
+class RestoreBest(TrickCallback):
+    """Let the module hold the weights and buffers of the best validation when `fit` returns.
+
+    What is kept is what was validated: with Lightning's `WeightAveraging`, or any callback that exchanges weights for a
+    validation, the averaged weights. It is copied to the memory of the host after the last batch of each validation,
+    without waiting where it comes from a CUDA device, and put back in `on_fit_end`. The best value is the first of
+    equal ones; NaN is never the best; the sanity check does not count. On several ranks the value of rank zero counts.
+
+    Checkpoints hold the last weights, also those of the end of a fit, so that more epochs continue from the last
+    weights and not from the best. They hold a copy of the best as well, by which a run that is resumed, by `AutoResume`
+    or `ckpt_path`, knows it. Under `ModelParallelStrategy` each rank keeps its shards, and `AutoResume` alone restores
+    them.
+
+    A fit that is interrupted, by an exception or Ctrl+C, leaves the module as it was then; `restore` puts the best
+    weights into it. Each fit starts anew. Where layers were added or removed since the best validation, a warning names
+    them, and the module stays as it is.
+
+    Args:
+        monitor: The name of one logged value, such as `"val/loss"`.
+        mode: Whether the smallest or the largest value is the best.
+
+    Attributes:
+        best_value: The best value of the last fit; None before a validation has given one.
+        best_epoch: The epoch of this validation, counted from 0, as in the names of checkpoints.
+        best_step: The number of optimizer steps before this validation.
+
+    Raises:
+        TypeError: If `monitor` is not one name.
+        ValueError: If `mode` is neither "min" nor "max".
+        MisconfigurationException: In a fit under FSDP1 or DeepSpeed, or if a validation has no such value; the message
+            lists the values that there are.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[RestoreBest("val/acc", mode="max")], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, monitor: str, mode: Literal["min", "max"] = "min") -> None:
+        if not isinstance(monitor, str) or not monitor:
+            raise TypeError(f"monitor must be the name of one logged value, such as 'val/loss', got {monitor!r}.")
+        self.monitor = monitor
+        self.mode = check_choice("mode", mode, ("min", "max"))
+        self._rank: list[int] = []  # of a sharded fit: the rank, and the number of ranks
+        self._installed = ExitStack()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.best_value: float | None = None
+        self.best_epoch = self.best_step = -1
+        self._num_validations = 0
+        self._validated: dict[str, Tensor] | None = None  # between the last batch of a validation and its end
+        self._kept: dict[str, Tensor] | None = None
+        self._copies = [HostCopies(), HostCopies()]  # the memory of what is kept, and of what is validated
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start anew, and observe validations."""
+        super().setup(trainer, pl_module, stage)
+        self._installed.close()
+        if stage != "fit":
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
+            name = type(trainer.strategy).__name__
+            raise MisconfigurationException(
+                f"RestoreBest cannot read shards of {name}: use ModelParallelStrategy, or DDP."
+            )
+        self._forget()
+        self._rank = [trainer.global_rank, trainer.world_size] if is_sharding(trainer.strategy) else []
+
+        @outside_inference_mode()
+        def copy_validated(_: str) -> None:
+            counts = not trainer.sanity_checking
+            self._validated = self._copies[1].take(weights_and_buffers(pl_module), waits=False) if counts else None
+
+        self._installed.enter_context(observe_validation_ends(trainer, copy_validated))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what was validated if it is the best."""
+        validated, self._validated = self._validated, None
+        if validated is None:  # no validation of a fit
+            return
+        self._num_validations += 1
+        value, is_best = trainer.strategy.broadcast(self._judge(trainer.callback_metrics))
+        if value is None:
+            raise MisconfigurationException(is_best)
+        if is_best:
+            self.best_value, self.best_epoch, self.best_step = value, trainer.current_epoch, trainer.global_step
+            self._kept = validated
+            self._copies.reverse()
+
+    def _judge(self, metrics: dict[str, Tensor]) -> tuple[float | None, Any]:
+        """Return the value, and whether it is the best; or None, and what to say about it."""
+        if self.monitor not in metrics:
+            return None, (
+                f"RestoreBest(monitor={self.monitor!r}): this validation has other values. Name one of them: "
+                f"{list_names(metrics, 20)}.{did_you_mean(self.monitor, metrics)}"
+            )
+        value, sign = float(metrics[self.monitor]), 1 if self.mode == "min" else -1
+        return value, not math.isnan(value) and (self.best_value is None or sign * value < sign * self.best_value)
+
+    def restore(self, module: LightningModule) -> None:
+        """Put the best weights and buffers into a module, and forget them.
+
+        Raises:
+            MisconfigurationException: If none are kept: no validation has had a value yet, or the fit has ended and put
+                them into its module. Or if the module has other layers than it had.
+        """
+        if self._kept is None:
+            raise MisconfigurationException("RestoreBest keeps no weights that it could restore.")
+        for copies in self._copies:
+            copies.wait()
+        if differing := put_back_(module, self._kept):
+            raise MisconfigurationException(
+                f"RestoreBest: the module has other weights than in its best validation, in epoch {self.best_epoch}: "
+                f"{list_names(differing)}. It stays as it is. Load a checkpoint into a module that is built as then."
+            )
+        self._kept = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the best weights, after the last checkpoint was written."""
+        if trainer.strategy.reduce_boolean_decision(self._kept is not None):
+            where = f"epoch {self.best_epoch}, step {self.best_step}"
+            try:
+                self.restore(pl_module)
+                self.say(f"restored the weights of {where}: {self.monitor} {self.best_value:.6g}")
+            except MisconfigurationException as error:
+                rank_zero_warn(str(error))
+        elif self._num_validations:
+            rank_zero_warn(
+                f"RestoreBest: the module holds the last weights. {self.monitor} was NaN in {self._num_validations} "
+                "validations, or the run was resumed from a checkpoint that has the shards of rank zero alone."
+            )
+        else:
+            self.say("no validation ran, so that the module holds the last weights")
+        self._kept, self._copies = None, [HostCopies(), HostCopies()]  # gives the memory back
+        super().on_fit_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and the weights and buffers of this rank that belong to it."""
+        if self._kept is None:
+            return {"validations": self._num_validations}
+        for copies in self._copies:
+            copies.wait()
+        best = {"value": self.best_value, "epoch": self.best_epoch, "step": self.best_step}
+        return {**best, "validations": self._num_validations, "rank": self._rank, "weights": self._kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, unless it has the shards of another rank."""
+        self._num_validations = state_dict.get("validations", 0)
+        if state_dict.get("rank") == self._rank:
+            self.best_value, self.best_epoch, self.best_step = (state_dict[name] for name in ("value", "epoch", "step"))
+            self._kept = state_dict["weights"]
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Observe validations no longer; after an exception the best weights are kept for `restore`."""
+        self._installed.close()
+
+    teardown = on_exception
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = {"_installed": ExitStack(), "_copies": [HostCopies(), HostCopies()]}
+        return {**super().__getstate__(), **fresh, "_validated": None, "_kept": None}

@@ -1,0 +1,27 @@
+"""Leave out of training the batches with which the loss, or the norm of the gradients, leaves its usual band.
+
+When to use it: where a rare batch, or a rare state of the weights, makes the loss jump: large models, noisy data,
+long runs that nobody watches. "skip" leaves out the step of the batch; "rewind" goes back to the weights before it, as
+the steps that led to a spike have often moved them already.
+
+What it does that the usual snippets do not: a run ends bit for bit as the run whose loader leaves those batches out,
+with random numbers, batch statistics, schedules, optimizer states and the values logged for the epoch; all ranks decide
+alike; what a GradScaler skips in its search for a scale is no spike.
+
+Caveats: "skip" reads a value from the device before each step. "rewind" reads once in `every_n_train_steps`, and keeps
+the weights and the states of the optimizers a second time on the device. What a module, its datamodule or other
+callbacks keep in attributes of their own is not taken back.
+
+Sources: Chowdhery et al., "PaLM", arXiv 2204.02311, section 5.1 (restart before the spike, skip the batches); OLMo's
+optimizers that skip a step whose loss or norm is an outlier among the last 128 (github.com/allenai/OLMo-core).
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_tricks.spike_guard.callback import SpikeGuard as SpikeGuard
+    from lightning_tricks.spike_guard.core.band import RobustBand as RobustBand
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(__name__, {"callback": ("SpikeGuard",), "core.band": ("RobustBand",)})

@@ -1,0 +1,388 @@
+"""The callback `SpikeGuard`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._guards import overriding
+from lightning_tricks._lightning_compat.fit import is_last_batch, num_batches_done
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_warn,
+)
+from lightning_tricks._lightning_compat.left_out_steps import around_steps, ends_step, repeat_epoch_schedules
+from lightning_tricks._lightning_compat.logged_values import log_step_values
+from lightning_tricks._lightning_compat.observers import observe_fetches
+from lightning_tricks._lightning_compat.trainer import active_scaler
+from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks._shared.rng import capture_rng_state
+from lightning_tricks._shared.tensors import local_part
+from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
+from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
+from lightning_tricks.spike_guard.core.band import RobustBand
+from lightning_tricks.spike_guard.snapshot import go_back, take_snapshot
+
+
+class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
+    """The step of the present batch is left out."""
+
+
+@dataclass
+class _Window:
+    """Optimizer steps that are kept or left out together.
+
+    Attributes:
+        snapshot: The state of the fit before them.
+        values: The loss of each step, and the norm of its gradients if it is watched; shape (1,) or (2,).
+        ends: The index of the last batch of each step.
+        batches: How many batches were trained.
+    """
+
+    snapshot: dict[str, Any]
+    values: list[Tensor] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    batches: int = 0
+
+
+class SpikeGuard(TrickCallback):
+    """Leave out of training the batches with which the loss, or the norm of the gradients, leaves its usual band.
+
+    A value is a spike if it is above the median of the last `window` values by more than `threshold` times their
+    spread (see `RobustBand`), or if the loss is NaN or infinite. The loss of a step is the largest among its
+    accumulated batches and among all ranks, so that all ranks decide alike.
+
+    "skip" leaves out the batches of one optimizer step: all of them under accumulation. Weights, buffers, optimizer,
+    schedules and `global_step` stay as they were, and `on_train_batch_end` gets an empty dict of outputs.
+
+    "rewind" judges `every_n_train_steps` optimizer steps at once, fewer where an epoch or the fit ends or validation
+    begins. If one of them is a spike, or a weight is not finite then, it goes back to the state before them, which is
+    kept on the device, and leaves out all their batches.
+
+    Either way the run continues bit for bit as one whose loader leaves those batches out: with random states, batch
+    statistics, optimizers, schedules, the GradScaler, metrics of the module and what is logged for the epoch.
+    `batch_idx` and the loggers' step count the batches left out all the same.
+
+    Logs `spike_guard/left_out_batches`. Each spike is a warning with its value, and an entry of `spikes`.
+
+    Args:
+        mode: "skip" or "rewind".
+        monitor: "loss" for what `training_step` returns, or "grad_norm" for the 2-norm of the unscaled gradients of
+            a step, before they are clipped.
+        threshold: How many spreads above the median are usual, > 0. At `float("inf")` all finite values are.
+        window: Of how many of the last values the median and the spread are taken, at least 2.
+        warmup_steps: For how many steps nothing but values that are not finite are spikes.
+        every_n_train_steps: With "rewind": how many optimizer steps (batches under manual optimization) are judged
+            at once.
+        max_consecutive: Raise an error once more than this many skips or rewinds follow each other with none between
+            them that was kept; at least 1.
+
+    Attributes:
+        spikes: An entry for each spike: `epoch`, `batch_idx`, `global_step` before it, `value`, `limit` and how many
+            batches were `left_out`.
+
+    "skip" reads one value from the device in each step, as a GradScaler does; "rewind" one in `every_n_train_steps`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[SpikeGuard("rewind", threshold=8.0)], accelerator="cpu", logger=False)
+    """
+
+    training_arguments = ("mode", "monitor", "threshold", "window", "warmup_steps", "every_n_train_steps")
+
+    def __init__(
+        self,
+        mode: Literal["skip", "rewind"] = "skip",
+        *,
+        monitor: Literal["loss", "grad_norm"] = "loss",
+        threshold: float = 6.0,
+        window: int = 128,
+        warmup_steps: int = 64,
+        every_n_train_steps: int = 100,
+        max_consecutive: int = 10,
+    ) -> None:
+        self.mode = check_choice("mode", mode, ("skip", "rewind"))
+        self.monitor = check_choice("monitor", monitor, ("loss", "grad_norm"))
+        self.threshold = check_number("threshold", threshold, above=0)
+        self.window = check_count("window", window, minimum=2)
+        self.warmup_steps = check_count("warmup_steps", warmup_steps)
+        self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
+        self.max_consecutive = check_count("max_consecutive", max_consecutive)
+        self._forget()
+        self._leave_fit()
+
+    def _forget(self) -> None:
+        self.spikes: list[dict[str, Any]] = []
+        self._band = RobustBand(self.threshold, self.window, self.warmup_steps)
+        self._counts = {"batches": 0, "left_out": 0, "in_a_row": 0}
+
+    def _leave_fit(self) -> None:
+        self._installed = ExitStack()
+        self._open: _Window | None = None
+        self._loss: Tensor | None = None  # of the present step
+        self._norm: Tensor | None = None
+        self._is_fresh = self._is_left_out = self._is_within_step = False  # the present batch
+        self._left_out_in_epoch = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy that is made in the middle of a fit takes no snapshot along
+        return super().__getstate__() | {"_installed": ExitStack(), "_open": None, "_loss": None, "_norm": None}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what it cannot guard, and reset the counts."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        name = type(trainer.strategy).__name__
+        if any(base.__name__ in ("DeepSpeedStrategy", "FSDPStrategy") for base in type(trainer.strategy).__mro__):
+            raise MisconfigurationException(f"SpikeGuard does not see the steps of {name}: use DDP or FSDP2.")
+        if self.mode == "skip" and not pl_module.automatic_optimization:
+            raise _unskippable("manual optimization, where an optimizer may step before another one sees the spike")
+        self._close()
+        self._forget()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to watch the steps."""
+        if self.mode == "skip" and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise _unskippable("LBFGS, which moves the weights between its losses")
+        band = f" and up to {self.threshold:g} spreads above the median of the last {self.window}"
+        self.say(f"expects a finite {self.monitor}{band * math.isfinite(self.threshold)}")
+        plain = trainer.strategy.optimizer_step
+
+        def optimizer_step(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+            return plain(optimizer, partial(self._closure, trainer, optimizer, closure), *args, **kwargs)
+
+        enter = self._installed.enter_context
+        enter(observe_fetches(trainer, partial(self._prepare, trainer), partial(self._fetched, trainer), "SpikeGuard"))
+        enter(overriding(trainer.strategy, optimizer_step=optimizer_step))
+        enter(
+            around_steps(
+                trainer,
+                training_step=partial(self._note_loss, trainer),
+                batch=partial(self._run_batch, trainer),
+                validation=partial(self._judge_before, trainer),
+                batches_left_out=lambda: None if self._is_left_out else self._left_out_in_epoch,
+            )
+        )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew: no step of an epoch is judged with those of another."""
+        self._open, self._loss, self._left_out_in_epoch = None, None, 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log how many batches were left out."""
+        if not trainer.barebones:
+            values = {"spike_guard/left_out_batches": torch.tensor(float(self._counts["left_out"]), device="cpu")}
+            log_step_values(trainer, type(self).__name__, values)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Judge the open steps."""
+        self._close_window(trainer, after_batch=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say how many batches were left out."""
+        left_out, batches = self._counts["left_out"], self._counts["batches"]
+        self.say(f"left out {left_out:,} of {batches:,} batches, for {len(self.spikes):,} spikes")
+        super().on_fit_end(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop to watch, and forget the snapshot."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop to watch, and forget the snapshot."""
+        self._close()
+
+    def _close(self) -> None:
+        self._installed.close()
+        self._leave_fit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the band, the spikes and the counts."""
+        return {"band": self._band.state_dict(), "spikes": [*self.spikes], "counts": dict(self._counts)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._band.load_state_dict(state_dict["band"])
+        self.spikes = [dict(spike) for spike in state_dict["spikes"]]
+        self._counts = dict(state_dict["counts"])
+
+    def mid_epoch_state(self) -> dict[str, Any]:
+        """Return the steps that are not judged yet, with the snapshot before them."""
+        window = vars(self._open) if self._open is not None else {}
+        return {"window": dict(window), "loss": self._loss, "left_out": self._left_out_in_epoch}
+
+    def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
+        """Restore what `mid_epoch_state` returned."""
+        self._open = _Window(**state["window"]) if state["window"] else None
+        self._loss, self._left_out_in_epoch = state["loss"], state["left_out"]
+
+    def _prepare(self, trainer: Trainer, stage: str) -> None:
+        """Take a snapshot before a batch is fetched, unless there are steps that wait to be judged."""
+        if stage != "train":
+            return
+        self._is_fresh, self._is_left_out = True, False
+        if self._open is None or not self._open.batches:
+            self._open = None  # its memory is free for the next one
+            self._open = _Window(take_snapshot(trainer, self, with_steps=self.mode == "rewind"))
+
+    def _fetched(self, trainer: Trainer, stage: str) -> None:
+        """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
+        if stage == "train" and self._open is not None and not num_batches_done(trainer):
+            self._open.snapshot["random"] = capture_rng_state()
+
+    def _note_loss(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
+        """Run a training step, and note its loss."""
+        output = run()
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            if self.monitor == "loss" and not trainer.lightning_module.automatic_optimization:
+                raise MisconfigurationException(
+                    'SpikeGuard(monitor="loss") needs the loss, and training_step returned '
+                    f'{type(output).__name__}: return the loss, or a dict with "loss", or use monitor="grad_norm".'
+                )
+        elif self._is_fresh:  # not at a further evaluation of LBFGS
+            loss = loss.detach().to(trainer.strategy.root_device).float().max()
+            loss = torch.where(loss.isfinite(), loss, math.inf)  # ranks agree on infinity, and not on NaN
+            self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
+        return output
+
+    def _closure(self, trainer: Trainer, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Call the closure of an optimizer's step, and leave it before weights change if "skip" finds a spike."""
+        result = closure()
+        if self._is_fresh and self.monitor == "grad_norm":
+            norm = _unscaled_norm(trainer, optimizer)
+            self._norm = norm if self._norm is None else torch.hypot(self._norm, norm)
+        if trainer.lightning_module.automatic_optimization:
+            self._is_fresh = False
+        if self.mode == "skip":
+            self._note_step(trainer)
+            if (spike := self._judge(trainer)) is not None:
+                raise _LeftOut(spike)
+        return result
+
+    def _run_batch(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
+        """Run a batch, and judge the steps that are due."""
+        if self._open is None:
+            self._prepare(trainer, "train")  # the batch was fetched in advance
+        window = cast(_Window, self._open)
+        window.batches += 1
+        self._counts["batches"] += 1
+        self._is_within_step = not ends_step(trainer)
+        try:
+            output = run()
+        except _LeftOut as left_out:
+            self._leave_out(trainer, *left_out.args)
+            return {}
+        if self._is_within_step:
+            return output
+        if self.mode == "skip":
+            self._open = None
+            return output
+        self._note_step(trainer)
+        if len(window.ends) >= self.every_n_train_steps or 0 <= trainer.max_steps <= trainer.global_step:
+            self._close_window(trainer)
+        return output
+
+    def _judge_before(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
+        """Judge the open steps before what follows, unless there are batches of an incomplete one."""
+        if self.mode == "rewind" and not self._is_within_step:
+            self._close_window(trainer, after_batch=True)
+        return run()
+
+    def _note_step(self, trainer: Trainer) -> None:
+        """Note the values of a step that is complete: its loss, and the norm if that is watched."""
+        window, loss, norm = cast(_Window, self._open), self._loss, self._norm
+        self._loss = self._norm = None
+        if self.monitor == "grad_norm":
+            loss = torch.zeros((), device=trainer.strategy.root_device) if loss is None else loss
+            norm = -loss.new_tensor(math.inf) if norm is None else torch.where(norm.isnan(), -math.inf, norm).to(loss)
+        if loss is not None:
+            window.values.append(torch.stack([loss] if norm is None else [loss, norm]))
+            window.ends.append(num_batches_done(trainer) - 1)
+
+    def _close_window(self, trainer: Trainer, *, after_batch: bool = False) -> None:
+        """Keep the open steps, or go back to the state before them."""
+        if (spike := self._judge(trainer)) is not None:
+            self._leave_out(trainer, spike)
+            if after_batch and is_last_batch(trainer):
+                repeat_epoch_schedules(trainer)  # which were stepped for the epoch, not for its batches
+        self._open = None
+
+    def _judge(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Return the first spike among the open steps; None if they are kept. All ranks have to call it."""
+        window = self._open
+        if window is None or not window.values:
+            return None
+        values = torch.stack(window.values)
+        if self.mode == "rewind":
+            weights = [local_part(p).isfinite().all() for p in trainer.lightning_module.parameters()]
+            are_finite = torch.stack([finite.to(values.device) for finite in weights]).all()
+            values[-1, 0] = torch.where(are_finite, values[-1, 0], math.inf)
+        if trainer.world_size > 1:
+            values = trainer.strategy.reduce(values, reduce_op="max")
+        # a loss that is not finite is a spike of the norm as well, and a norm that a GradScaler skips is left to it
+        rows = [row[:1] if math.isinf(row[0]) else row for row in values.tolist()]
+        watched = [(end, row[-1]) for end, row in zip(window.ends, rows, strict=True) if row[-1] != -math.inf]
+        found = self._band.take([value for _, value in watched])
+        if found is None:
+            self._counts["in_a_row"] = 0
+            return None
+        place, limit = found
+        return {"batch_idx": watched[place][0], "value": watched[place][1], "limit": limit}
+
+    def _leave_out(self, trainer: Trainer, spike: dict[str, Any]) -> None:
+        """Go back to the snapshot, and report the spike."""
+        window, self._open, counts = cast(_Window, self._open), None, self._counts
+        go_back(trainer, self, window.snapshot)
+        self._is_left_out = True
+        self._left_out_in_epoch += window.batches
+        counts |= {"left_out": counts["left_out"] + window.batches, "in_a_row": counts["in_a_row"] + 1}
+        spike |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "left_out": window.batches}
+        self.spikes.append(spike)
+        value, limit = spike["value"], spike["limit"]
+        what = f"a {self.monitor} of {value:.4g}, above {limit:.4g}" if math.isfinite(value) else "a value not finite"
+        said = (
+            f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}: {window.batches} batches "
+            f"are left out, and the fit goes on from global step {spike['global_step']}."
+        )
+        if counts["in_a_row"] > self.max_consecutive:
+            raise RuntimeError(
+                f"{said} These are {counts['in_a_row']} spikes in a row, more than max_consecutive="
+                f"{self.max_consecutive}: the values have changed for good, or the weights are spoilt. Look at these "
+                'batches, lower the learning rate, or use "rewind", a longer every_n_train_steps or a larger threshold.'
+            )
+        rank_zero_warn(said)
+
+
+def _unskippable(what: str) -> MisconfigurationException:
+    return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind".')
+
+
+@torch.no_grad()
+def _unscaled_norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:
+    """Return the norm of an optimizer's gradients, shape (); NaN where a GradScaler may have made them overflow."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = gradient_norms(parameters).total
+    scaler, replacement = active_scaler(trainer), torch.full_like(norm, math.inf)
+    if scaler is not None and (scale := scale_of(scaler)) is not None:
+        norm = norm if is_unscaled(scaler, optimizer) else norm / scale
+        replacement = torch.where(scale > 1, math.nan, replacement)
+    return torch.where(norm.isfinite(), norm, replacement)

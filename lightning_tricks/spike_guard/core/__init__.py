@@ -1,0 +1,1 @@
+"""The pure core: the band of usual values, and copies of what training changes; no Lightning."""

@@ -1,0 +1,129 @@
+"""The promise: the coverage of 1,000 calibrations has exactly the distribution that the theory gives it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks import ConformalClassifier, ConformalRegressor
+from tests.conformal.beta_binomial import misfit
+
+SPLITS, N, M = 1000, 57, 80
+LIMITS = (4.0, 1.95)  # standard errors; the 99.9 % point of the Kolmogorov distribution
+
+
+class Band(nn.Module):
+    """Two of the inputs."""
+
+    def forward(self, x):
+        return x[:, 0], x[:, 1]
+
+
+def _rows(generator, n, classes=6):
+    logits = torch.randn(n, classes, generator=generator) * 2
+    return logits, torch.multinomial((0.7 * logits).softmax(1), 1, generator=generator)[:, 0]  # overconfident
+
+
+def _covered(conformal, make, splits=SPLITS):
+    """How many of M new rows each of the calibrations covers."""
+    counts = []
+    for _ in range(splits):
+        x, y = make(N)
+        conformal.calibrate([(x[:30], y[:30]), (x[30:], y[30:])])
+        x, y = make(M)
+        made = conformal.predict(x)
+        if made.dtype == torch.bool:
+            counts.append(int(made[torch.arange(M), y].sum()))
+        else:
+            counts.append(int(((made[:, 0] <= y) & (y <= made[:, 1])).sum()))
+    return np.array(counts)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("score", "randomized", "groups"),
+    [
+        ("lac", False, None),
+        ("aps", True, None),
+        ("aps", False, None),
+        ("raps", True, None),
+        ("lac", False, "function"),
+        ("raps", False, None),
+    ],
+)
+def test_sets_cover_as_often_as_they_should(score, randomized, groups):
+    generator = torch.Generator().manual_seed(0)
+    options = {"lambda_reg": 0.05, "k_reg": 2} if score == "raps" else {}
+    if groups:
+        options["groups"] = lambda x: torch.full((len(x),), 4)
+    if randomized:
+        options["generator"] = torch.Generator().manual_seed(1)
+    conformal = ConformalClassifier(nn.Identity(), None, 0.1, score, **options)
+    mean, distance = misfit(_covered(conformal, lambda n: _rows(generator, n)), N, M, "0.1")
+    if score == "lac" or randomized:
+        assert abs(mean) < LIMITS[0]
+        assert distance < LIMITS[1]
+    else:
+        assert mean > -LIMITS[0], "where many scores are equal, 0, sets cover more"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("score", ["absolute", "normalised", "quantile"])
+def test_intervals_cover_as_often_as_they_should(score):
+    generator = torch.Generator().manual_seed(2)
+
+    def make(n):
+        x = torch.randn(n, 2, generator=generator)
+        x[:, 1] = x[:, 0] + x[:, 1].abs() if score == "quantile" else 0.1 + x[:, 1].abs()
+        return x, x[:, 0] + torch.randn(n, generator=generator) * (1 + x[:, 0].abs())
+
+    module = Band() if score != "absolute" else nn.Flatten(0)
+    conformal = ConformalRegressor(module, None, 0.2, score)
+    draw = make if score != "absolute" else lambda n: (make(n)[1], make(n)[1])
+    mean, distance = misfit(_covered(conformal, draw), N, M, "0.2")
+    assert abs(mean) < LIMITS[0]
+    assert distance < LIMITS[1]
+
+
+def test_a_quantile_without_the_correction_would_be_found():
+    generator = torch.Generator().manual_seed(0)
+
+    class Uncorrected(ConformalClassifier):
+        def calibrate(self, loader):
+            super().calibrate(loader)
+            scores = torch.cat([1 - x.softmax(1).gather(1, y.unsqueeze(1))[:, 0] for x, y in loader])
+            self.quantiles = scores.quantile(0.9).unsqueeze(0)
+
+    mean, _ = misfit(_covered(Uncorrected(nn.Identity()), lambda n: _rows(generator, n), 500), N, M, "0.1")
+    assert mean < -LIMITS[0]
+
+
+@pytest.mark.parametrize("kind", ["class-conditional", "function"])
+def test_each_group_is_covered_by_itself(kind):
+    generator = torch.Generator().manual_seed(3)
+
+    def make(n):
+        labels = torch.arange(2).repeat(n // 2)
+        logits = torch.randn(n, 2, generator=generator) + 2 * nn.functional.one_hot(labels, 2) * (labels < 1)[:, None]
+        return torch.cat([logits, labels[:, None].flip(0)], 1), labels  # class 1 is guessed
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return x[:, :2]
+
+    groups = kind if kind == "class-conditional" else lambda x: x[:, 2].long()
+    grouped = ConformalClassifier(Net(), None, 0.2, groups=groups)
+    single = ConformalClassifier(Net(), None, 0.2)
+    shares = {grouped: [], single: []}
+    for _ in range(300):
+        calibration, (x, y) = make(80), make(200)
+        ids = y if kind == "class-conditional" else x[:, 2].long()
+        for conformal, found in shares.items():
+            conformal.calibrate([calibration])
+            covered = conformal.predict(x)[torch.arange(200), y]
+            found.append([covered[ids == group].float().mean() for group in (0, 1)])
+    means = {conformal: np.array(found).mean(0) for conformal, found in shares.items()}
+    assert np.abs(means[grouped] - 33 / 41).max() < 0.015  # rank 33 of 40 + 1 rows
+    assert np.abs(means[single] - 33 / 41).max() > 0.05

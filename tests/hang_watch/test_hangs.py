@@ -1,0 +1,89 @@
+"""Runs that really stand still: what their ranks write, and what the command says about them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_tricks.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def hang(kind, folder, ranks=2):
+    """Start a run, wait until all its ranks have written their stacks, and kill it."""
+    output = folder.with_suffix(".txt")
+    with output.open("w", encoding="utf-8") as file:
+        command = [sys.executable, "-m", "tests.hang_watch.hanging", kind, str(folder)]
+        run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        try:
+            until = time.monotonic() + 240
+            while sum(path.stat().st_size > 0 for path in folder.glob("rank*.stacks")) < ranks:
+                assert run.poll() is None, output.read_text(encoding="utf-8")
+                assert time.monotonic() < until, output.read_text(encoding="utf-8")
+                time.sleep(0.1)
+            time.sleep(0.5)  # until they are whole
+        finally:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+def said_of(folder, capsys):
+    capsys.readouterr()
+    assert main(["hang", str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_rank_that_sleeps(tmp_path, capsys):
+    hang("sleep", tmp_path / "hang")
+    said = said_of(tmp_path / "hang", capsys)
+    assert "2 of 2 ranks stood still for 1 s." in said
+    assert "Behind: rank 1." in said
+    assert "on_train_batch_start, batch 3 of epoch 0, step 3, in training_step (hanging.py:" in said
+    assert "on_before_backward, batch 3 of epoch 0" in said
+
+    assert main(["hang", str(tmp_path / "hang"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(rank["rank"], rank["batches"], rank["backwards"]) for rank in report["ranks"]] == [(0, 4, 4), (1, 4, 3)]
+    assert any(function == "training_step" for _, _, function in report["ranks"][1]["frames"])
+
+    (tmp_path / "hang" / "rank1.hang").unlink()
+    assert "There is no record of rank 1." in said_of(tmp_path / "hang", capsys)
+
+
+def test_a_rank_that_skips_a_batch(tmp_path, capsys):
+    hang("skip", tmp_path / "hang")
+    said = said_of(tmp_path / "hang", capsys)
+    assert "Backward passes: " in said
+
+
+def test_a_rank_whose_loader_has_a_batch_less(tmp_path, capsys):
+    hang("shorter", tmp_path / "hang")
+    said = said_of(tmp_path / "hang", capsys)
+    assert "Batches that began: " in said
+
+
+def test_a_rank_that_logs_another_value(tmp_path, capsys):
+    hang("keys", tmp_path / "hang")
+    assert "Only rank 1 logged 'extra' in val epoch 0." in said_of(tmp_path / "hang", capsys)
+
+
+def test_a_loader_that_waits_for_ever(tmp_path, capsys):
+    hang("loader", tmp_path / "hang")
+    said = said_of(tmp_path / "hang", capsys)
+    assert "Behind: rank 1." in said
+    assert "fetch of a train batch" in said
+    assert "in __getitem__ (hanging.py:" in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it sleeps by libc")
+def test_c_code_that_holds_the_interpreters_lock(tmp_path, capsys):
+    hang("holds the lock", tmp_path / "hang", ranks=1)
+    said = said_of(tmp_path / "hang", capsys)
+    assert "1 of 1 ranks stood still" in said
+    assert "in training_step (hanging.py:" in said

@@ -1,0 +1,444 @@
+"""Microbatching against the same fit with whole batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks import AutoResume, Microbatching
+from tests.contract.lab import real_fp16
+from tests.microbatching.models import Memory, Net, difference, fit, rows_of
+
+WAYS = {
+    "fixed": lambda: (Microbatching(3), None),
+    "out of memory": lambda: (Microbatching(), Memory(3)),
+    "out of memory in backward": lambda: (Microbatching(), Memory(3, "backward")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ],
+    ids=["plain", "accumulation", "norm", "value"],
+)
+def test_weights_and_logged_values_are_those_of_whole_batches(way, optimizer, trainer):
+    whole = Net(optimizer=optimizer)
+    expected = fit(whole, **trainer)
+    microbatching, memory = WAYS[way]()
+    cut = Net(memory, optimizer)
+    got = fit(cut, microbatching, **trainer)
+    assert difference(whole, cut) < 1e-12
+    assert got.global_step == expected.global_step
+    assert got.callback_metrics.keys() == expected.callback_metrics.keys()
+    for name, value in expected.callback_metrics.items():
+        assert torch.allclose(got.callback_metrics[name], value, rtol=1e-12), name
+    assert cut.unused.grad is None
+    assert microbatching.current_size == 3
+    if memory is not None:
+        assert memory.errors
+        assert int(cut.seen) == 37 * 4  # what the attempts counted is undone
+
+
+def test_lbfgs_evaluates_whole_batches():
+    whole, cut = Net(optimizer="lbfgs"), Net(optimizer="lbfgs")
+    fit(whole, max_steps=4)
+    fit(cut, Microbatching(4), max_steps=4)
+    assert difference(whole, cut) < 1e-6
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_is_a_mean_or_a_sum(reduction):
+    whole, cut = Net(reduction=reduction, optimizer="sgd"), Net(reduction=reduction, optimizer="sgd")
+    fit(whole, gradient_clip_val=1.0)
+    microbatching = Microbatching(4)
+    fit(cut, microbatching, gradient_clip_val=1.0)
+    assert difference(whole, cut) < 1e-12
+    assert microbatching.state_dict()["reduction"] == reduction
+
+
+def test_real_fp16_with_a_scaler_that_skips():
+    def trained(*callbacks):
+        module = Net(optimizer="sgd").float()
+        data = [(x.float() * (1e30 if number == 12 else 1), y) for number, (x, y) in enumerate(rows_of())]
+        plugin = real_fp16()
+        trainer = fit(module, *callbacks, data=DataLoader(data, batch_size=10), plugins=[plugin])
+        return module, plugin.scaler.get_scale(), trainer.global_step
+
+    (whole, scale, steps), (cut, cut_scale, cut_steps) = trained(), trained(Microbatching(4))
+    assert (cut_scale, cut_steps) == (scale, steps) == (1024 / 2**4, 16)
+    assert 0 < difference(whole, cut) < 1e-3
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_another_try_draws_what_the_first_would_have_drawn(where):
+    fit(found := Net(Memory(5, where), dropout=0.5), Microbatching())
+    fit(given := Net(dropout=0.5), Microbatching(5))
+    assert all(torch.equal(p, q) for p, q in zip(found.parameters(), given.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("microbatching", [Microbatching, lambda: Microbatching(10)])
+def test_batches_that_fit_are_trained_bit_for_bit_as_without(microbatching):
+    fit(whole := Net(dropout=0.5), accumulate_grad_batches=3)
+    state = torch.get_rng_state()
+    fit(other := Net(dropout=0.5), microbatching(), accumulate_grad_batches=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Microbatching could not compare")
+def test_a_single_row_that_does_not_fit():
+    with pytest.raises(torch.OutOfMemoryError, match=r"a single row \(OutOfMemoryError: CUDA out of memory. Tried"):
+        fit(Net(Memory(0)), Microbatching())
+
+
+def test_other_errors_are_raised_at_once_and_the_trainer_runs_on_without():
+    class Broken(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and self.broken:
+                raise ValueError("no memory was left out")
+            return super().training_step(batch, batch_idx)
+
+    module = Broken()
+    module.broken = True
+    with pytest.raises(ValueError, match="left out"):
+        fit(module, Microbatching())
+    module.broken = False
+    fit(module, max_epochs=1)
+
+
+class Trace(Callback):
+    """Writes down each hook of a fit with the values that it gets."""
+
+    def __init__(self):
+        self.hooks = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.hooks.append(("start", batch_idx, len(batch[0]), trainer.global_step))
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.hooks.append(("zero_grad", trainer.global_step))
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.hooks.append(("before_backward", round(loss.item(), 10)))
+
+    def on_after_backward(self, trainer, pl_module):
+        self.hooks.append(("after_backward", round(pl_module.net[0].weight.grad.norm().item(), 10)))
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.hooks.append(("step", round(pl_module.net[0].weight.grad.norm().item(), 10)))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        scores = outputs["scores"]
+        assert not scores.requires_grad or scores.shape == (len(batch[0]), 3)
+        self.hooks.append(
+            ("end", round(outputs["loss"].item(), 10), tuple(scores.shape), round(scores.sum().item(), 8))
+        )
+        self.hooks.append({name: round(value.item(), 10) for name, value in trainer.callback_metrics.items()})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_hooks_see_the_whole_batch_once(way, batches):
+    expected, got = Trace(), Trace()
+    fit(Net(), expected, accumulate_grad_batches=batches)
+    microbatching, memory = WAYS[way]()
+    fit(Net(memory), got, microbatching, accumulate_grad_batches=batches)
+    # an attempt that ran out of memory in its backward pass has called the hook before it
+    once = [hook for hook, before in zip(got.hooks, [None, *got.hooks], strict=False) if hook != before]
+    assert len(got.hooks) - len(once) == (memory is not None and memory.where == "backward")
+    assert once == expected.hooks
+
+
+class Logging(Net):
+    """Logs in all the ways in which values are logged."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+        self.f1 = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
+        self.errors = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
+        self.outputs = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss, scores = self.loss(batch)
+        right = (scores.argmax(1) == batch[1]).float()
+        both = {"on_step": True, "on_epoch": True}
+        self.log("mean", right.mean(), **both)
+        self.log("given", right.mean(), batch_size=len(right), **both)
+        self.log("constant", right.mean(), batch_size=10, **both)
+        self.log("tokens", (right * batch[1]).sum() / (batch[1].sum() + 1e-9), batch_size=int(batch[1].sum()), **both)
+        self.log("correct", right.sum(), reduce_fx="sum", **both)
+        self.log("most", scores.max(), reduce_fx=max, **both)
+        self.log("least", scores.min(), reduce_fx="min", **both)
+        self.log("number", 0.1, **both)
+        self.log("half", right.mean().half(), **both)
+        self.log_dict({"a": loss * 2, "b": right.mean()}, on_epoch=True)
+        self.accuracy(scores, batch[1])
+        self.log("accuracy", self.accuracy, **both)
+        self.log("accuracy_value", self.accuracy(scores, batch[1]), on_step=True)
+        self.f1.update(scores, batch[1])
+        self.log("f1", self.f1, on_step=False, on_epoch=True)
+        self.errors(scores[:, 0].contiguous(), batch[1].double())
+        self.log_dict(self.errors, **both)
+        self.outputs.update(scores[:, 0].detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("outputs", self.outputs.compute().sum())
+        self.log("rows", float(len(self.outputs.compute())))
+        self.outputs.reset()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:You called .*self.log")
+def test_every_kind_of_logged_value(way, tmp_path):
+    def logged(module, *callbacks, name):
+        logger = CSVLogger(tmp_path, name=name)
+        fit(module, *callbacks, logger=logger, log_every_n_steps=1, max_epochs=2, data=rows_of(40))
+        return tmp_path / name / "version_0" / "metrics.csv"
+
+    microbatching, memory = WAYS[way]()
+    expected = logged(Logging(), name="whole").read_text(encoding="utf-8").splitlines()
+    got = logged(Logging(memory), microbatching, name="cut").read_text(encoding="utf-8").splitlines()
+    assert got[0] == expected[0]
+    assert len(got) == len(expected)
+    for line, whole_line in zip(got[1:], expected[1:], strict=True):
+        for key, value, other in zip(expected[0].split(","), line.split(","), whole_line.split(","), strict=True):
+            assert (value == "") == (other == "")
+            tolerance = 1e-3 if key.startswith("half") else 2e-6
+            assert value == "" or float(value) == pytest.approx(float(other), rel=tolerance, abs=1e-7), key
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+STRUCTURES = {
+    "dict": lambda x, y: {"x": x, "y": y, "name": ["row"] * len(x), "scale": torch.tensor(1.0), "size": (8, 8)},
+    "dataclass": Sample,
+    "nested": lambda x, y: ({"inner": [x]}, (y, None, "text")),
+    "samples": lambda x, y: [(a, int(b)) for a, b in zip(x, y, strict=True)],
+    "columns of samples": lambda x, y: (list(x), [{"y": b, "name": "row"} for b in y]),
+    "arrays": lambda x, y: (x, y.numpy()),
+}
+
+
+def unpack(kind, batch):
+    if kind == "dict":
+        return batch["x"] * batch["scale"], batch["y"]
+    if kind == "dataclass":
+        return batch.x, batch.y
+    if kind == "nested":
+        return batch[0]["inner"][0], batch[1][0]
+    if kind == "samples":
+        return torch.stack([x for x, _ in batch]), torch.tensor([y for _, y in batch])
+    if kind == "columns of samples":
+        return torch.stack(list(batch[0])), torch.stack([target["y"] for target in batch[1]])
+    return batch[0], torch.as_tensor(batch[1])
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_structures_of_batches(kind):
+    class Unpacking(Net):
+        def loss(self, batch):
+            return super().loss(unpack(kind, batch))
+
+    def collate(samples):
+        return STRUCTURES[kind](torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+
+    whole, cut = Unpacking(), Unpacking()
+    for module, callbacks in ((whole, []), (cut, [Microbatching(3)])):
+        module.training_step = lambda batch, batch_idx, module=module: module.loss(batch)[0]
+        fit(module, *callbacks, data=DataLoader(rows_of(), batch_size=10, collate_fn=collate))
+    assert difference(whole, cut) < 1e-12
+
+
+class Weighted(Net):
+    def loss(self, batch):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1], torch.tensor([1.0, 2.0, 9.0]).double())
+        return loss, None
+
+
+class Contrastive(Net):
+    def loss(self, batch):
+        features = nn.functional.normalize(self.net(batch[0]), dim=1)
+        return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features))), None
+
+
+class SameLoss(Net):
+    """Equal losses whose gradients are not: the whole's value with the gradient of the largest row."""
+
+    def loss(self, batch):
+        losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return losses.mean().detach() + losses.max() - losses.max().detach(), None
+
+
+REFUSED = {
+    "another loss": (Weighted, r"the loss of 3 rows is .* give .* as a mean over the rows and .* as a sum"),
+    "contrastive": (Contrastive, "the loss of 3 rows is"),
+    "another gradient": (SameLoss, r"the gradient of 3 rows and that of their microbatches of 1 and 2 rows differ by"),
+    "BatchNorm": (
+        lambda: Net(norm=nn.BatchNorm1d(16)),
+        r"BatchNorm uses the statistics of each microbatch in net\.1\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_losses_are_refused(kind):
+    make, words = REFUSED[kind]
+    module = make()
+    module.training_step = lambda batch, batch_idx: module.loss(batch)[0]
+    with pytest.raises(MisconfigurationException, match=words):
+        fit(module, Microbatching(3))
+    if kind == "BatchNorm":  # it is refused before any step
+        assert int(module.net[1].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_losses_with_a_warning(kind):
+    make, words = REFUSED[kind]
+    module = make()
+    module.training_step = lambda batch, batch_idx: module.loss(batch)[0]
+    with pytest.warns(UserWarning, match=words):
+        fit(module, Microbatching(3, on_mismatch="warn"))
+
+
+def test_frozen_batch_norm_is_no_obstacle():
+    class Frozen(Net):
+        def on_train_epoch_start(self):
+            self.net[1].eval()
+
+    whole, cut = Frozen(norm=nn.BatchNorm1d(16)), Frozen(norm=nn.BatchNorm1d(16))
+    fit(whole)
+    fit(cut, Microbatching(3))
+    assert difference(whole, cut) < 1e-12
+
+
+def test_random_losses_are_told():
+    class Noisy(Net):
+        def loss(self, batch):
+            return super().loss((batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+    with pytest.warns(UserWarning, match="could not compare .* as `training_step` draws random numbers"):
+        fit(Noisy(), Microbatching(3))
+
+
+def test_comparison_leaves_no_trace():
+    class Counting(Net):
+        def __init__(self):
+            super().__init__(dropout=0.5)
+            self.calls, self.losses = 0, []
+            self.metric = torchmetrics.MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            loss, _ = self.loss(batch)
+            self.losses.append(loss.detach())
+            self.metric.update(loss.detach())
+            return loss
+
+    class Look(Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            pl_module.found = (
+                pl_module.calls,
+                len(pl_module.losses),
+                int(pl_module.seen),
+                pl_module.metric._update_count,
+            )
+            pl_module.modes = {part.training for part in pl_module.modules()}
+
+    module = Counting()
+    fit(module, Look(), Microbatching(3), max_steps=1)
+    assert module.found == (1, 1, 2, 1)  # the first microbatch of two rows alone
+    assert module.modes == {True}
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned")
+@pytest.mark.parametrize("returned", ["all", "some"])
+def test_steps_without_a_loss(returned):
+    class Skipping(Net):
+        def training_step(self, batch, batch_idx):
+            skips = batch_idx == 1 and (returned == "all" or len(batch[0]) < 4)
+            return None if skips else super().training_step(batch, batch_idx)
+
+    fit(whole := Skipping())
+    if returned == "all":
+        fit(cut := Skipping(), Microbatching(5))
+        assert difference(whole, cut) < 1e-12
+    else:
+        with pytest.raises(MisconfigurationException, match="returned None for some of 3 microbatches"):
+            fit(Skipping(), Microbatching(4))
+
+
+def test_manual_optimization_is_refused():
+    module = Net()
+    module.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
+        fit(module, Microbatching())
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer")
+def test_batches_that_cannot_be_cut_are_refused_only_where_they_have_to_be():
+    data = DataLoader(
+        rows_of(),
+        batch_size=10,
+        collate_fn=lambda samples: (
+            torch.stack([x for x, _ in samples]),
+            torch.stack([y for _, y in samples]),
+            torch.ones(3),
+        ),
+    )
+
+    class Three(Net):
+        def loss(self, batch):
+            return super().loss(batch[:2])
+
+    fit(Three(), Microbatching(), data=data)
+    with pytest.raises(
+        MisconfigurationException, match=r"first dimensions differ \(batch\[0\] has 10, .* batch\[2\] has 3\)"
+    ):
+        fit(Three(), Microbatching(4), data=data)
+    with pytest.raises(MisconfigurationException, match=r"memory ran out\. A batch cannot be cut"):
+        fit(Three(Memory(3)), Microbatching(), data=data)
+
+
+@pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 2.5}, {"size": True}, {"on_mismatch": "ignore"}])
+def test_arguments(arguments):
+    with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
+        Microbatching(**arguments)
+
+
+@pytest.mark.parametrize("stopped", [1, 5])
+def test_resume_bit_for_bit(stopped, tmp_path):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == stopped:
+                raise KeyboardInterrupt
+
+    whole = Net(Memory(3), dropout=0.5)
+    fit(whole, Microbatching(), AutoResume(tmp_path / "whole", every_n_train_steps=1))
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(Net(Memory(3), dropout=0.5), Microbatching(), AutoResume(tmp_path / "run", every_n_train_steps=1), Stop())
+    resumed, microbatching = Net(Memory(3), dropout=0.5), Microbatching()
+    fit(resumed, microbatching, AutoResume(tmp_path / "run", every_n_train_steps=1))
+    assert resumed.memory.errors == whole.memory.errors  # which were saved
+    assert microbatching.current_size == 3
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))

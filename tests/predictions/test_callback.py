@@ -1,0 +1,562 @@
+"""PredictionWriter: each sample once and in order, whatever reads them, and after kills."""
+
+import itertools
+import os
+import signal
+import sys
+import tracemalloc
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.multiprocessing import ProcessExitedException
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from lightning_tricks import AutoResume, PredictionWriter, SeedEverything
+from tests.contract.lab import QUIET
+from tests.contract.processes import append_output_to, run_and_exit
+from tests.predictions.runs import TWO_RANKS, Numbers, Squares, predict, rows_of, squares
+
+FORMATS = ("jsonl", "npz", "pt", "parquet")
+# What Lightning says of loaders that are unusual in a prediction
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{words}")
+    for words in (
+        ".*shuffling enabled",
+        ".*custom batch sampler",
+        ".*drop_last",
+        ".*does not have many workers",
+        "predict returned None",
+        "Total length.*zero",
+    )
+]
+
+
+def needs_package(name):
+    if name == "parquet":
+        pytest.importorskip("pyarrow", reason="parquet needs the extra 'parquet'")
+
+
+class Reversed(BatchSampler):
+    """A user's batch sampler of uneven batches, which Lightning cannot make anew."""
+
+    def __init__(self, count):
+        self.count = count
+        self.sampler = SequentialSampler(range(count))  # Lightning 2.5.0 asks for it
+
+    def __iter__(self):
+        numbers = iter(reversed(range(self.count)))
+        for size in itertools.cycle([1, 3, 2]):
+            if not (batch := list(itertools.islice(numbers, size))):
+                return
+            yield batch
+
+    def __len__(self):
+        return len(list(iter(self)))
+
+
+class Reused(Reversed):
+    """Yields one list, which it fills anew."""
+
+    def __iter__(self):
+        batch = []
+        for other in super().__iter__():
+            batch[:] = other
+            yield batch
+
+
+class WithSizes(Reversed):
+    """Yields the size of an image beside its index."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield [(index, 32) for index in batch]
+
+
+class Drawn:
+    """Draws in random order by its own generator."""
+
+    def __new__(cls, count, **options):
+        return DataLoader(Numbers(count), 4, shuffle=True, generator=torch.Generator().manual_seed(3), **options)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(21), 4),
+    "shuffled": lambda: DataLoader(Numbers(21), 4, shuffle=True),
+    "own generator": lambda: Drawn(21),
+    "last batch dropped": lambda: DataLoader(Numbers(21), 4, drop_last=True),
+    "workers": lambda: DataLoader(Numbers(21), 4, num_workers=2, shuffle=True),
+    "batch sampler": lambda: DataLoader(Numbers(21), batch_sampler=BatchSampler(RandomSampler(range(21)), 4, True)),
+    "user's batch sampler": lambda: DataLoader(Numbers(21), batch_sampler=Reversed(21)),
+    "list that is used again": lambda: DataLoader(Numbers(21), batch_sampler=Reused(21)),
+    "subset": lambda: DataLoader(Subset(Numbers(50), range(21)), 4, shuffle=True),
+    "replaced twice": lambda: DataLoader(Numbers(21), 4, sampler=[*range(21), *range(9)]),
+    "distributed": lambda: DataLoader(Numbers(21), 4, sampler=DistributedSampler(Numbers(21), 1, 0)),
+    "numpy's numbers": lambda: DataLoader(Numbers(21), 4, sampler=np.random.default_rng(0).permutation(21)),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_each_sample_is_written_once_and_in_order(name):
+    predict(PredictionWriter("out.jsonl"), loaders=LOADERS[name]())
+    assert rows_of("out.jsonl") == squares()
+    assert [path.name for path in Path().iterdir()] == ["out.jsonl"]
+
+
+class Shares(LightningDataModule):
+    """A user's distributed sampler, which repeats samples to give all ranks as many."""
+
+    def predict_dataloader(self):
+        sampler = DistributedSampler(Numbers(21), self.trainer.world_size, self.trainer.global_rank, shuffle=True)
+        return DataLoader(Numbers(21), batch_size=4, sampler=sampler)
+
+
+@pytest.mark.parametrize("name", ["in order", "shuffled", "workers", "user's batch sampler", "subset"])
+@pytest.mark.parametrize("option", [True, False], ids=["distributed", "not distributed"])
+@pytest.mark.sampled(2)
+def test_two_ranks_write_what_one_writes(name, option):
+    predict(PredictionWriter("out.jsonl"), loaders=LOADERS[name](), use_distributed_sampler=option, **TWO_RANKS)
+    assert rows_of("out.jsonl") == squares()
+
+
+@pytest.mark.trap("predictions: a distributed sampler repeats samples")
+def test_what_a_distributed_sampler_repeats_is_left_out(lightning_log):
+    predict(PredictionWriter("out.npz"), loaders=Shares(), **TWO_RANKS)
+    assert rows_of("out.npz") == squares()
+
+
+def test_samples_that_get_lost_are_counted():
+    """Ranks with random numbers of their own shuffle differently, so that Lightning's sampler loses samples."""
+    data = DataLoader(Numbers(21), 4, shuffle=True)
+    with pytest.raises(Exception, match=r"of 21 samples to out.npz, without \d+ that were repeated. Samples get lost"):
+        predict([SeedEverything(3, per_rank=True), PredictionWriter("out.npz")], Draws(), data, **TWO_RANKS)
+    rows = rows_of("out.npz")
+    assert 10 < len(rows) < 21
+    assert all(row["square"] == row["index"] ** 2 for row in rows)
+
+
+class Draws(Squares):
+    def on_predict_start(self):
+        torch.rand(1 + self.global_rank)
+
+    def setup(self, stage):
+        torch.manual_seed(self.global_rank)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_loaders_are_told_apart_by_name_or_number(devices):
+    options = TWO_RANKS if devices == 2 else {}
+    loaders = {"b": DataLoader(Numbers(5), 4), "a": DataLoader(Numbers(9), 4, shuffle=True)}
+    predict(PredictionWriter("named.npz"), loaders=loaders, **options)
+    places = [*itertools.product("b", range(5)), *itertools.product("a", range(9))]
+    assert [(row["loader"], row["index"]) for row in rows_of("named.npz")] == places
+    predict(PredictionWriter("listed.npz"), loaders=[*loaders.values()], **options)
+    numbered = [(0 if name == "b" else 1, index) for name, index in places]
+    assert [(row["loader"], row["index"]) for row in rows_of("listed.npz")] == numbered
+    assert all(row["square"] == row["index"] ** 2 for row in rows_of("listed.npz"))
+
+
+def test_a_combined_loader_and_nested_loaders():
+    nested = CombinedLoader({"x": [DataLoader(Numbers(5), 4), DataLoader(Numbers(3), 4)]}, "sequential")
+    predict(PredictionWriter("out.jsonl"), loaders=nested)
+    assert [(row["loader"], row["index"]) for row in rows_of("out.jsonl")] == [
+        *itertools.product([0], range(5)),
+        *itertools.product([1], range(3)),
+    ]
+
+
+Pair = namedtuple("Pair", "low high")
+
+
+def rich(values, numbers):
+    """Whatever a step may return, of rows of different lengths."""
+    return {
+        "scores": values,
+        "nested": {"half": values.half(), 3: Pair(values.bfloat16()[:, 0], values.double()[:, None])},
+        "text": [f"ä{number}\n" for number in numbers],
+        "number": [int(number) for number in numbers],
+        "share": tuple(float(number) / 3 for number in numbers),
+        "flag": numbers > 3,
+        "tokens": [torch.arange(number % 3) for number in numbers],
+        "boxes": [{"box": torch.full((int(number) % 2, 4), int(number)), "label": int(number)} for number in numbers],
+        "padded": torch.ones(len(numbers), int(numbers.max())),
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_all_kinds_of_values_are_columns_in_all_formats(name, devices):
+    needs_package(name)
+    options = TWO_RANKS if devices == 2 else {}
+    predict(PredictionWriter(f"out.{name}"), Squares(transform=rich), **options)
+    rows = rows_of(f"out.{name}")
+    assert len(rows) == 21
+    for n, row in enumerate(rows):
+        square = float(n * n)
+        padded = row.pop("padded")
+        assert set(padded) == {1.0}
+        assert row == {
+            "loader": 0,
+            "index": n,
+            "scores": [square] * 2,
+            "nested.half": [square] * 2,
+            "nested.3.low": float(torch.tensor(square).bfloat16()),
+            "nested.3.high": [[square] * 2],
+            "text": f"ä{n}\n",
+            "number": n,
+            "share": n / 3,
+            "flag": n > 3,
+            "tokens": [*range(n % 3)],
+            "boxes.box": [[n] * 4] * (n % 2),
+            "boxes.label": n,
+        }
+
+
+def test_dtypes_are_those_of_the_tensors():
+    predict(PredictionWriter("out.npz"), Squares(transform=rich))
+    arrays = np.load("out.npz")
+    assert {name: str(arrays[name].dtype) for name in ("scores", "nested.half", "nested.3.low", "flag", "index")} == {
+        "scores": "float32",
+        "nested.half": "float16",
+        "nested.3.low": "float32",
+        "flag": "bool",
+        "index": "int64",
+    }
+    predict(PredictionWriter("out.pt"), Squares(transform=rich))
+    content = torch.load("out.pt", weights_only=True)
+    assert content["nested.3.low"].dtype == torch.bfloat16
+    assert content["scores"].shape == (21, 2)
+
+
+WRONG = {
+    "0-d": (lambda v, n: v.mean(), r"'prediction' is tensor\(.*\) for the whole batch: return one value for each"),
+    "number": (lambda v, n: {"loss": 0.5, "v": v}, "'loss' is 0.5 for the whole batch"),
+    "string": (lambda v, n: {"a": {"name": "x"}}, "'a.name' holds 'x', a str: return tensors, or lists"),
+    "None": (lambda v, n: None, "'prediction' holds None, a NoneType"),
+    "fewer rows": (lambda v, n: v[1:], "'prediction' has 3 values for the 4 samples"),
+    "another column": (lambda v, n: {f"v{n[0] > 3}": v}, "its columns are vTrue, and those of another batch vFalse"),
+    "another rank": (
+        lambda v, n: v[..., None] if n[0] > 3 else v,
+        r".*\(2, 1\): only the first dimension of a value may",
+    ),
+    "another width": (lambda v, n: v[:, None, : 1 + (n[0] > 3)], r".*\(1, 2\): only the first dimension"),
+    "text and number": (lambda v, n: ["a"] * 4 if n[0] > 3 else v[:, 0], ".*float32 .* and texts"),
+    "taken name": (lambda v, n: {"index": v}, "two columns are called 'index'"),
+    "one name twice": (lambda v, n: {"a": {"b": v}, "a.b": v}, "two columns are called 'a.b'"),
+    "nothing": (lambda v, n: {}, "there is nothing in it to write"),
+    "mixed list": (lambda v, n: [1, "a", 2, 3], "'prediction' holds .*, a list"),
+    "uneven names": (lambda v, n: [{"a": 1}] * 3 + [{"b": 1}], "'' has other names in one sample"),
+    "nested uneven": (lambda v, n: [[[1], [1, 2]]] * 4, "'prediction' holds .*, a list"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_a_column_is_refused_with_its_name_and_batch(name):
+    transform, words = WRONG[name]
+    with pytest.raises(MisconfigurationException, match=f"PredictionWriter cannot .* loader '0': {words}"):
+        predict(PredictionWriter("out.jsonl"), Squares(transform=transform))
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet"])
+def test_complex_numbers_are_refused_in_the_first_batch_where_a_format_lacks_them(name):
+    needs_package(name)
+    module = Squares(transform=lambda values, numbers: values.to(torch.complex64))
+    with pytest.raises(MisconfigurationException, match=f"batch 0 .*'prediction' is complex, which {name} cannot hold"):
+        predict(PredictionWriter(f"out.{name}"), module)
+    predict(PredictionWriter("out.npz"), module)
+    assert np.load("out.npz")["prediction"][4, 0] == 16 + 0j
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_columns_are_chosen_by_names_and_patterns(kind):
+    predict(PredictionWriter("out.jsonl", columns=kind(["nested.*", "text"])), Squares(transform=rich))
+    assert [*rows_of("out.jsonl")[0]] == ["loader", "index", "nested.half", "nested.3.low", "nested.3.high", "text"]
+    with pytest.raises(MisconfigurationException, match=r"'txt' matches none of square, number"):
+        predict(PredictionWriter("out.jsonl", columns=["txt"]))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from map(Numbers(10).__getitem__, [3, 1, 2, 7, 5])
+
+
+class Batches:
+    """No DataLoader at all."""
+
+    def __iter__(self):
+        yield torch.full((3, 2), 9.0), torch.tensor([3, 1, 2])
+
+
+def test_a_stream_has_running_numbers_on_one_rank_and_is_refused_on_several():
+    predict(PredictionWriter("out.jsonl"), loaders=[DataLoader(Stream(), 2), Batches()])
+    rows = rows_of("out.jsonl")
+    assert [(row["loader"], row["index"], row["number"]) for row in rows] == [
+        *((0, place, number) for place, number in enumerate([3, 1, 2, 7, 5])),
+        *((1, place, number) for place, number in enumerate([3, 1, 2])),
+    ]
+    with pytest.raises(
+        Exception,
+        match=r"(?s)cannot tell which samples loader '0' reads.*whose samples have no indices, needs devices=1",
+    ):
+        predict(PredictionWriter("other.jsonl"), loaders=DataLoader(Stream(), 2), **TWO_RANKS)
+
+
+def test_a_stream_is_predicted_anew_after_an_exception():
+    writer = PredictionWriter("out.jsonl", resume=True)
+    with pytest.raises(ZeroDivisionError):
+        predict(writer, Squares(kill_at=7, dies_on=ZeroDivisionError), DataLoader(Stream(), 1))
+    predict(writer, loaders=DataLoader(Stream(), 1))
+    assert [row["number"] for row in rows_of("out.jsonl")] == [3, 1, 2, 7, 5]
+
+
+def test_a_loader_whose_samples_nobody_knows_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"loader 'a' reads. Give a DataLoader with batch_size"):
+        predict(PredictionWriter("out.jsonl"), loaders={"a": DataLoader(Numbers(4), batch_size=None, shuffle=True)})
+    with pytest.raises(MisconfigurationException, match=r"'0' reads.*and in_order=True"):
+        predict(PredictionWriter("out.jsonl"), loaders=DataLoader(Numbers(9), 2, num_workers=2, in_order=False))
+    with pytest.raises(TypeError, match=r"needs indices, and a batch sampler yields \[\(3, 32\)\]"):
+        predict(PredictionWriter("out.jsonl"), loaders=DataLoader(Numbers(4), batch_sampler=WithSizes(4)))
+
+
+class OwnOrder(DataLoader):
+    """Reads on its own, not what its batch sampler yields."""
+
+    def __iter__(self):
+        yield torch.ones(2, 2), torch.tensor([3, 1])
+
+
+def test_a_loader_that_does_not_use_its_batch_sampler_is_refused():
+    with pytest.raises(MisconfigurationException, match="does not read what its batch sampler yields"):
+        predict(PredictionWriter("out.jsonl"), loaders=OwnOrder(Numbers(4), 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter:UserWarning")
+def test_a_step_that_fetches_its_batches_is_refused():
+    class Pulls(Squares):
+        def predict_step(self, dataloader_iter):
+            pass
+
+    with pytest.raises(MisconfigurationException, match="without dataloader_iter"):
+        predict(PredictionWriter("out.jsonl"), Pulls())
+
+
+def predict_in_a_process(path, devices, kill_at=None, log=None, shuffle=False):
+    """Predict 40 numbers in a fork, which a step may kill; return its exit status."""
+
+    def work():
+        torch.manual_seed(0)
+        loaders, options = DataLoader(Numbers(40), 4, shuffle=shuffle), TWO_RANKS if devices == 2 else {}
+        predict(PredictionWriter(path, resume=True), Squares(log, kill_at), loaders, **options)
+
+    if devices == 2:  # they are forks of this process
+        try:
+            return work() or 0
+        except ProcessExitedException as error:
+            return error.exit_code
+    if (child := os.fork()) == 0:
+        append_output_to(Path("output"))
+        run_and_exit(work)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize(("devices", "later"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_after_a_kill_it_goes_on_and_the_file_is_the_same(devices, later):
+    assert predict_in_a_process("whole.npz", 1) == 0
+    assert predict_in_a_process("out.npz", devices, 24, "first.log") != 0
+    assert not Path("out.npz").exists()
+    assert [*Path("out.npz.parts").glob("*.part")]
+    assert predict_in_a_process("out.npz", later, None, "second.log") == 0
+    assert Path("out.npz").read_bytes() == Path("whole.npz").read_bytes()
+    assert not Path("out.npz.parts").exists()
+    if devices == later:
+        first, second = (set(Path(log).read_text().splitlines()) for log in ("first.log", "second.log"))
+        assert len(first & second) <= devices, "of each rank the first batch alone is read again"
+        assert len(first | second) == 10
+
+
+def test_a_shuffled_loader_goes_on_after_a_kill():
+    assert predict_in_a_process("whole.npz", 1) == 0
+    assert predict_in_a_process("out.npz", 1, 39, shuffle=True) == signal.SIGKILL
+    assert predict_in_a_process("out.npz", 1, shuffle=True) == 0
+    assert Path("out.npz").read_bytes() == Path("whole.npz").read_bytes()
+
+
+def stopped(path="out.jsonl", at=12, **options):
+    """Predict until an exception; return the folder of the parts."""
+    with pytest.raises(ZeroDivisionError):
+        predict(PredictionWriter(path, **options), Squares(kill_at=at, dies_on=ZeroDivisionError))
+    return Path(f"{path}.parts")
+
+
+@pytest.mark.parametrize("tail", [b"\x07", b"\xff" * 8, (5000).to_bytes(8, "little") + b"PK"])
+def test_a_record_that_was_cut_off_does_not_count(tail):
+    (part,) = stopped().glob("*.part")
+    with part.open("ab") as file:
+        file.write(tail)
+    predict(PredictionWriter("out.jsonl", resume=True))
+    assert rows_of("out.jsonl") == squares()
+
+
+def test_a_record_may_be_cut_anywhere():
+    folder = stopped()
+    (part,) = folder.glob("*.part")
+    content, run = part.read_bytes(), (folder / "run.json").read_bytes()
+    for size in range(0, len(content), 211):
+        folder.mkdir(exist_ok=True)
+        (folder / "run.json").write_bytes(run)
+        (folder / part.name).write_bytes(content[:size])
+        predict(PredictionWriter("out.jsonl", resume=True))
+        assert rows_of("out.jsonl") == squares()
+
+
+def test_what_belongs_to_another_run_is_refused_in_words():
+    folder = stopped()
+    resumed = PredictionWriter("out.jsonl", resume=True)
+    other = Squares()
+    torch.nn.init.constant_(other.weight, 2)
+    with pytest.raises(MisconfigurationException, match=r"another run.*\(weights: \['\w+'\] then, .*Give resume=False"):
+        predict(resumed, other)
+    with pytest.raises(MisconfigurationException, match=r"\(samples: \{'0': 21\} then, \{'0': 22\} now\)"):
+        predict(resumed, loaders=DataLoader(Numbers(22), 4))
+    with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 then, 4 now"):
+        predict(resumed, limit_predict_batches=4)
+    with pytest.raises(MisconfigurationException, match=r"columns: None then, .'square'. now"):
+        predict(PredictionWriter("out.jsonl", resume=True, columns=["square"]))
+    with pytest.raises(
+        MisconfigurationException, match="its columns are prediction, and those of another batch square"
+    ):
+        predict(resumed, Squares(transform=lambda values, numbers: values))
+    assert len([*folder.glob("*.part")]) == 2
+    predict(resumed)
+    assert rows_of("out.jsonl") == squares()
+
+
+def test_resume_false_begins_anew():
+    folder = stopped()
+    (folder / "mine.txt").write_text("a file of the user")
+    other = Squares()
+    torch.nn.init.constant_(other.weight, 2)
+    predict(PredictionWriter("out.jsonl"), other)
+    assert [row["square"] for row in rows_of("out.jsonl")] == [2.0 * n * n for n in range(21)]
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"], "it removes its own files alone"
+
+
+class Collects(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch")
+        self.seen = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.seen += batch_indices
+
+
+def test_a_resumed_run_predicts_again_what_others_want(tmp_path):
+    stopped()
+    returned = predict(PredictionWriter("out.jsonl", resume=True), return_predictions=True)
+    assert torch.cat([batch["number"] for batch in returned]).tolist() == [*range(21)]
+    assert rows_of("out.jsonl") == squares()
+    stopped()
+    other = Collects()
+    predict([PredictionWriter("out.jsonl", resume=True), other])
+    assert other.seen == [*range(21)]
+
+
+def test_limits_hold_in_a_resumed_run():
+    with pytest.raises(ZeroDivisionError):
+        predict(PredictionWriter("out.jsonl"), Squares(kill_at=8, dies_on=ZeroDivisionError), limit_predict_batches=4)
+    predict(PredictionWriter("out.jsonl", resume=True), limit_predict_batches=4)
+    assert rows_of("out.jsonl") == squares(16)
+
+
+def test_one_callback_predicts_twice_and_replaces_its_file():
+    writer = PredictionWriter("out.jsonl")
+    trainer = Trainer(callbacks=[writer], **QUIET)
+    for count in (21, 6):
+        trainer.predict(Squares(), DataLoader(Numbers(count), 4), return_predictions=False)
+        assert rows_of("out.jsonl") == squares(count)
+    predict(writer, loaders=[DataLoader(Numbers(0), 4)])
+    assert rows_of("out.jsonl") == squares(6), "nothing was predicted"
+
+
+def test_memory_is_bounded():
+    """It holds neither the predictions while predicting, nor the file while merging."""
+    count, width = 600, 20_000  # 48 MB
+
+    def wide(values, numbers):
+        return numbers.float()[:, None].expand(-1, width)
+
+    for name in ("pt", "npz", "jsonl"):
+        width = 20_000 if name != "jsonl" else 500
+        tracemalloc.start()
+        predict(PredictionWriter(f"out.{name}"), Squares(transform=wide), DataLoader(Numbers(count), 4))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 24e6, f"{name}: {peak:,} bytes"
+    assert (torch.load("out.pt")["prediction"][:, -1] == torch.arange(count)).all()
+    assert (np.load("out.npz")["prediction"][:, 7] == np.arange(count)).all()
+
+
+def test_a_step_may_return_memory_that_it_uses_again():
+    buffer = torch.zeros(4)
+
+    def reused(values, numbers):
+        buffer[: len(numbers)] = values[:, 0]
+        return buffer[: len(numbers)]
+
+    predict(PredictionWriter("out.npz"), Squares(transform=reused))
+    assert np.load("out.npz")["prediction"].tolist() == [float(n * n) for n in range(21)]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_first_batch():
+    Path("taken").mkdir()
+    with pytest.raises(MisconfigurationException, match="taken: it is a directory"):
+        predict(PredictionWriter("taken", format="npz"), Squares(log="log"))
+    assert not Path("log").exists()
+    predict(PredictionWriter(Path("new/folder/out.npz")))
+    assert len(rows_of("new/folder/out.npz")) == 21
+
+
+def test_a_trial_run_writes_nothing():
+    predict(PredictionWriter("out.npz"), fast_dev_run=True)
+    assert not [*Path().iterdir()]
+
+
+def test_arguments():
+    assert PredictionWriter("out", format="npz").format == "npz"
+    with pytest.raises(ValueError, match="format must be one of parquet, npz, jsonl, pt, got 'csv'"):
+        PredictionWriter("out.csv")
+    with pytest.raises(ValueError, match="Did you mean 'jsonl'"):
+        PredictionWriter("out", format="json")
+    for columns in ("square", [], ()):
+        with pytest.raises(TypeError, match="columns must be a list of names, or None for all, got "):
+            PredictionWriter("out.npz", columns=columns)
+    with pytest.raises(ValueError, match="must not be empty"):
+        PredictionWriter("out.npz", columns=[""])
+
+
+def test_a_missing_package_is_named_before_the_first_batch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match=r"PredictionWriter.*needs pyarrow, from the extra 'parquet'"):
+        predict(PredictionWriter("predictions"), Squares(log="log"))
+    assert not Path("log").exists()
+
+
+def test_it_says_one_line(lightning_log):
+    predict([PredictionWriter("out.npz"), AutoResume("runs")])
+    said = [line for _, line in lightning_log if "PredictionWriter" in line]
+    assert said == ["PredictionWriter: wrote the predictions of 21 of 21 samples to out.npz."]

@@ -1,0 +1,335 @@
+"""The callback against its oracle, the loader that leaves batches out."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks import AutoResume, GradientClipping, PercentileClip, SpikeGuard, ZScoreClip
+from tests.contract.checks import Interrupts
+from tests.contract.lab import HostReads, Lab, same
+from tests.spike_guard.oracle import Noisy, Rows, loader, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:SpikeGuard:UserWarning", "ignore:.*lr_scheduler.step:UserWarning")
+
+SMALL = {"threshold": 100.0, "window": 16, "warmup_steps": 3}
+
+
+def guarded(
+    folder, guard, *, poisoned, left_out, factor=1e4, batches=12, others=list, module=Noisy, one_rank=None, **options
+):
+    """Train guarded, and without guard on what is to be left; assert that both end alike, and return the guard."""
+    rows = Rows(batches, poisoned, factor, one_rank, draws=0 not in left_out)  # an epoch's first batch is always read
+    with_guard = run(folder / "guarded", loader(rows), [*others(), guard], module=module, **options)
+    expected = run(folder / "oracle", loader(rows, left_out), others(), module=module, **options)
+    assert len(with_guard) == len(expected) > 0
+    for rank, oracle in zip(with_guard, expected, strict=True):
+        for what in oracle:
+            equal = same(rank[what], oracle[what])
+            assert equal, f"{what} differ, with {guard.spikes}"
+    return guard
+
+
+@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
+@pytest.mark.parametrize("factor", [1e4, float("nan"), float("inf")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused"])
+def test_a_skipped_batch_was_never_there(monitor, factor, optimizer, tmp_path):
+    guard = guarded(
+        tmp_path,
+        SpikeGuard(monitor=monitor, **SMALL),
+        poisoned={5, 9},
+        left_out={5, 9},
+        factor=factor,
+        module=lambda: Noisy(optimizer),
+    )
+    assert [(spike["epoch"], spike["batch_idx"]) for spike in guard.spikes] == [(0, 5), (0, 9), (1, 5), (1, 9)]
+
+
+@pytest.mark.parametrize("factor", [1e4, float("nan")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused", "lbfgs"])
+def test_rewound_batches_were_never_there(factor, optimizer, tmp_path):
+    guard = guarded(
+        tmp_path,
+        SpikeGuard("rewind", every_n_train_steps=3, **SMALL),
+        poisoned={7},
+        left_out={6, 7, 8},
+        factor=factor,
+        module=lambda: Noisy(optimizer),
+    )
+    assert [(spike["batch_idx"], spike["left_out"]) for spike in guard.spikes] == [(7, 3), (7, 3)]
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize(("poisoned", "left_out"), [({0, 1}, {0, 1}), ({11}, {11}), ({4, 5, 6}, {4, 5, 6})])
+def test_first_last_and_several_in_a_row(mode, poisoned, left_out, tmp_path):
+    guarded(
+        tmp_path,
+        SpikeGuard(mode, every_n_train_steps=1, **SMALL),
+        poisoned=poisoned,
+        left_out=left_out,
+        factor=float("nan"),
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize(("poisoned", "left_out"), [({5}, {4, 5, 6, 7}), ({9}, {8, 9}), ({0, 9}, {0, 1, 2, 3, 8, 9})])
+def test_all_batches_of_an_accumulated_step_are_left_out(mode, fp16, poisoned, left_out, tmp_path):
+    guarded(
+        tmp_path,
+        SpikeGuard(mode, every_n_train_steps=1, **SMALL),
+        poisoned=poisoned,
+        left_out=left_out,
+        batches=10,
+        factor=float("nan"),
+        accumulate_grad_batches=4,
+        fp16=fp16,
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
+@pytest.mark.parametrize("factor", [500.0, float("nan")])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_under_fp16_the_scaler_is_as_it_was(mode, monitor, factor, optimizer, tmp_path):
+    threshold = {"loss": 60.0, "grad_norm": 300.0}[monitor]  # norms of so few values vary much
+    guard = guarded(
+        tmp_path,
+        SpikeGuard(mode, monitor=monitor, every_n_train_steps=2, **{**SMALL, "threshold": threshold}),
+        poisoned={7},
+        left_out={7} if mode == "skip" else {6, 7},
+        factor=factor,
+        fp16=True,
+        module=lambda: Noisy(optimizer),
+    )
+    assert len(guard.spikes) == 2
+
+
+@pytest.mark.parametrize("every_n", [1, 2, 5, 100])
+def test_rewind_under_manual_optimization(every_n, tmp_path):
+    left_out = {1: {7}, 2: {6, 7}, 5: {5, 6, 7, 8, 9}, 100: set(range(12))}[every_n]
+    guarded(
+        tmp_path,
+        SpikeGuard("rewind", every_n_train_steps=every_n, **SMALL),
+        poisoned={7} if every_n < 100 else set(),
+        left_out=left_out if every_n < 100 else set(),
+        module=lambda: Noisy(automatic=False),
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
+@pytest.mark.parametrize("factor", [1e4, float("nan")])
+def test_a_spike_on_one_rank_is_one_on_all(mode, monitor, factor, tmp_path):
+    guarded(
+        tmp_path,
+        SpikeGuard(mode, monitor=monitor, every_n_train_steps=2, **SMALL),
+        poisoned={7},
+        left_out={7} if mode == "skip" else {6, 7},
+        factor=factor,
+        ranks=2,
+        one_rank=1,
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize("frequency", [2, 3])
+def test_schedules_count_the_steps_that_are_kept(mode, frequency, tmp_path):
+    guarded(
+        tmp_path,
+        SpikeGuard(mode, every_n_train_steps=2, **SMALL),
+        poisoned={5},
+        left_out={5} if mode == "skip" else {4, 5},
+        module=lambda: Noisy(frequency=frequency),
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+def test_max_steps_counts_the_steps_that_are_kept(mode, tmp_path):
+    guarded(
+        tmp_path,
+        SpikeGuard(mode, every_n_train_steps=4, **SMALL),
+        poisoned={5},
+        left_out={5} if mode == "skip" else {4, 5, 6, 7},
+        max_epochs=-1,
+        max_steps=20,
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize("method", ["norm", "z-score", "percentile"])
+def test_beside_gradient_clipping(mode, method, tmp_path):
+    methods = {
+        "norm": {},
+        "z-score": {"method": ZScoreClip(warmup_steps=3)},
+        "percentile": {"method": PercentileClip(50)},
+    }
+    guarded(
+        tmp_path,
+        SpikeGuard(mode, every_n_train_steps=2, **SMALL),
+        poisoned={7},
+        left_out={7} if mode == "skip" else {6, 7},
+        others=lambda: [GradientClipping(on_nonfinite="skip", **methods[method])],
+    )
+
+
+class Stopping(Callback):
+    """Stops the fit in an epoch, after a batch."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 8:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("every_n", [3, 100])
+def test_validation_sees_weights_that_were_judged(every_n, tmp_path):
+    seen = []
+
+    class Looking(Callback):
+        def on_validation_start(self, trainer, pl_module):
+            seen.append(all(p.isfinite().all() for p in pl_module.parameters()))
+
+    guard = SpikeGuard("rewind", every_n_train_steps=every_n, **SMALL)
+    run(
+        tmp_path / "run",
+        loader(Rows(12, {7}, float("nan"))),
+        [guard, Looking()],
+        val_check_interval=4,
+    )
+    assert seen == [True] * 6
+    assert [(spike["batch_idx"], spike["left_out"]) for spike in guard.spikes] == [(7, 1 if every_n == 3 else 4)] * 2
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_fit_that_is_stopped_ends_with_weights_that_were_judged(order, tmp_path):
+    guard = SpikeGuard("rewind", every_n_train_steps=100, **SMALL)
+    callbacks = [guard, Stopping()] if order == "first" else [Stopping(), guard]
+    (end,) = run(tmp_path / "run", loader(Rows(12, {7}, float("nan"))), callbacks, limit_val_batches=0)
+    assert all(tensor.isfinite().all() for tensor in end["tensors"].values())
+    assert [spike["left_out"] for spike in guard.spikes] == [12, 9]
+    assert end["global_step"] == 0
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+def test_shuffled_batches(mode, tmp_path):
+    rows = Rows(12, draws=False)
+    torch.manual_seed(0)
+    ends = []
+    for left_out, callbacks in (((), [SpikeGuard(mode, every_n_train_steps=1, **SMALL)]), ({0, 5}, [])):
+        # batches 0 and 5 of the order that is drawn are spoilt by the module, which sees their index
+        ends += run(
+            tmp_path / str(len(ends)),
+            loader(rows, left_out, shuffle=True),
+            callbacks,
+            module=lambda spoilt=not left_out: SpoiltByIndex(spoilt),
+        )
+    for what in ends[0]:
+        equal = same(ends[0][what], ends[1][what])
+        assert equal, f"{what} differ"
+
+
+class SpoiltByIndex(Noisy):
+    def __init__(self, spoilt):
+        super().__init__()
+        self.spoilt = spoilt
+
+    def training_step(self, batch, batch_idx):
+        if self.spoilt and batch_idx in (0, 5):
+            batch = batch[0] * float("nan"), batch[1]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+def test_too_many_in_a_row_end_the_fit_in_words(mode, tmp_path):
+    guard = SpikeGuard(mode, every_n_train_steps=1, max_consecutive=2, **SMALL)
+    with pytest.raises(RuntimeError, match=r"a value not finite, at batch 7 .* 3 spikes in a row, more than max_cons"):
+        run(tmp_path / "run", loader(Rows(12, {5, 6, 7}, float("nan"))), [guard])
+    assert [spike["batch_idx"] for spike in guard.spikes] == [5, 6, 7]
+
+
+def test_an_average_of_the_weights_goes_back_as_well(tmp_path):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    guarded(
+        tmp_path,
+        SpikeGuard("rewind", every_n_train_steps=2, **SMALL),
+        poisoned={7},
+        left_out={6, 7},
+        others=lambda: [averaging.EMAWeightAveraging(decay=0.9)],
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("stopped", [5, 8, 9])
+def test_resumed_in_the_middle_it_ends_as_one_run(mode, accumulated, stopped, tmp_path):
+    def train(folder, *others):
+        guard = SpikeGuard(mode, every_n_train_steps=3, **SMALL)
+        data = loader(Rows(12, {7}, 1e4))
+        return guard, run(folder, data, [guard, *others], accumulate_grad_batches=accumulated)
+
+    whole, expected = train(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        train(tmp_path / "stopped", AutoResume(tmp_path / "resume"), Interrupts(stopped))
+    resumed, ends = train(tmp_path / "resumed", AutoResume(tmp_path / "resume"))
+    for what in expected[0]:
+        equal = same(ends[0][what], expected[0][what])
+        assert equal, f"{what} differ"
+    assert resumed.spikes == whole.spikes
+    assert len(whole.spikes) == 2
+    assert same(resumed.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize(("mode", "more"), [("skip", 1), ("rewind", 0)])
+def test_host_reads_of_a_step(mode, more, tmp_path):
+    counts = {}
+    for batches in (4, 10):
+        for callbacks in ([], [SpikeGuard(mode, threshold=float("inf"))]):
+            lab = Lab(tmp_path / f"{batches}{len(callbacks)}")
+            with HostReads() as reads:
+                lab.fit(callbacks, probe=False, limit_train_batches=batches, max_epochs=1)
+            counts[batches, len(callbacks)] = reads.count
+    assert counts[10, 1] - counts[4, 1] - (counts[10, 0] - counts[4, 0]) == more * 6
+
+
+def test_refusals_name_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"mode must be one of skip, rewind, got 'rewnd'\..* Did you mean 'rewind'"):
+        SpikeGuard("rewnd")
+    with pytest.raises(ValueError, match="threshold must be"):
+        SpikeGuard(threshold=0)
+    for module, words in ((Noisy(automatic=False), "manual optimization"), (Noisy("lbfgs"), "LBFGS")):
+        with pytest.raises(MisconfigurationException, match=rf'under {words}.*: use "rewind"'):
+            run(tmp_path / words, loader(Rows(4)), [SpikeGuard()], module=lambda module=module: module)
+
+    class Silent(Noisy):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+
+    with pytest.raises(
+        MisconfigurationException, match=r'training_step returned NoneType: return the loss.*"grad_norm"'
+    ):
+        run(tmp_path / "silent", loader(Rows(4)), [SpikeGuard("rewind")], module=lambda: Silent(automatic=False))
+
+
+def test_manual_accumulation_is_continued_where_it_was(tmp_path):
+    class Accumulating(Noisy):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.seen += 1
+            if self.seen % 2 == 0:
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return loss
+
+        def __init__(self):
+            super().__init__(automatic=False)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    guarded(
+        tmp_path,
+        SpikeGuard("rewind", every_n_train_steps=1, **SMALL),
+        poisoned={7},
+        left_out={7},
+        module=Accumulating,
+    )

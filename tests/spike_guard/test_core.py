@@ -1,0 +1,75 @@
+"""The band of usual values, and copies of what a step changes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_tricks.spike_guard.core import state_copies as copies
+from lightning_tricks.spike_guard.core.band import RobustBand
+
+VALUES = st.lists(st.floats(0.1, 10, allow_nan=False), min_size=5, max_size=40)
+
+
+def limit_by_numpy(values: list[float], threshold: float, window: int) -> float:
+    last = np.array(values[-window:])
+    deviation = np.median(np.abs(last - np.median(last)))
+    return float(np.median(last) + threshold * max(1.4826 * deviation, 0.01 * abs(np.median(last))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=VALUES, window=st.integers(2, 30), threshold=st.floats(0.5, 20))
+def test_the_limit_is_that_of_the_last_usual_values(values, window, threshold):
+    band, usual = RobustBand(threshold, window, warmup_steps=3), list[float]()
+    for value in values:
+        limit = band.limit()
+        assert limit == pytest.approx(limit_by_numpy(usual, threshold, window) if len(usual) >= 3 else math.inf)
+        assert (band.take([value]) is None) == (value <= limit)
+        usual += [value] if value <= limit else []
+    again = RobustBand(threshold, window, warmup_steps=3)
+    again.load_state_dict(band.state_dict())
+    assert again.limit() == band.limit()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_a_spike_from_the_first_value_on(value):
+    band = RobustBand(math.inf, warmup_steps=100)
+    assert band.take([1.0, value]) == (1, math.inf)
+    assert band.state_dict()["count"] == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_is_undone_bit_for_bit(kind):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), MeanMetric())
+    optimizer = kind(module.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    def step() -> None:
+        out = module[1](module[0](torch.arange(15.0).reshape(5, 3).sin()))
+        module[2].update(out.detach())
+        optimizer.zero_grad()
+        out.pow(2).sum().backward()
+        optimizer.step()
+
+    step()
+    found = [copies.copy_tensors(module, parameters=True), copies.copy_gradients(module), copies.copy_metrics(module)]
+    states = copies.copy_optimizer(optimizer)
+    mean = module[2].compute()
+    step()
+    after = copies.copy_tensors(module, parameters=True)
+    optimizer.param_groups[0]["lr"] = 7.0
+    copies.restore_tensors(module, found[0])
+    copies.restore_gradients(module, found[1])
+    copies.restore_metrics(module, found[2])
+    copies.restore_optimizer(optimizer, states)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(module[2].compute(), mean)
+    step()
+    again = copies.copy_tensors(module, parameters=True)
+    assert all(torch.equal(after[name], again[name]) for name in after)
