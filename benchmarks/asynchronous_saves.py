@@ -78,6 +78,14 @@ def saving(kind: str, folder: str) -> Callback:
     return AutoResume(folder, every_n_train_steps=WORK, every_n_epochs=None, asynchronous="asynchronous" in kind)
 
 
+def fit(kind: str, callbacks: list[Callback], steps: int, width: int, megabytes: int, loader: DataLoader[Any]) -> None:
+    """Train with what saves by itself switched off, but for ModelCheckpoint."""
+    seed_everything(1, verbose=False)
+    own = {"enable_checkpointing": kind == "ModelCheckpoint", **LEAN}
+    Trainer(max_steps=steps, callbacks=callbacks, **own).fit(Large(megabytes, width), loader)
+    gc.collect()  # a fit's objects refer to each other, and hold what the model takes
+
+
 def stalls(megabytes: int, saves: int, kinds: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
     """Time what stands between two steps with a save between them."""
     spent: dict[str, list[float]] = defaultdict(list)
@@ -93,37 +101,31 @@ def stalls(megabytes: int, saves: int, kinds: tuple[str, ...], rounds: int) -> d
 
         return call
 
-    def fit(kind: str) -> float:
-        seed_everything(1, verbose=False)
+    def stall(kind: str) -> float:
         spent.clear()
         owner, name = (ResumableFit, "_save") if kind != "ModelCheckpoint" else (ModelCheckpoint, "_save_checkpoint")
         with tempfile.TemporaryDirectory() as folder, patch.object(owner, name, timed("save", getattr(owner, name))):
             callbacks = [saving(kind, folder)]
             if isinstance(callbacks[0], AutoResume):
                 callbacks.append(Waits(callbacks[0]))
-            own = {"enable_checkpointing": kind == "ModelCheckpoint", **LEAN}
-            Trainer(max_steps=WORK * saves - 1, callbacks=callbacks, **own).fit(Large(megabytes, 512), loader)
-        gc.collect()  # a fit's objects refer to each other, and hold what the model takes
+            fit(kind, callbacks, WORK * saves - 1, 512, megabytes, loader)
         return statistics.median(spent["save"][1 : saves - 1])  # the first takes new memory, the last waits
 
-    return ratios(measure({kind: lambda kind=kind: fit(kind) for kind in kinds}, rounds, warmup=1), "ModelCheckpoint")
+    return ratios(measure({kind: lambda kind=kind: stall(kind) for kind in kinds}, rounds, warmup=1), "ModelCheckpoint")
 
 
 def training(megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
     """Time steps with two saves among them, which take about as long as a save's writing takes."""
     loader = data(3)
 
-    def fit(kind: str) -> float:
-        seed_everything(1, verbose=False)
+    def seconds(kind: str) -> float:
         clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
             callbacks = [clock] if kind == NONE else [saving(kind, folder), clock]
-            own = {"enable_checkpointing": kind == "ModelCheckpoint", **LEAN}
-            Trainer(max_steps=WORK * 3 - 1, callbacks=callbacks, **own).fit(Large(megabytes, 16384), loader)
-        gc.collect()
+            fit(kind, callbacks, WORK * 3 - 1, 16384, megabytes, loader)
         return clock.end - clock.start
 
-    return ratios(measure({kind: lambda kind=kind: fit(kind) for kind in (NONE, *KINDS)}, rounds, warmup=1), NONE)
+    return ratios(measure({kind: lambda kind=kind: seconds(kind) for kind in (NONE, *KINDS)}, rounds, warmup=1), NONE)
 
 
 def main() -> None:

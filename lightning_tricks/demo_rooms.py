@@ -46,6 +46,11 @@ History: TypeAlias = Sequence[Mapping[str, float]]
 _MAX_NORM = 2.0
 _MEMBERS = 5
 _TIMEOUT = "10 minutes"
+# Of the Trainers that rows have for themselves
+_QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False),
+}
 _DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
@@ -109,8 +114,7 @@ def _ensembles(trainer: Trainer, history: History) -> Rows:
     ensemble = VotingClassifier(
         model.net, _MEMBERS, optimizer=model.tricks.optimizer, lr_scheduler=model.tricks.schedule, seed=0
     )
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
-    own = Trainer(max_epochs=trainer.max_epochs, accelerator="cpu", devices=1, enable_progress_bar=False, **quiet)
+    own = Trainer(max_epochs=trainer.max_epochs, devices=1, **_QUIET)
     data.setup("fit")
     own.fit(ensemble, data.train_dataloader(), data.val_dataloader())
     images, labels = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
@@ -222,10 +226,9 @@ def _predictions(trainer: Trainer, history: History) -> Rows:
     """Predict the test images by a Trainer of its own."""
     if trainer.world_size > 1:  # all ranks would have to predict
         return {"file": "not written on several ranks in the demo"}
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "predictions.npz"
-        own = Trainer(callbacks=[PredictionWriter(path)], accelerator="cpu", enable_progress_bar=False, **quiet)
+        own = Trainer(callbacks=[PredictionWriter(path)], **_QUIET)
         own.predict(copy.deepcopy(trainer.lightning_module), datamodule_of(trainer), return_predictions=False)
         with np.load(path) as file:
             return {"file": f"{len(file['index'])} digits in the order of the data set, {' and '.join(file)}"}

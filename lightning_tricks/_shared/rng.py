@@ -68,6 +68,25 @@ def derive_seed(seed: int, *keys: int) -> int:
     return int(np.random.SeedSequence([check_seed(seed), *keys]).generate_state(1)[0])
 
 
+def loader_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators from which a DataLoader and its samplers draw, each once; none for other iterables."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    owners = (loader, sampler, batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list(dict.fromkeys(value for value in found if isinstance(value, torch.Generator)))
+
+
+@contextmanager
+def kept_generators(loader: Any) -> Iterator[None]:
+    """Restore the states of the `loader_generators` of a loader on leaving."""
+    states = [(generator, generator.get_state()) for generator in loader_generators(loader)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
 def determinism_settings() -> dict[str, bool | str]:
     """Return the settings that `set_determinism` changes.
 

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from lightning_tricks._shared.calibration import as_columns
 from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.modules import eval_mode
-from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.rng import isolated_rng, kept_generators
 from lightning_tricks._shared.tensors import gather_objects, local_part
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.tensors import tree_map_only
@@ -74,19 +74,13 @@ def _unchanged(module: nn.Module, loader: Any) -> Iterator[None]:
     """Put a module into evaluation mode, and restore all of it on leaving: tensors, attributes, and random state."""
     tensors = [local_part(tensor).detach() for tensor in chain(module.parameters(), module.buffers())]
     before = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    drawn_from = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in drawn_from]
     try:
-        with isolated_rng(), restored_state(module), eval_mode(module):
+        with isolated_rng(), kept_generators(loader), restored_state(module), eval_mode(module):
             yield
     finally:
         for tensor, values in before:
             if not torch.equal(tensor.cpu(), values):
                 tensor.copy_(values)
-        for generator, state in zip(drawn_from, states, strict=True):
-            generator.set_state(state)
 
 
 def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

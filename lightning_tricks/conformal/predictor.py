@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._shared.modules import eval_mode
-from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.rng import isolated_rng, kept_generators
 from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.conformal.functional import check_alpha, group_quantiles, quantiles_of
@@ -86,7 +86,7 @@ class ConformalPredictor(LightningModule):
             ValueError: If there are too few rows, or outputs, targets or scores are not valid.
         """
         draws = torch.Generator("cpu").manual_seed(0)
-        with outside_inference_mode(), isolated_rng(), _unchanged(self.module, loader), eval_mode(self.module):
+        with outside_inference_mode(), _unchanged(self.module, loader):
             batches = [self.calibration_rows(*self._inputs_and_target(batch), draws) for batch in loader]
             if not sum(len(scores) for scores, *_ in batches):
                 raise ValueError("loader has no rows to calibrate with.")
@@ -203,17 +203,13 @@ class ConformalPredictor(LightningModule):
 
 @contextmanager
 def _unchanged(module: nn.Module, loader: Any) -> Iterator[None]:
-    """Restore the buffers of a module, and the generators of a loader and its sampler, on exit."""
+    """Put a module into evaluation mode, and restore modes, buffers and random states on leaving."""
     buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-    parts = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    owned = [getattr(part, "generator", None) for part in parts]
-    states = [(generator, generator.get_state()) for generator in owned if isinstance(generator, torch.Generator)]
     try:
-        yield
+        with isolated_rng(), kept_generators(loader), eval_mode(module):
+            yield
     finally:
         for part, name, buffer, value in buffers:
             setattr(part, name, buffer)
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
-        for generator, state in states:
-            generator.set_state(state)

@@ -17,6 +17,8 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._guards import overriding
 from lightning_tricks._lightning_compat.fit import is_last_batch, num_batches_done
 from lightning_tricks._lightning_compat.flavor import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -148,8 +150,8 @@ class SpikeGuard(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        name = type(trainer.strategy).__name__
-        if any(base.__name__ in ("DeepSpeedStrategy", "FSDPStrategy") for base in type(trainer.strategy).__mro__):
+        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
+            name = type(trainer.strategy).__name__
             raise MisconfigurationException(f"SpikeGuard does not see the steps of {name}: use DDP or FSDP2.")
         if self.mode == "skip" and not pl_module.automatic_optimization:
             raise _unskippable("manual optimization, where an optimizer may step before another one sees the spike")

@@ -320,7 +320,7 @@ def test_what_cannot_be_shared_out_is_said(tmp_path, options, why):
     assert f"cannot be shared out anew, as {why}" in (tmp_path / "output.txt").read_text()
 
 
-def test_an_order_without_a_seed_is_not_taken_for_the_one_before(tmp_path, monkeypatch):
+def test_without_a_seed_the_order_is_that_of_seed_0(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.seed_everything", lambda *_, **__: None)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     starts = [stop(2, 5), {"ranks": 1}]

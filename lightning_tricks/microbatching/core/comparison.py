@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
-from lightning_tricks._shared.tensors import local_part
 from lightning_tricks._torch_compat.modules import is_batch_norm
 from lightning_tricks.microbatching.core.batch_state import BatchState, StatefulParts, same_random_state
 from lightning_tricks.microbatching.core.batches import take_rows
@@ -141,7 +140,7 @@ def _compare(
 
 
 def _gradient_norm(parameters: Sequence[Tensor]) -> float:
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
     norms = [torch.linalg.vector_norm(gradient.float() if gradient.itemsize < 4 else gradient) for gradient in dense]
     return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0

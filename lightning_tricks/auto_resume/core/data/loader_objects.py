@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_tricks._shared.rng import loader_generators
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
@@ -257,11 +258,3 @@ def _skip_other_parts(objects: Mapping[str, Any], value: Any) -> SkippedNames:
 def has_persistent_workers(loader: Any) -> bool:
     """Whether a loader keeps its workers, and with them their random state, from one iteration to the next."""
     return bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
-
-
-def loader_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators from which a loader and its samplers draw, each once."""
-    batches = loader.batch_sampler
-    owners = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list(dict.fromkeys(value for value in found if isinstance(value, torch.Generator)))

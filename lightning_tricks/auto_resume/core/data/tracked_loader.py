@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.rng import isolated_rng, loader_generators
 from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.data.epoch_rest import EpochRest, share_of
@@ -33,7 +33,6 @@ from lightning_tricks.auto_resume.core.data.loader_objects import (
     ObjectBaselines,
     changed_paths,
     has_persistent_workers,
-    loader_generators,
     value_digest,
 )
 from lightning_tricks.auto_resume.core.data.rng_state import RecordedDraws
