@@ -52,9 +52,6 @@ if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > 4 << 30:
     # Where tests write: what they flush to a disk takes as long as all they compute
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))
 
-# Lightning 2.5.0 wraps them while it asks for loaders, and leaves them wrapped where that raises
-_METHODS = ("__init__", "__setattr__", "__delattr__")
-_WRAPPED = {(owner, name): getattr(owner, name) for owner in (DataLoader, BatchSampler) for name in _METHODS}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -73,8 +70,18 @@ def _leave_no_trace(monkeypatch, tmp_path):
         yield
     for logger, level in levels.items():
         logger.setLevel(level)
-    for (owner, name), method in _WRAPPED.items():
-        setattr(owner, name, method)
+    for owner in (DataLoader, BatchSampler):
+        _unwrap_methods(owner)
+
+
+def _unwrap_methods(owner):
+    """Lightning wraps methods of a class and those that inherit while it asks for loaders; if that raises, for ever."""
+    for name in ("__init__", "__setattr__", "__delattr__"):
+        if (method := vars(owner).get(f"__old{name}")) is not None:
+            setattr(owner, name, method)
+            delattr(owner, f"__old{name}")
+    for child in owner.__subclasses__():
+        _unwrap_methods(child)
 
 
 @pytest.fixture(autouse=True)
