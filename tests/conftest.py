@@ -53,7 +53,6 @@ if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def _collect_garbage_once():
     """Let no garbage collection look at modules again: it takes 0.3 s, and in each forked process once more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +12,12 @@ from torch import Tensor
 from lightning_tricks._lightning_compat.guards import needs_private, overriding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.nn.parallel import DistributedDataParallel
 
     from lightning_tricks._lightning_compat.flavor import Trainer
 
 
+_OfState = Callable[[dict[str, Any]], dict[str, Any]]
 _USERS = "a callback or an ensemble that changes which parameters train"
 
 
@@ -51,6 +52,39 @@ def rewrap_ddp(trainer: Trainer) -> None:
     if isinstance(strategy, DDPStrategy) and ddp_wrapper(trainer) is not None:
         strategy.model = trainer.lightning_module
         strategy.configure_ddp()
+
+
+@contextmanager
+def gradients_kept_apart(
+    trainer: Trainer, before_reading: Callable[[], None], whole_state: _OfState, own_state: _OfState
+) -> Iterator[None]:
+    """Let DDP neither wrap the module nor average gradients, until the context is left; entered in `setup`.
+
+    Args:
+        trainer: The Trainer, with a DDPStrategy.
+        before_reading: Called on all ranks before a checkpoint reads the weights of the module.
+        whole_state: Makes the state dict of an optimizer on this rank that of all ranks; called on all ranks.
+        own_state: The reverse, for a checkpoint that is loaded.
+    """
+    strategy: Any = trainer.strategy
+    module_state, state = strategy.lightning_module_state_dict, strategy.optimizer_state
+    load = strategy.load_optimizer_state_dict
+
+    def lightning_module_state_dict() -> dict[str, Any]:
+        before_reading()
+        return module_state()  # type: ignore[no-any-return]
+
+    def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+        load({**checkpoint, "optimizer_states": [own_state(one) for one in checkpoint["optimizer_states"]]})
+
+    with overriding(
+        strategy,
+        configure_ddp=lambda: None,
+        lightning_module_state_dict=lightning_module_state_dict,
+        optimizer_state=lambda optimizer: whole_state(state(optimizer)),
+        load_optimizer_state_dict=load_optimizer_state_dict,
+    ):
+        yield
 
 
 class _Zeros(torch.autograd.Function):

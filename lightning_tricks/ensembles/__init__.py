@@ -16,9 +16,10 @@ that of one model; `SnapshotEnsemble` and `FastGeometric` for the price of littl
 whom to trust. `cross_validate` runs any LightningModule in folds.
 
 Caveats: each member sees the samples in its own order, so that a batch holds `n_estimators` times as many rows;
-`shared_order=True` trades that diversity for memory. Under fp16 one GradScaler serves all members.
+`shared_order=True` trades that diversity for memory. Under fp16 one GradScaler serves all members of a process.
 `Trainer(gradient_clip_val=...)` clips each member by itself, `GradientClipping` the ensemble as one model. A model that
-draws from Python's random module decides once for all members that run at once: `vectorize=False`.
+draws from Python's random module decides once for all members that run at once: `vectorize=False`. Under DDP each rank
+trains all members on its samples, or, by `members="sharded"`, its share of the members on all samples.
 
 Sources: Lakshminarayanan et al., arXiv 1612.01474 (voting, adversarial training); Breiman, Machine Learning 24, 1996
 (bagging); Huang et al., arXiv 1704.00109 (snapshots); Garipov et al., arXiv 1802.10026 (fast geometric); Friedman,

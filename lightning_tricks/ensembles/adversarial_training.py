@@ -36,6 +36,7 @@ class AdversarialMembers(IndependentMembers):
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
         shared_order: bool = False,
+        members: Literal["replicated", "sharded"] = "replicated",
         seed: int | None = None,
     ) -> None:
         self.epsilon = check_number("epsilon", epsilon, above=0, at_most=1, note="a share of each feature's range")
@@ -130,6 +131,7 @@ class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
         n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once: True, False or "auto".
         shared_order: Whether members share the batches, which hold a member's rows alone: less accurate together.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
@@ -155,6 +157,7 @@ class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
         shared_order: bool = False,
+        members: Literal["replicated", "sharded"] = "replicated",
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
@@ -178,6 +181,7 @@ class AdversarialTrainingRegressor(AdversarialMembers, RegressorEnsemble):
         n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once.
         shared_order: Whether members share the batches.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:

@@ -248,7 +248,13 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         mean = self._losses.compute()
         self._losses = MeanLoss()
         if mean is not None:
-            self.log("train/loss", mean, sync_dist=True)
+            # times the ranks, as Lightning takes the mean of these numbers as a whole one
+            weight = 1 if self.own_members is None else len(self.own_members) * self.trainer.world_size
+            self.log("train/loss", mean, sync_dist=True, batch_size=weight)
+
+    def log_of_member(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log what a member logs in its `training_step`."""
+        self.log(f"member_{index}/{name}", value, *args, **kwargs)
 
     # --- the fit
 

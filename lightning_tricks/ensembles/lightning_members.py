@@ -55,13 +55,13 @@ def refuse_manual_optimization(ensemble: object, members: Members) -> None:
 
 
 @contextmanager
-def attached_members(members: Members, ensemble: LightningModule, stage: str) -> Iterator[None]:
+def attached_members(members: Members, ensemble: Any, stage: str) -> Iterator[None]:
     """Give members the Trainer of the ensemble and, until the context is left, a `log` with keys `member_<i>/...`."""
     with ExitStack() as stack:
         for index, member in enumerate(members.children()):
             if isinstance(member, LightningModule):
                 member.trainer = ensemble.trainer
-                stack.enter_context(overriding(member, log=partial(_log_of_member, ensemble, index)))
+                stack.enter_context(overriding(member, log=partial(ensemble.log_of_member, index)))
                 member.setup(stage)
         yield
 
@@ -123,7 +123,3 @@ def merge_member_optimizers(members: Members) -> Optimizer:
             "loss: give the ensemble another optimizer=."
         )
     return merge_optimizers(cast(Sequence[Optimizer], made))
-
-
-def _log_of_member(ensemble: LightningModule, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    ensemble.log(f"member_{index}/{name}", value, *args, **kwargs)

@@ -40,6 +40,7 @@ class ForestMembers(IndependentMembers):
         weights: Sequence[float] | None = None,
         vectorize: bool | Literal["auto"] = "auto",
         shared_order: bool = False,
+        members: Literal["replicated", "sharded"] = "replicated",
         seed: int | None = None,
     ) -> None:
         self.depth = check_count("depth", depth)
@@ -172,6 +173,7 @@ class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):
         weights: Weights of the trees, >= 0; equal ones by default.
         vectorize: Whether trees run at once: True, False or "auto".
         shared_order: Whether trees share the batches.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
@@ -197,6 +199,7 @@ class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):
         weights: Sequence[float] | None = None,
         vectorize: bool | Literal["auto"] = "auto",
         shared_order: bool = False,
+        members: Literal["replicated", "sharded"] = "replicated",
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
@@ -228,6 +231,7 @@ class NeuralForestRegressor(ForestMembers, RegressorEnsemble):
         weights: Weights of the trees, >= 0; equal ones by default.
         vectorize: Whether trees run at once.
         shared_order: Whether trees share the batches.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:

@@ -29,11 +29,13 @@ class TrainingBatches(LightningModule):
 
     Attributes:
         has_member_rows: Whether a batch holds rows of each member's own, one member after another.
+        own_members: The members that this rank trains, if others train the others; None if each rank trains all.
     """
 
     n_estimators: int
     seed: int
     has_member_rows = False
+    own_members: range | None = None
 
     @property
     def per_member_batches(self) -> bool:
@@ -68,10 +70,11 @@ class TrainingBatches(LightningModule):
         rows = self.member_rows(len(sampler_of(loaders)))
         # a loader that does not shuffle has the order that the user wants
         self.has_member_rows = wants_own and (is_shuffled(loaders) or rows is not None)
-        n = self.n_estimators if self.has_member_rows else 1
-        given: Any = self.trainer.distributed_sampler_kwargs if uses_distributed_sampler(self.trainer) else None
+        members = (self.own_members or range(self.n_estimators)) if self.has_member_rows else range(1)
+        is_shared_out = uses_distributed_sampler(self.trainer) and self.own_members is None
+        given: Any = self.trainer.distributed_sampler_kwargs if is_shared_out else None
         shard = (given["rank"], given["num_replicas"]) if given else (0, 1)
-        return MemberLoader(loaders, member_orders(loaders, n, self.seed, rows and rows[:n], shard))
+        return MemberLoader(loaders, member_orders(loaders, members, self.seed, rows, shard))
 
     def split_batch(self, batch: Any, n_members: int) -> tuple[Sequence[Tensor], Tensor]:
         """Return the inputs of a batch and its targets for each member, (n_members, B, ...).

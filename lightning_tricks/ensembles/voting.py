@@ -18,14 +18,15 @@ from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.sampling import bootstrap_rows
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.member_shares import MemberShares
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 
 
-class IndependentMembers(Ensemble):
+class IndependentMembers(MemberShares):
     """Members that are trained as if each were alone.
 
-    `Trainer(gradient_clip_val=...)` clips the norm of each member; under fp16 all of them skip a step in which the
-    gradients of one are not finite.
+    `Trainer(gradient_clip_val=...)` clips the norm of each member; under fp16 all of a rank skip a step in which
+    the gradients of one are not finite.
     """
 
     def __init__(
@@ -41,9 +42,15 @@ class IndependentMembers(Ensemble):
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
         shared_order: bool = False,
+        members: Literal["replicated", "sharded"] = "replicated",
         seed: int | None = None,
     ) -> None:
         self.shared_order = bool(shared_order)
+        self.members = check_choice("members", members, ("replicated", "sharded"))
+        if members == "sharded":
+            if vectorize is True:
+                raise ValueError('vectorize=True needs members="replicated": sharded ones run one after another.')
+            vectorize = False
         super().__init__(**passed_on(super().__init__, locals()))
 
     @property
@@ -112,6 +119,7 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once: "auto" decides by their structure. The result is the same.
         shared_order: Whether members share the batches, which hold a member's rows alone: less accurate together.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
@@ -141,6 +149,7 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
         shared_order: bool = False,
+        members: Literal["replicated", "sharded"] = "replicated",
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
@@ -164,6 +173,7 @@ class VotingRegressor(IndependentMembers, RegressorEnsemble):
         n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once.
         shared_order: Whether members share the batches.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
@@ -219,6 +229,7 @@ class BaggingClassifier(BootstrappedMembers, VotingClassifier):
         n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once: True, False or "auto".
         shared_order: Must be False: members that share the batches have no samples of their own.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights, sample orders and bootstrap samples, >= 0; drawn from torch's generator by
             default.
 
@@ -243,6 +254,7 @@ class BaggingRegressor(BootstrappedMembers, VotingRegressor):
         n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once: True, False or "auto".
         shared_order: Must be False: members that share the batches have no samples of their own.
+        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights, sample orders and bootstrap samples, >= 0; drawn from torch's generator by
             default.
 

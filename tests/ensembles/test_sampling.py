@@ -58,7 +58,7 @@ def _in_memory(size=23):
 
 def _loader(loader, n=3, seed=0, bootstrap=False, shard=(0, 1)):
     rows = bootstrap_rows(len(loader.sampler), n, seed) if bootstrap else None
-    return MemberLoader(loader, member_orders(loader, n, seed, rows, shard))
+    return MemberLoader(loader, member_orders(loader, range(n), seed, rows, shard))
 
 
 def _samples_of_members(loader, n=3, epoch=0):
@@ -243,22 +243,32 @@ def test_workers_draw_new_numbers_in_each_batch_epoch_and_rank(workers):
 
 
 def test_orders_have_a_length():
-    assert len(MemberOrders(10, 2, 0, shard=(0, 4))) == 3
+    assert len(MemberOrders(10, range(2), 0, shard=(0, 4))) == 3
 
 
 @pytest.mark.parametrize("dataset", [_in_memory(), Squares()], ids=["in memory", "one by one"])
 def test_a_state_of_the_start_of_an_epoch_has_no_batches(dataset):
     loader = _loader(DataLoader(dataset, 4))
-    assert loader.state_dict() == {"epoch": 0, "batches": 0}, "before the first epoch"
+    assert loader.state_dict() == {"epoch": 0, "batches": 0, "ranks": 1}, "before the first epoch"
     list(loader)
-    assert loader.state_dict() == {"epoch": 0, "batches": 6}
+    assert loader.state_dict() == {"epoch": 0, "batches": 6, "ranks": 1}
     loader.sampler.set_epoch(1)
     iterator = iter(loader)
-    assert loader.state_dict() == {"epoch": 1, "batches": 0}, "a checkpoint of an epoch's start"
+    assert loader.state_dict() == {"epoch": 1, "batches": 0, "ranks": 1}, "a checkpoint of an epoch's start"
     next(iterator)
     resumed = _loader(DataLoader(dataset, 4))
     resumed.load_state_dict(loader.state_dict())
     resumed.sampler.set_epoch(1)
-    assert resumed.state_dict() == {"epoch": 1, "batches": 1}, "before the resumed iteration starts"
+    assert resumed.state_dict() == {"epoch": 1, "batches": 1, "ranks": 1}, "before the resumed iteration starts"
     assert [x.tolist() for x, _ in resumed] == [x.tolist() for x, _ in iterator]
-    assert resumed.state_dict() == {"epoch": 1, "batches": 6}
+    assert resumed.state_dict() == {"epoch": 1, "batches": 6, "ranks": 1}
+
+
+def test_the_middle_of_an_epoch_is_not_resumed_on_other_ranks():
+    loader = _loader(DataLoader(_in_memory(), 4), shard=(0, 2))
+    iterator = iter(loader)
+    next(iterator)
+    resumed = _loader(DataLoader(_in_memory(), 4))
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="2 ranks shared out the samples .* and 1 would see other ones: resume on 2"):
+        next(iter(resumed))

@@ -32,7 +32,7 @@ class MemberOrders:
 
     Args:
         size: Number of samples that each member sees in an epoch, on all ranks that share them out.
-        n_members: Number of orders.
+        members: The numbers of the members.
         seed: The seed, which decides about all orders together with the epoch.
         member_rows: Rows of the data set that each member is trained on, (size,) each; None for all rows.
         sampler: Yields the rows of each member, or their places in `member_rows`; None shuffles them.
@@ -42,14 +42,14 @@ class MemberOrders:
     def __init__(
         self,
         size: int,
-        n_members: int,
+        members: Sequence[int],
         seed: int,
         *,
         member_rows: Sequence[Tensor] | None = None,
         sampler: Any = None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        self.size, self.n_members, self.seed = size, n_members, seed
+        self.size, self.members, self.seed = size, members, seed
         self.sampler, self.shard = sampler, shard
         self.epoch = 0
         self.member_rows = member_rows
@@ -64,7 +64,7 @@ class MemberOrders:
 
     def draw_orders(self) -> Tensor:
         """Return this epoch's indices, (n_members, samples)."""
-        return torch.stack([self._of(member) for member in range(self.n_members)])
+        return torch.stack([self._of(member) for member in self.members])
 
     def _of(self, member: int) -> Tensor:
         order = self._sampled(member)
@@ -156,7 +156,7 @@ def _yields_all_once(sampler: Any) -> bool:
 
 def member_orders(
     loader: DataLoader[Any],
-    n_members: int,
+    members: Sequence[int],
     seed: int,
     member_rows: Sequence[Tensor] | None = None,
     shard: tuple[int, int] = (0, 1),
@@ -165,7 +165,7 @@ def member_orders(
 
     Args:
         loader: A DataLoader for which `why_not_reorder` returns an empty string.
-        n_members: Number of members.
+        members: The numbers of the members.
         seed: The seed of the orders; that of the sampler's generator counts if it has one.
         member_rows: For each member, which of the rows that the sampler yields it is trained on, as whole numbers below
             the length of the sampler. What the sampler yields for a member is then drawn once, and shuffled in each
@@ -178,16 +178,17 @@ def member_orders(
         shard = (0, 1)  # shares out by itself
     if member_rows is not None:
         if not _yields_all_once(sampler):
-            drawn = MemberOrders(size, n_members, purpose_seed(seed, BOOTSTRAP), sampler=copy.copy(sampler))
-            own = range(n_members), drawn.draw_orders()
+            all_members = range(len(member_rows))
+            drawn = MemberOrders(size, all_members, purpose_seed(seed, BOOTSTRAP), sampler=copy.copy(sampler))
             is_drawn = getattr(sampler, "replacement", False)
-            member_rows = [rows if is_drawn else rows[member_rows[member]] for member, rows in zip(*own, strict=True)]
+            orders = drawn.draw_orders()
+            member_rows = [rows if is_drawn else rows[own] for rows, own in zip(orders, member_rows, strict=True)]
         sampler = None if is_shuffled(loader) else SequentialSampler(range(size))
     elif type(sampler) is RandomSampler and _yields_all_once(sampler):
         sampler = None
     if generator is not None:  # its seed alone, so that a run that is resumed has the same orders
         seed = generator.initial_seed()
-    return MemberOrders(size, n_members, seed, member_rows=member_rows, sampler=sampler, shard=shard)
+    return MemberOrders(size, members, seed, member_rows=member_rows, sampler=sampler, shard=shard)
 
 
 def fixed_rows(loader: DataLoader[Any]) -> Tensor | str:
@@ -202,7 +203,7 @@ def fixed_rows(loader: DataLoader[Any]) -> Tensor | str:
         return f"a {name} gives each rank rows of its own, which the Trainer does by itself"
     if _yields_all_once(sampler):
         return torch.arange(size)
-    orders = MemberOrders(size, 2, 0, sampler=copy.copy(sampler))  # of two members in two epochs
+    orders = MemberOrders(size, range(2), 0, sampler=copy.copy(sampler))  # of two members in two epochs
     drawn = [orders.draw_orders()]
     orders.set_epoch(1)
     rows = torch.cat([*drawn, orders.draw_orders()]).sort(dim=1).values
@@ -241,10 +242,13 @@ class MemberLoader:
         epoch = self.sampler.epoch  # it is set before the epoch's iteration starts
         if self._resume_position["epoch"] == epoch:
             return dict(self._resume_position)
-        return {"epoch": epoch, "batches": self.given if self._epoch == epoch else 0}
+        return {"epoch": epoch, "batches": self.given if self._epoch == epoch else 0, "ranks": self.sampler.shard[1]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume at that batch, if the next epoch is the one of the state."""
+        """Resume at that batch, if the next epoch is the one of the state.
+
+        The iteration raises a ValueError if another number of ranks shared out its samples.
+        """
         self._resume_position = dict(state)
 
     def __len__(self) -> int:
@@ -255,6 +259,13 @@ class MemberLoader:
         resumed, self._resume_position = self._resume_position, {"epoch": -1, "batches": 0}
         self._epoch = self.sampler.epoch
         self.given = resumed["batches"] if resumed["epoch"] == self._epoch else 0
+        now = self.sampler.shard[1]
+        saved = resumed.get("ranks", now)
+        if self.given and saved != now:
+            raise ValueError(
+                f"{saved} ranks shared out the samples of each member in this epoch, and {now} would see other ones: "
+                f"resume on {saved}, or from the end of an epoch."
+            )
         self.data = tensors_in_memory(self.loader)
         for batch in self._load_batches() if self.data is None else self._index_batches(*self.data):
             self.given += 1
@@ -309,7 +320,7 @@ class _FlatBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         orders = self.loader.sampler
         for number, indices in enumerate(self.loader.batches(), self.loader.given):
-            seed = purpose_seed(orders.seed, WORKERS, orders.epoch, number, orders.shard[0])
+            seed = purpose_seed(orders.seed, WORKERS, orders.epoch, number, orders.shard[0] + orders.members[0])
             yield [seed, *indices.flatten().tolist()]
 
 
