@@ -13,7 +13,7 @@ def render_text(renderable: Any) -> str:
     """Return an object as rich prints it: in 120 columns, without colour and without trailing blanks."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console = Console(file=io.StringIO(), width=120, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -1,8 +1,8 @@
-"""Errors are described by their message or, if they have none, by where they were raised."""
+"""Errors are described by their message or, if they have none, by where they were raised; tables become text."""
 
 import pytest
 
-from lightning_tricks._shared.text import describe_error
+from lightning_tricks._shared.text import describe_error, render_text
 
 pytestmark = pytest.mark.oldest
 
@@ -22,3 +22,9 @@ def test_an_error_without_one_tells_where_it_was_raised(message):
 
 def test_an_error_that_was_never_raised():
     assert describe_error(KeyError()) == "KeyError: no message"
+
+
+def test_text_of_a_table_displays_nothing_in_a_notebook(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert render_text("a line") == "a line"
+    assert capsys.readouterr().out == ""
