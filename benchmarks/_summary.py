@@ -1,4 +1,4 @@
-"""Gather what the benchmarks wrote into `benchmarks/results.json`, and into the table of `docs/benchmarks.md`.
+"""Gather what the benchmarks wrote into `benchmarks/results.json`, and into the tables of `docs/benchmarks.md`.
 
 A benchmark that was not run again keeps its figures, and the versions that they were measured with.
 """
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from _figures import columns_of, shown
+
 HERE = Path(__file__).parent
 ON_GPU = HERE.parent / "tests" / "gpu" / "result.json"  # of `make gpu`
 SUMMARY, PAGE = HERE / "results.json", HERE.parent / "docs" / "benchmarks.md"
@@ -17,7 +19,8 @@ HEAD = """# Benchmarks
 
 What the scripts under `benchmarks/` measured, written by `make bench`: contestant and peer run alternately in one
 process. A ratio is the median over the rounds of what the contestant takes over what the peer takes, unless the case
-says otherwise: below 1, the contestant takes less. The spread is the range between the quartiles.
+says otherwise: below 1, the contestant takes less. The spread is the range between the quartiles. Figures of models are
+means over seeds with 95 % intervals, and those of `A - B` the differences in the same seeds.
 """
 
 
@@ -28,7 +31,7 @@ def gather() -> dict[str, Any]:
     if ON_GPU.exists():
         results += json.loads(ON_GPU.read_text())["benchmarks"].values()
     for result in results:
-        if "ratios" in result:
+        if "ratios" in result or "figures" in result:
             device, claim = result["environment"]["device"], result.pop("claim")
             found[claim if device == "CPU" else f"{claim} on {device}"] = result
     return dict(sorted(found.items()))
@@ -41,14 +44,27 @@ def page(results: Mapping[str, Any]) -> Iterator[str]:
         where = result["environment"]
         threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
         yield f"## {claim}\n"
-        yield f"{where['device']}, {threads}, {result['rounds']} rounds; {_versions(where)}.\n"
-        yield "| case | contestant | peer | ratio | spread |"
-        yield "| --- | --- | --- | ---: | --- |"
-        for case, contestants in result["ratios"].items():
-            for name, ratio in contestants.items():
-                spread = f"{ratio['q1']:.3g} to {ratio['q3']:.3g}" if ratio["q1"] != ratio["q3"] else "counted"
-                yield f"| {case} | {name} | {ratio.get('peer', '')} | {ratio['median']:.3g} | {spread} |"
+        rounds = f"{result['rounds']} {'rounds' if 'ratios' in result else 'seeds'}"
+        yield f"{where['device']}, {threads}, {rounds}; {_versions(where)}.\n"
+        yield from _ratios(result["ratios"]) if "ratios" in result else _figures(result["figures"])
         yield ""
+
+
+def _ratios(cases: Mapping[str, Any]) -> Iterator[str]:
+    yield "| case | contestant | peer | ratio | spread |"
+    yield "| --- | --- | --- | ---: | --- |"
+    for case, contestants in cases.items():
+        for name, ratio in contestants.items():
+            spread = f"{ratio['q1']:.3g} to {ratio['q3']:.3g}" if ratio["q1"] != ratio["q3"] else "counted"
+            yield f"| {case} | {name} | {ratio.get('peer', '')} | {ratio['median']:.3g} | {spread} |"
+
+
+def _figures(rows: Mapping[str, Any]) -> Iterator[str]:
+    columns = columns_of(rows)
+    yield f"| | {' | '.join(columns)} |"
+    yield f"| --- |{' :-: |' * len(columns)}"
+    for name, row in rows.items():
+        yield f"| {name} | {' | '.join(shown(row[column]) if column in row else '' for column in columns)} |"
 
 
 def _versions(where: Mapping[str, Any]) -> str:

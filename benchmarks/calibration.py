@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import warnings
 from functools import partial
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ratios import LEAN, be_quiet, environment
+from _ratios import LEAN, Ratio, be_quiet, environment, ratios, report
 from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
@@ -74,6 +75,13 @@ def medians(runs: list[dict[str, dict[str, float] | None]], method: str) -> dict
     return {**{name: statistics.median(run[name] for run in done) for name in names}, "runs": len(done)}
 
 
+def over_uncalibrated(runs: list[dict[str, dict[str, float] | None]], score: str) -> dict[str, Ratio]:
+    """Return the ratio of a score with each method to that without, of methods that were never refused or infinite."""
+    values = {method: [run[method][score] for run in runs if run[method] is not None] for method in ("none", *METHODS)}
+    finite = {m: each for m, each in values.items() if len(each) == len(runs) and all(map(math.isfinite, each))}
+    return ratios({"uncalibrated": finite.pop("none"), **finite}, "uncalibrated")
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser()
@@ -84,9 +92,10 @@ def main() -> None:
     be_quiet()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    results = {}
+    results, changes = {}, {}
     for name, make in CLASSIFIERS.items():
         runs = [one_seed(make, seed, given.epochs) for seed in range(given.seeds)]
+        changes |= {f"{score} of test digits, {name}": over_uncalibrated(runs, score) for score in ("nll", "ece")}
         results[name] = {method: medians(runs, method) for method in ("none", *METHODS)}
     columns = ("accuracy", "nll", "ece", "adaptive_ece", "brier", "runs")
     table = Table("classifier", "calibration", *columns, title=f"test digits, medians of {given.seeds} fits")
@@ -94,9 +103,9 @@ def main() -> None:
         for method, row in methods.items():
             table.add_row(name, method, *(f"{row[column]:.4g}" if column in row else "" for column in columns))
     Console().print(table)
-    given.out.mkdir(exist_ok=True)
+    report("calibration", changes, given.seeds, given.out)
     text = json.dumps({"environment": environment(), "seeds": given.seeds, "calibration": results}, indent=2)
-    (given.out / "calibration.json").write_text(text + "\n", encoding="utf-8")
+    (given.out / "calibration_scores.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import torchensemble
+from _figures import interval
 from _ratios import ACCELERATOR, LEAN, be_quiet, environment, measure, ratios, report, work
 from ensembles import MLP, DigitsMLP, LeNet, digits, random_images
 from lightning.pytorch import LightningModule, Trainer
@@ -171,23 +171,15 @@ def accuracies(family: str, seeds: int, epochs: int = 20) -> dict[str, float]:
         pairs.append([100 * (p.argmax(1) == y).double().mean().item() for p in predictions])
         losses.append([functional.nll_loss(p.clamp(min=1e-12).log(), y).item() for p in predictions])
     differences = [ours - theirs for ours, theirs in pairs]
-    mean = statistics.mean(differences)
-    half = _student(seeds) * statistics.stdev(differences) / math.sqrt(seeds)
+    mean, lower, upper = interval(differences).values()
     columns = {"ours": 0, "torchensemble": 1}
     return {
         **{name: statistics.mean(pair[index] for pair in pairs) for name, index in columns.items()},
         "difference": mean,
-        "lower": mean - half,
-        "upper": mean + half,
+        "lower": lower,
+        "upper": upper,
         **{f"nll, {name}": statistics.mean(pair[index] for pair in losses) for name, index in columns.items()},
     }
-
-
-def _student(n: int) -> float:
-    """The 97.5 % quantile of Student's t with n - 1 degrees of freedom."""
-    from scipy.stats import t
-
-    return float(t.ppf(0.975, n - 1))
 
 
 def choice(family: str, seeds: int, epochs: int = 20) -> dict[str, float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import statistics
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torchensemble
+from _figures import interval
 from _ratios import ACCELERATOR, LEAN, arguments, be_quiet, measure, ratios, report, work
 from lightning.pytorch import Trainer
 from sklearn.datasets import load_digits
@@ -162,14 +162,13 @@ def accuracies(seeds: int = 20) -> dict[str, float]:
         ours_at.append(found[0])
         theirs_at.append(found[1])
         differences.append(found[0] - found[1])
-    mean = statistics.mean(differences)
-    half = 2.093 * statistics.stdev(differences) / math.sqrt(seeds)  # Student's t of 19 degrees of freedom
+    mean, lower, upper = interval(differences).values()
     return {
         "ours": statistics.mean(ours_at),
         "torchensemble": statistics.mean(theirs_at),
         "difference": mean,
-        "lower": mean - half,
-        "upper": mean + half,
+        "lower": lower,
+        "upper": upper,
     }
 
 

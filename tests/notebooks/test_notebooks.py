@@ -50,6 +50,7 @@ SMALLER = {
         "range(20)": "range(3)",
     },
     "stable_training": {"pixels.float()": "pixels.float()[:, 16:48]"},  # half of the pixels, half of the recurrence
+    "trusting_predictions": {"max_epochs=40": "max_epochs=10"},
     "several_models": {
         "epochs=20": "epochs=4",
         "**adam), 10)": "**adam), 2)",
