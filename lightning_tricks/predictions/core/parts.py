@@ -129,7 +129,7 @@ class PartWriter:
     def _place(self, column: Column) -> Array:
         """Append values that vary; return the bytes at which each starts and ends, and its length."""
         pieces = [value.encode(*_TEXT) if isinstance(value, str) else to_array(value).tobytes() for value in column]
-        edges = np.cumsum([self._values.tell(), *map(len, pieces)])
+        edges = np.cumsum([self._values.tell(), *map(len, pieces)], dtype=np.int64)
         self._values.write(b"".join(pieces))
         return np.stack([edges[:-1], edges[1:], [*map(len, column)]], axis=1)
 
