@@ -7,7 +7,8 @@ What the usual snippets get wrong: `trainer.predict` returns those of its own ra
 and keeps all of them in memory; a sampler that fills up the last round repeats samples; a callback that writes a file
 for each rank leaves the order, the repeated samples and the merging to the reader; after a kill, all begins anew.
 
-Caveats: a table of the indices is held in memory, and texts in npz and pt. Several nodes need a shared disk.
+Caveats: a table of the indices is held in memory, texts in npz and pt, and bfloat16 in pt. Several nodes need a shared
+disk.
 """
 
 from typing import TYPE_CHECKING

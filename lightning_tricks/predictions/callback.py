@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import count, islice
@@ -28,15 +28,16 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.loaders import batch_sampler_replaced, predict_loaders_prepared
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_path
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.predictions.core.columns import Kind, join_kinds, to_columns
-from lightning_tricks.predictions.core.formats import FORMATS, check_format, write_predictions
+from lightning_tricks.predictions.core.columns import to_columns
+from lightning_tricks.predictions.core.formats import FORMATS, check_columns, write_predictions
 from lightning_tricks.predictions.core.parts import (
     KnownBatches,
     MergedParts,
-    append_batch,
+    PartWriter,
     begin_parts,
     remove_parts,
     weights_digest,
@@ -99,7 +100,7 @@ class PredictionWriter(TrickCallback):
         self._format = check_choice("format", Path(path).suffix[1:] or "parquet" if format is None else format, FORMATS)
         if columns is not None and (isinstance(columns, str) or not columns):
             raise TypeError(f"columns must be a list of names, or None for all, got {columns!r}.")
-        self._patterns = [Pattern(text) for text in columns or ()]
+        self._patterns = tuple(map(Pattern, columns or ()))
         self._installed = ExitStack()  # between setup and the end of a prediction
         self._reset()
 
@@ -110,9 +111,8 @@ class PredictionWriter(TrickCallback):
 
     def _reset(self) -> None:
         self._installed.close()
-        self._part: Any = None
+        self._parts: PartWriter | None = None
         self._loaders: dict[str, KnownBatches | Iterator[int]] = {}  # the running numbers of one without indices
-        self._kinds: Mapping[str, Kind] = {}
         self._samples = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -123,7 +123,8 @@ class PredictionWriter(TrickCallback):
             return
         if "dataloader_iter" in inspect.signature(pl_module.predict_step).parameters:
             raise MisconfigurationException("PredictionWriter needs predict_step(batch, ...), without dataloader_iter.")
-        check_format(self._format, {})
+        if self._format == "parquet":
+            import_extra("pyarrow", "parquet", "PredictionWriter(format='parquet') needs pyarrow")
         begin = partial(self._begin, trainer, pl_module)
         self._installed.enter_context(predict_loaders_prepared(trainer, begin))
 
@@ -162,10 +163,9 @@ class PredictionWriter(TrickCallback):
         for number, source in enumerate(self._loaders.values()):
             if is_free and not is_wanted and isinstance(source, KnownBatches):
                 source.done = np.bincount(parts.index[parts.loader == number]) > 0
-        self._kinds = parts.kinds
         self._samples = sum(size or 0 for size in sizes.values()) * (trainer.limit_predict_batches == 1.0)
-        part = self._folder / f"{attempt:06}-{trainer.global_rank:06}.part"
-        self._part = self._installed.enter_context(part.open("xb"))
+        stem = self._folder / f"{attempt:06}-{trainer.global_rank:06}"
+        self._parts = PartWriter(stem, self._installed, parts.kinds)
 
     def on_predict_batch_end(
         self,
@@ -177,32 +177,23 @@ class PredictionWriter(TrickCallback):
         dataloader_idx: int = 0,
     ) -> None:
         """Write the predictions of a batch into the part of this rank."""
-        if self._part is None:
+        if self._parts is None:
             return
         name, source = [*self._loaders.items()][dataloader_idx]
         try:
             indices = source.take(batch_idx) if isinstance(source, KnownBatches) else None
-            columns = to_columns(outputs, None if indices is None else len(indices))
+            columns = to_columns(outputs, None if indices is None else len(indices), self._patterns)
             if isinstance(source, Iterator):
                 indices = [*islice(source, len(next(iter(columns.values()))))]
-            for pattern in self._patterns:
-                if not any(map(pattern.matches, columns)):
-                    raise ValueError(f"columns={self.columns}: {pattern.text!r} matches none of {', '.join(columns)}")
-            for column in [*columns] if self._patterns else ():
-                if not any(pattern.matches(column) for pattern in self._patterns):
-                    del columns[column]
-            self._kinds = join_kinds(self._kinds, columns)
-            check_format(self._format, self._kinds)
+            check_columns(self._format, columns)
+            self._parts.append(dataloader_idx, indices or [], columns)
         except (TypeError, ValueError) as error:
-            where = f"batch {batch_idx} of loader {name!r}"
-            raise MisconfigurationException(
-                f"PredictionWriter cannot write the predictions of {where}: {error}."
-            ) from error
-        append_batch(self._part, dataloader_idx, indices or [], columns)
+            where = f"the predictions of batch {batch_idx} of loader {name!r}"
+            raise MisconfigurationException(f"PredictionWriter cannot write {where}: {error}.") from error
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge the parts of all ranks into the file."""
-        if self._part is not None:
+        if self._parts is not None:
             merge = partial(self._merge, [*self._loaders], self._samples)
             self._reset()
             gather_objects(None)  # until all ranks have written
@@ -227,7 +218,7 @@ class PredictionWriter(TrickCallback):
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack(), "_part": None, "_loaders": {}}
+        return {**super().__getstate__(), "_installed": ExitStack(), "_parts": None, "_loaders": {}}
 
 
 def _on_rank_zero(trainer: Trainer, function: Callable[[], Any]) -> Any:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import struct
 import sys
 import tracemalloc
 from collections import namedtuple
@@ -27,6 +28,7 @@ from torch.utils.data import (
 )
 
 from lightning_tricks import AutoResume, PredictionWriter, SeedEverything
+from lightning_tricks.predictions.core.parts import MergedParts
 from tests.contract.lab import QUIET
 from tests.contract.processes import append_output_to, run_and_exit
 from tests.predictions.runs import TWO_RANKS, Numbers, Squares, predict, rows_of, squares
@@ -286,7 +288,7 @@ def test_complex_numbers_are_refused_in_the_first_batch_where_a_format_lacks_the
 def test_columns_are_chosen_by_names_and_patterns(kind):
     predict(PredictionWriter("out.jsonl", columns=kind(["nested.*", "text"])), Squares(transform=rich))
     assert [*rows_of("out.jsonl")[0]] == ["loader", "index", "nested.half", "nested.3.low", "nested.3.high", "text"]
-    with pytest.raises(MisconfigurationException, match=r"'txt' matches none of square, number"):
+    with pytest.raises(MisconfigurationException, match=r"'txt' of columns matches none of square, number"):
         predict(PredictionWriter("out.jsonl", columns=["txt"]))
 
 
@@ -396,15 +398,23 @@ def test_a_shuffled_loader_goes_on_after_a_kill():
     assert Path("out.npz").read_bytes() == Path("whole.npz").read_bytes()
 
 
-def stopped(path="out.jsonl", at=12, **options):
+def texts_and_lists(values, numbers):
+    return {
+        "text": ["ä" * int(number) for number in numbers],
+        "list": [torch.arange(number % 3) for number in numbers],
+        "number": numbers,
+    }
+
+
+def stopped(path="out.jsonl", at=12, transform=None, **options):
     """Predict until an exception; return the folder of the parts."""
     with pytest.raises(ZeroDivisionError):
-        predict(PredictionWriter(path, **options), Squares(kill_at=at, dies_on=ZeroDivisionError))
+        predict(PredictionWriter(path, **options), Squares(None, at, ZeroDivisionError, transform))
     return Path(f"{path}.parts")
 
 
-@pytest.mark.parametrize("tail", [b"\x07", b"\xff" * 8, (5000).to_bytes(8, "little") + b"PK"])
-def test_a_record_that_was_cut_off_does_not_count(tail):
+@pytest.mark.parametrize("tail", [b"\x07", b"\xff" * 19, b"\0" * 200], ids=["a byte", "most of a row", "zeros"])
+def test_a_row_that_was_cut_off_does_not_count(tail):
     (part,) = stopped().glob("*.part")
     with part.open("ab") as file:
         file.write(tail)
@@ -412,16 +422,24 @@ def test_a_record_that_was_cut_off_does_not_count(tail):
     assert rows_of("out.jsonl") == squares()
 
 
-def test_a_record_may_be_cut_anywhere():
-    folder = stopped()
-    (part,) = folder.glob("*.part")
-    content, run = part.read_bytes(), (folder / "run.json").read_bytes()
-    for size in range(0, len(content), 211):
+@pytest.mark.parametrize("ending", ["part", "values"])
+def test_a_part_may_be_cut_anywhere(ending):
+    """Rows without their values do not count, nor do the values of missing rows."""
+    folder = stopped(transform=texts_and_lists)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    (cut,) = folder.glob(f"*.{ending}")
+    found = set()
+    for size in range(0, len(files[cut]), 17):
         folder.mkdir(exist_ok=True)
-        (folder / "run.json").write_bytes(run)
-        (folder / part.name).write_bytes(content[:size])
-        predict(PredictionWriter("out.jsonl", resume=True))
-        assert rows_of("out.jsonl") == squares()
+        for path, content in files.items():
+            path.write_bytes(content[:size] if path == cut else content)
+        found.add(len(MergedParts(folder)))
+        predict(PredictionWriter("out.jsonl", resume=True), Squares(transform=texts_and_lists))
+        assert rows_of("out.jsonl") == [
+            {"loader": 0, "index": n, "text": "ä" * n, "list": [*range(n % 3)], "number": n} for n in range(21)
+        ]
+    assert min(found) == 0
+    assert len(found) > 5
 
 
 def test_what_belongs_to_another_run_is_refused_in_words():
@@ -441,7 +459,7 @@ def test_what_belongs_to_another_run_is_refused_in_words():
         MisconfigurationException, match="its columns are prediction, and those of another batch square"
     ):
         predict(resumed, Squares(transform=lambda values, numbers: values))
-    assert len([*folder.glob("*.part")]) == 2
+    assert len([*folder.glob("*.part")]) == 1
     predict(resumed)
     assert rows_of("out.jsonl") == squares()
 
@@ -509,6 +527,82 @@ def test_memory_is_bounded():
         assert peak < 24e6, f"{name}: {peak:,} bytes"
     assert (torch.load("out.pt")["prediction"][:, -1] == torch.arange(count)).all()
     assert (np.load("out.npz")["prediction"][:, 7] == np.arange(count)).all()
+
+
+def test_a_part_holds_no_more_than_its_rows():
+    """No batch adds a head, nor the whole memory of which a step returns a slice."""
+    folder = stopped(transform=lambda values, numbers: values.repeat(1, 500)[:, 7])
+    content = next(folder.glob("*.part")).read_bytes()
+    rows = content[content.index(b"\n") + 1 :]
+    assert rows == b"".join(struct.pack("=qf", n + 1, n * n) for n in range(12))
+
+
+UNUSUAL = {
+    "bool": lambda v, n: n > 3,
+    "bfloat16": lambda v, n: v.bfloat16(),
+    "float8": lambda v, n: v.clamp(max=100).to(torch.float8_e5m2),
+    "uint8": lambda v, n: n.to(torch.uint8),
+    "complex": lambda v, n: torch.complex(v, -v).conj(),
+    "no values": lambda v, n: v[:, :0],
+    "no values in some": lambda v, n: [torch.zeros(int(i) % 2, 0) for i in n],
+    "strided": lambda v, n: v.repeat(1, 3)[:, ::2],
+    "transposed": lambda v, n: torch.stack([v, -v]).transpose(0, 1),
+    "needs gradient": lambda v, n: v.detach().requires_grad_(),
+    "longer from batch to batch": lambda v, n: v[:, :1].expand(-1, int(n[0])),
+    "lengths of two dtypes": lambda v, n: [
+        torch.arange(int(i) % 3, dtype=[torch.int64, torch.half][int(n[0]) // 4 % 2]) for i in n
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("resume", [False, True])
+def test_tensors_come_back_as_they_were(name, resume):
+    made = [UNUSUAL[name](torch.full((1, 2), float(n * n)), torch.tensor([n])) for n in range(21)]
+    expected = [row[0].resolve_conj().detach() for row in made]
+    if resume:
+        stopped("out.pt", transform=UNUSUAL[name])
+    if "from batch to batch" in name:
+        expected = [torch.full((n // 4 * 4,), float(n * n)) for n in range(21)]
+    dtype = torch.half if "two dtypes" in name else expected[0].dtype
+    predict(PredictionWriter("out.pt", resume=resume), Squares(transform=UNUSUAL[name]))
+    written = torch.load("out.pt", weights_only=True)["prediction"]
+    assert len(written) == 21
+    for row, other in zip(written, expected, strict=True):
+        assert row.dtype == dtype
+        assert torch.equal(
+            row.float() if dtype.itemsize == 1 else row, other.float() if dtype.itemsize == 1 else other.to(dtype)
+        )
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_dtypes_that_differ_between_batches_are_joined_without_loss(format_):
+    """Numbers that float16 cannot hold, before and after a batch of float16, and one of float64."""
+    needs_package(format_)
+
+    def mixed(values, numbers):
+        dtypes = [torch.int64, torch.half, torch.int64, torch.float64, torch.bool, torch.int64]
+        dtype = dtypes[int(numbers[0]) // 4 % 6]
+        return numbers.double().mul(1 if dtype == torch.half else 100_001).to(dtype)
+
+    predict(PredictionWriter(f"out.{format_}"), Squares(transform=mixed))
+    expected = [n * [100_001, 1, 100_001, 100_001, 1 / n if n else 0, 100_001][n // 4 % 6] for n in range(21)]
+    assert [row["prediction"] for row in rows_of(f"out.{format_}")] == expected
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_texts_may_be_empty_or_not_of_ascii(format_):
+    needs_package(format_)
+    texts = ["", "ä" * 50, "\n", "a\0b", "𝄞"]
+    predict(PredictionWriter(f"out.{format_}"), Squares(transform=lambda v, n: [texts[int(i) % 5] for i in n]))
+    assert [row["prediction"] for row in rows_of(f"out.{format_}")] == [texts[n % 5] for n in range(21)]
+
+
+def test_columns_that_are_not_wanted_need_not_fit():
+    outputs = {"loss": torch.tensor(0.5), "when": object()}
+    module = Squares(transform=lambda values, numbers: outputs | {"square": values[:, 0]})
+    predict(PredictionWriter("out.jsonl", columns=["square"]), module)
+    assert [row["square"] for row in rows_of("out.jsonl")] == [float(n * n) for n in range(21)]
 
 
 def test_a_step_may_return_memory_that_it_uses_again():

@@ -1,18 +1,19 @@
 """The core: values as columns, parts in any order, and batches that are left out."""
 
 import json
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.predictions.core.columns import join_kinds, to_columns
+from lightning_tricks.predictions.core.columns import join_kinds, kinds_of, to_columns
 from lightning_tricks.predictions.core.formats import write_predictions
 from lightning_tricks.predictions.core.parts import (
     KnownBatches,
     MergedParts,
-    append_batch,
+    PartWriter,
     begin_parts,
     remove_parts,
     weights_digest,
@@ -27,11 +28,12 @@ def test_parts_are_read_by_loader_and_index_and_each_sample_once(parts, tmp_path
     folder = tmp_path_factory.mktemp("parts")
     expected, repeated = {}, 0
     for number, batches in enumerate(parts):
-        with (folder / f"{number}.part").open("xb") as file:
+        with ExitStack() as stack:
+            writer = PartWriter(folder / f"{number}", stack, {})
             for place, (loader, indices) in enumerate(batches):
                 value = torch.tensor([[number, place, index] for index in indices])
                 ragged = [torch.arange(index % 3) for index in indices]
-                append_batch(file, loader, indices, to_columns({"value": value, "ragged": ragged}))
+                writer.append(loader, indices, to_columns({"value": value, "ragged": ragged}))
                 for row, index in zip(value.tolist(), indices, strict=True):
                     repeated += (loader, index) in expected
                     expected.setdefault((loader, index), row)
@@ -62,14 +64,6 @@ def test_a_batch_is_left_out_if_all_its_samples_are_done_unless_it_is_the_first(
     assert len(known) == len(batches)
 
 
-def test_columns_share_no_memory_and_need_no_gradient():
-    weight = torch.ones(3, 2, requires_grad=True)
-    columns = to_columns({"slice": (weight * 2)[:, 0], "same": weight})
-    assert columns["slice"].untyped_storage().nbytes() == 12
-    assert not columns["same"].requires_grad
-    assert columns["same"].data_ptr() != weight.data_ptr()
-
-
 def test_unusual_tensors_become_plain_ones():
     dense = torch.eye(3)
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)], layout=torch.jagged)
@@ -92,7 +86,7 @@ def test_dtypes_of_batches_are_joined():
     batches = [to_columns([1, 2]), to_columns([0.5]), to_columns(torch.ones(2, dtype=torch.half))]
     kinds = {}
     for batch in batches:
-        kinds = join_kinds(kinds, batch)
+        kinds = join_kinds(kinds, kinds_of(batch))
     assert kinds == {"prediction": (torch.float64, ())}
 
 

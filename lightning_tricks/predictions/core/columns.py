@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial, reduce
+from functools import lru_cache, reduce
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.tensors import full_tensor
 
 Column: TypeAlias = Tensor | list[Tensor] | list[str]  # a list of tensors that differ in their first dimension
-Kind: TypeAlias = tuple[torch.dtype | None, tuple[int, ...]]  # dtype (None: texts) and shape of a value; -1: it varies
+Kind: TypeAlias = tuple[torch.dtype | None, tuple[int, ...]]  # dtype (None: text) and shape of a value; -1: it varies
+_matches = lru_cache(maxsize=1024)(Pattern.matches)
 
 
-def to_columns(outputs: Any, rows: int | None = None) -> dict[str, Column]:
-    """Return what a step returned for a batch as columns, on the CPU, in memory of their own.
+def to_columns(outputs: Any, rows: int | None = None, patterns: tuple[Pattern, ...] = ()) -> dict[str, Column]:
+    """Return what a step returned for a batch as columns, on the CPU; they may share its memory.
 
     Names of nested dicts, dataclasses and tuples are joined by dots; a tuple has the names of its fields, or numbers. A
     list has one value for each sample: tensors, numbers, strings, or dicts of them. A tensor alone is "prediction".
@@ -26,13 +29,21 @@ def to_columns(outputs: Any, rows: int | None = None) -> dict[str, Column]:
     Args:
         outputs: What the step returned.
         rows: The number of samples in the batch; None takes that of the first column.
+        patterns: The names of the columns that are wanted; () wants all.
 
     Raises:
         TypeError: If there is a value of another type.
-        ValueError: If a column has not one value for each sample.
+        ValueError: If a column has not one value for each sample, or a pattern matches none.
     """
+    leaves = [*_leaves(outputs, "")]
+    for pattern in patterns:
+        if not any(_matches(pattern, name) for name, _ in leaves):
+            names = ", ".join(name for name, _ in leaves)
+            raise ValueError(f"the pattern {pattern.text!r} of columns matches none of {names}")
     found: dict[str, Column] = {}
-    for name, value in _leaves(outputs, ""):
+    for name, value in leaves:
+        if patterns and not any(_matches(pattern, name) for pattern in patterns):
+            continue
         if name in (*found, "loader", "index"):
             raise ValueError(f"two columns are called {name!r}: return one of them under another name")
         found[name] = column = _to_column(value, name)
@@ -77,7 +88,7 @@ def _to_column(value: Any, name: str) -> Column:
     if isinstance(values, list | tuple) and any(isinstance(row, Tensor | np.ndarray | list | tuple) for row in values):
         tensors = [_to_tensor(row, name) for row in values]
         kinds: list[Kind] = [(part.dtype, tuple(part.shape)) for part in tensors]
-        dtype, shape = reduce(partial(join_kind, name), kinds)
+        dtype, shape = reduce(lambda kind, other: _join(name, kind, other), kinds)
         tensors = [tensor.to(dtype) for tensor in tensors]
         return tensors if -1 in shape else torch.stack(tensors)
     tensor = _to_tensor(values, name)
@@ -96,31 +107,53 @@ def _to_tensor(value: Any, name: str) -> Tensor:
             raise TypeError(f"{name!r} holds {what}: return tensors, or lists of numbers or strings") from error
     tensor = full_tensor(value.detach())
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return dense.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return dense.cpu().resolve_conj().resolve_neg()
 
 
-def join_kind(name: str, kind: Kind, other: Kind) -> Kind:
-    """Return the kind of a column that holds values of both.
+def kinds_of(columns: Mapping[str, Column]) -> dict[str, Kind]:
+    """Return the kind of each column of a batch."""
+    return {name: _kind(column) for name, column in columns.items()}
+
+
+def _kind(column: Column) -> Kind:
+    if isinstance(column, Tensor):
+        return column.dtype, tuple(column.shape[1:])
+    first = column[0]
+    return (None, (-1,)) if isinstance(first, str) else (first.dtype, (-1, *first.shape[1:]))
+
+
+def join_kinds(kinds: Mapping[str, Kind], others: Mapping[str, Kind]) -> Mapping[str, Kind]:
+    """Return the kinds of columns that hold what they held before, if anything, and those of other batches.
 
     Raises:
-        ValueError: If there is none; only the first dimension of a value may vary.
+        ValueError: If the names differ, or a column would hold both texts and numbers, or shapes that differ otherwise
+            than in the first dimension of a value.
     """
+    if kinds and kinds.keys() != others.keys():
+        raise ValueError(f"its columns are {', '.join(others)}, and those of another batch {', '.join(kinds)}")
+    return {name: _join(name, kind, others[name]) for name, kind in (kinds or others).items()}
+
+
+def _join(name: str, kind: Kind, other: Kind) -> Kind:
+    if kind == other:
+        return kind
     (dtype, shape), (other_dtype, other_shape) = kind, other
-    if (dtype is None) != (other_dtype is None) or (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
+    if dtype is None or other_dtype is None or (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         each = " and ".join(f"{part[0] or 'texts'} {(*part[1],)}" for part in (kind, other))
         raise ValueError(f"{name!r} holds {each}: only the first dimension of a value may vary")
-    if dtype is not None and other_dtype is not None and dtype != other_dtype:
-        dtype = torch.promote_types(dtype, other_dtype)
-    return dtype, shape if shape == other_shape else (-1, *shape[1:])
+    return torch.promote_types(dtype, other_dtype), shape if shape == other_shape else (-1, *shape[1:])
 
 
-def join_kinds(kinds: Mapping[str, Kind], columns: Mapping[str, Column]) -> dict[str, Kind]:
-    """Return the kinds of columns that hold what they held before, if anything, and those of another batch."""
-    if kinds and kinds.keys() != columns.keys():
-        raise ValueError(f"its columns are {', '.join(columns)}, and those of another batch {', '.join(kinds)}")
-    joined = dict(kinds)
-    for name, column in columns.items():
-        for value in column[:1] if isinstance(column, Tensor) else column:
-            kind: Kind = (None, ()) if isinstance(value, str) else (value.dtype, tuple(value.shape))
-            joined[name] = join_kind(name, joined.get(name, kind), kind)
-    return joined
+@lru_cache(maxsize=64)
+def array_dtype(dtype: torch.dtype | None) -> np.dtype[Any]:
+    """Return the dtype of the arrays that hold values of a dtype, or the bytes of texts, whose dtype is None."""
+    return to_array(torch.empty(0, dtype=dtype or torch.uint8)).dtype
+
+
+def to_array(values: Any) -> npt.NDArray[Any]:
+    """Return a tensor as an array; that of a dtype that numpy lacks, such as bfloat16, as float32."""
+    try:
+        array: npt.NDArray[Any] = values.numpy()
+    except TypeError:
+        array = values.float().numpy()
+    return array

@@ -1,33 +1,40 @@
-"""Predictions in parts: each rank appends its batches to a file of its own, and all are read in one order.
+"""Predictions in parts: each rank appends rows to files of its own, and all are read in one order.
 
-A part is never changed later: it is a sequence of records, each the number of its bytes and what `torch.save` makes of
-a batch. A process that is killed leaves a last record that is too short, which does not count.
+A part is a line of JSON, which tells the loader and the columns, and rows of bytes of one length: the index of a sample
+plus one, and its value in each column. Texts, and values whose first dimension varies, lie in a file of values: their
+row tells the bytes at which one starts and ends, and its length. A kill leaves a last row that is too short, or lacks
+its values; a power failure may leave zeros. Neither counts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import operator
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.files import atomic_write, find_write_problem, open_file
 from lightning_tricks._shared.tensors import local_part
-from lightning_tricks.predictions.core.columns import Column, Kind, join_kinds
+from lightning_tricks.predictions.core.columns import Column, Kind, array_dtype, join_kinds, kinds_of, to_array
 
-_CHUNK_BYTES = 1 << 25
+Array: TypeAlias = npt.NDArray[Any]
+Kinds: TypeAlias = Mapping[str, Kind]
+_CHUNK_BYTES = 1 << 22
+_TEXT = "utf-8", "surrogatepass"
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -40,7 +47,7 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: bool) -> int:
-    """Create a folder for the parts of a run, or go on with those in it; return how many there are.
+    """Create a folder for the parts of a run, or go on with those in it; return how many files there are.
 
     Args:
         path: The path of the file into which they will be merged.
@@ -68,22 +75,93 @@ def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: boo
             f"{folder} holds predictions of another run, which are not mixed with those of this one "
             f"({'; '.join(differing)}). Give resume=False to remove them and start anew, or another path."
         )
-    return len([*folder.glob("*.part")])
+    return len([*folder.glob("*.part"), *folder.glob("*.values")])
 
 
 def remove_parts(folder: Path) -> None:
     """Remove the parts of a run, and their folder if nothing else is in it."""
-    for file in (*folder.glob("*.part"), *folder.glob("*.column"), folder / "run.json"):
+    for file in chain(*map(folder.glob, ("*.part", "*.values", "*.column", "run.json"))):
         file.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
 
 
-def append_batch(file: BinaryIO, loader: int, indices: list[int], columns: Mapping[str, Column]) -> None:
-    """Append a batch to a part: the number of its loader, the index of each sample, and its columns."""
-    torch.save((loader, indices, dict(columns)), record := io.BytesIO())
-    file.writelines([len(record.getbuffer()).to_bytes(8, "little"), record.getbuffer()])
-    file.flush()
+class PartWriter:
+    """Appends batches to parts: one for each loader, and for each combination of dtypes that its columns have.
+
+    Args:
+        stem: The path of the files, without their endings.
+        stack: What closes the files.
+        kinds: What the columns hold in other parts.
+    """
+
+    def __init__(self, stem: Path, stack: ExitStack, kinds: Kinds) -> None:
+        self._stem, self._stack, self._kinds = stem, stack, kinds
+        self._values = self._open(".values")
+        self._parts: dict[str, tuple[BinaryIO, np.dtype[Any]]] = {}  # by their first lines
+
+    def append(self, loader: int, indices: list[int], columns: Mapping[str, Column]) -> None:
+        """Append a batch: the number of its loader, the index of each sample, and its columns.
+
+        When it returns, the operating system has them: they outlive the process.
+
+        Raises:
+            ValueError: If the columns do not go with those of other batches.
+        """
+        kinds = kinds_of(columns)
+        self._kinds = join_kinds(self._kinds, kinds)
+        head = json.dumps(
+            [loader, {name: (dtype and str(dtype), self._kinds[name][1]) for name, (dtype, _) in kinds.items()}]
+        )
+        if head not in self._parts:
+            part = self._open(f"-{len(self._parts):06}.part")
+            part.write(f"{head}\n".encode())
+            self._parts[head] = part, _parse_head(head)[2]
+        part, dtype = self._parts[head]
+        rows = np.empty(len(indices), dtype)
+        rows["index"] = np.array(indices) + 1
+        for name, column in columns.items():
+            rows[name] = self._place(column) if -1 in self._kinds[name][1] else to_array(column)
+        self._values.flush()  # before the rows that name its bytes
+        part.write(rows.data)
+        part.flush()
+
+    def _place(self, column: Column) -> Array:
+        """Append values that vary; return the bytes at which each starts and ends, and its length."""
+        pieces = [value.encode(*_TEXT) if isinstance(value, str) else to_array(value).tobytes() for value in column]
+        edges = np.cumsum([self._values.tell(), *map(len, pieces)], dtype=np.int64)
+        self._values.write(b"".join(pieces))
+        return np.stack([edges[:-1], edges[1:], [*map(len, column)]], axis=1)
+
+    def _open(self, ending: str) -> BinaryIO:
+        return self._stack.enter_context(Path(f"{self._stem}{ending}").open("xb"))
+
+
+def _parse_head(head: str | bytes) -> tuple[int, dict[str, Kind], np.dtype[Any]]:
+    """Return the loader of a part, the kinds of its columns, and the dtype of its rows."""
+    loader, columns = json.loads(head)
+    kinds = {name: (dtype and _DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in columns.items()}
+    fields: list[Any] = [("index", np.int64)]
+    for name, (dtype, shape) in kinds.items():
+        fields.append((name, np.int64, 3) if -1 in shape else (name, array_dtype(dtype), shape))
+    return loader, kinds, np.dtype(fields)
+
+
+def _read_part(path: Path) -> tuple[int, dict[str, Kind], Array, Array]:
+    """Return the loader of a part, the kinds of its columns and, memory-mapped, its rows and the bytes of values."""
+    with open_file(path) as file:
+        head = file.readline(1 << 24)
+        loader, kinds, dtype = _parse_head(head if head.endswith(b"\n") else "[0, {}]")
+        rows = _mapped(file, dtype)
+    with open_file(path.with_name(f"{path.name.rpartition('-')[0]}.values")) as file:
+        return loader, kinds, rows, _mapped(file, np.dtype(np.uint8))
+
+
+def _mapped(file: BinaryIO, dtype: np.dtype[Any]) -> Array:
+    """Return what a file holds from its position on, without a rest that is too short."""
+    start = file.tell()
+    count = (os.fstat(file.fileno()).st_size - start) // dtype.itemsize
+    return np.memmap(file, dtype, "r", start, (count,)) if count else np.empty(0, dtype)
 
 
 class MergedParts:
@@ -99,45 +177,58 @@ class MergedParts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.kinds: dict[str, Kind] = {}
-        self._places: list[tuple[Path, int, int]] = []
+        self.kinds: Kinds = {}
+        self._paths = sorted(folder.glob("*.part"))
         tables = [np.zeros((4, 0), np.int64)]
-        for part in sorted(folder.glob("*.part")):
-            with open_file(part) as file:
-                size, place = part.stat().st_size, 8
-                while (length := int.from_bytes(file.read(8), "little")) and place + length <= size:
-                    loader, indices, columns = torch.load(io.BytesIO(file.read(length)), weights_only=True)
-                    count = len(indices)
-                    tables.append(np.array([[loader] * count, indices, [len(self._places)] * count, range(count)]))
-                    self._places.append((part, place, length))
-                    self.kinds = join_kinds(self.kinds, columns)
-                    place += length + 8
+        for number, path in enumerate(self._paths):
+            loader, kinds, rows, values = _read_part(path)
+            is_whole = rows["index"] > 0
+            for name, (_, shape) in kinds.items():
+                if -1 in shape:
+                    is_whole &= rows[name][:, 1] <= len(values)
+            if is_whole.any():
+                self.kinds = join_kinds(self.kinds, kinds)
+                whole = np.flatnonzero(is_whole)
+                tables.append(np.stack(np.broadcast_arrays(loader, rows["index"][whole] - 1, number, whole)))
         table = np.concatenate(tables, axis=1)
         table = table[:, np.lexsort((table[1], table[0]))]  # of equal ones the first one comes first
         is_first = np.append(True, np.diff(table[:2]).any(axis=0))[: table.shape[1]]
-        self.loader, self.index, self._batch, self._row = table[:, is_first]
+        self.loader, self.index, self._part, self._row = table[:, is_first]
         self.repeated = int((~is_first).sum())
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def chunks(self) -> Iterator[tuple[slice, dict[str, list[Any]]]]:
-        """Yield slices of all samples, and the values of each column in them, a tensor or a text for each sample."""
-        size = sum(length for *_, length in self._places)
+    def chunks(self) -> Iterator[tuple[slice, dict[str, Array]]]:
+        """Yield slices of all samples, and their values by columns: an array of numbers, or of texts or arrays."""
+        size = sum(file.stat().st_size for file in self.folder.iterdir())
         step = max(1, min(1 << 16, _CHUNK_BYTES * len(self) // max(size, 1)))
         for start in range(0, len(self), step):
-            batches, rows = self._batch[start : start + step], self._row[start : start + step].tolist()
-            values: dict[str, list[Any]] = {name: [None] * len(rows) for name in self.kinds}
-            loaded = -1
-            for at in np.argsort(batches, kind="stable").tolist():
-                if batches[at] != loaded:
-                    part, place, length = self._places[loaded := batches[at]]
-                    with open_file(part) as file:
-                        file.seek(place)
-                        columns = torch.load(io.BytesIO(file.read(length)), weights_only=True)[2]
-                for name, column in columns.items():
-                    values[name][at] = column[rows[at]]
-            yield slice(start, start + step), values
+            parts, rows = self._part[start : start + step], self._row[start : start + step]
+            columns = {
+                name: np.empty(len(rows), object) if -1 in shape else np.empty((len(rows), *shape), array_dtype(dtype))
+                for name, (dtype, shape) in self.kinds.items()
+            }
+            for number in np.unique(parts):
+                at = np.flatnonzero(parts == number)
+                for name, values in _read_values(self._paths[number], rows[at]):
+                    is_listed = columns[name].dtype == object
+                    columns[name][at] = np.fromiter(values, object, len(at)) if is_listed else values
+            yield slice(start, start + step), columns
+
+
+def _read_values(path: Path, numbers: Array) -> Iterator[tuple[str, Any]]:
+    """Yield the values of some rows of a part by columns."""
+    _, kinds, rows, content = _read_part(path)
+    for name, (dtype, shape) in kinds.items():
+        values = rows[name][numbers]
+        if -1 not in shape:
+            yield name, values
+        elif dtype is None:
+            yield name, [content[start:end].tobytes().decode(*_TEXT) for start, end, _ in values.tolist()]
+        else:
+            flat = ((content[start:end].view(array_dtype(dtype)), length) for start, end, length in values.tolist())
+            yield name, [value.reshape(length, *shape[1:]) for value, length in flat]
 
 
 class KnownBatches:
