@@ -1,6 +1,7 @@
 """One thread for everything: ranks are forked, and two cores carry them all."""
 
 import gc
+import inspect
 import logging
 import os
 import shutil
@@ -76,8 +77,8 @@ def _leave_no_trace(monkeypatch, tmp_path):
 def _unwrap_methods(owner):
     """Lightning wraps methods of a class and those that inherit while it asks for loaders; if that raises, for ever."""
     for name in ("__init__", "__setattr__", "__delattr__"):
-        if (method := vars(owner).get(f"__old{name}")) is not None:
-            setattr(owner, name, method)
+        if f"__old{name}" in vars(owner):  # itself a wrapper, where loaders were asked for once more
+            setattr(owner, name, inspect.unwrap(vars(owner)[name]))
             delattr(owner, f"__old{name}")
     for child in owner.__subclasses__():
         _unwrap_methods(child)

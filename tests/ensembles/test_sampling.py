@@ -270,5 +270,5 @@ def test_the_middle_of_an_epoch_is_not_resumed_on_other_ranks():
     next(iterator)
     resumed = _loader(DataLoader(_in_memory(), 4))
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="2 ranks shared out the samples .* and 1 would see other ones: resume on 2"):
+    with pytest.raises(ValueError, match=r"2 ranks shared out the samples .* and 1 would see other ones: resume on 2"):
         next(iter(resumed))

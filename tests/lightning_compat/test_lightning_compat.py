@@ -16,7 +16,7 @@ from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import (
@@ -951,6 +951,13 @@ def test_files_of_a_model_checkpoint_are_seen(tmp_path):
     assert memory["_last_global_step_saved"] == 8
 
 
+class _Sampler(BatchSampler):
+    """A batch sampler with a method that Lightning wraps."""
+
+    def __init__(self):
+        pass
+
+
 @pytest.mark.parametrize("breaks", [True, False], ids=["one that breaks", "the one after it"])
 def test_a_test_whose_loaders_raise_leaves_loaders_as_they_were(breaks):
     class Breaks(Net):
@@ -958,7 +965,8 @@ def test_a_test_whose_loaders_raise_leaves_loaders_as_they_were(breaks):
             raise RuntimeError("no data")
 
     assert "__wrapped__" not in vars(DataLoader.__init__)
-    if breaks:
+    assert "__wrapped__" not in vars(_Sampler.__init__)
+    for _ in range(2 * breaks):
         with pytest.raises(RuntimeError, match="no data"):
             Trainer(max_epochs=1, **QUIET).fit(Breaks())
 
