@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,8 +108,9 @@ def batches_run_by(trainer: Trainer, run: Callable[[BatchStep], Any]) -> Iterato
         def closure(*_: Any, **__: Any) -> Any:
             return run(step)
 
-        set_private(plain, closure=closure)
-        return plain
+        made = copy(plain)  # one that referred to itself would keep the batch until Python looks for cycles
+        set_private(made, closure=closure)
+        return made
 
     with overriding(loop, _make_closure=make):
         yield
