@@ -6,14 +6,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from _ratios import LEAN, arguments, be_quiet, measure, ratios, report
+from _ratios import LEAN, arguments, be_quiet, measure, ratios, report, work
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 from lightning_tricks import HangWatch
 
-_STEPS = 1000
+_STEPS = 300
 
 
 def main() -> None:
@@ -22,9 +22,11 @@ def main() -> None:
     given = arguments(default_rounds=15)
     torch.manual_seed(0)
 
-    def fit(*callbacks: HangWatch) -> None:
+    def fit(*callbacks: HangWatch) -> float:
         trainer = Trainer(max_epochs=1, callbacks=[*callbacks], enable_checkpointing=False, **LEAN)
+        start = work()
         trainer.fit(BoringModel(), DataLoader(RandomDataset(32, _STEPS)))
+        return work() - start
 
     with tempfile.TemporaryDirectory() as folder:
         watched = Path(folder) / "hang"

@@ -1,11 +1,11 @@
-"""A fit with microbatches against the same fit without: what it costs where all fits, and what 2 and 4 parts cost."""
+"""A fit with microbatches against the same fit without, and against accumulation over batches of the parts' size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from _ratios import LEAN, arguments, be_quiet, measure, now, ratios, report
+from _ratios import LEAN, arguments, be_quiet, measure, ratios, report, work
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import Microbatching
 
 _STEPS, _ROWS = 20, 64
+_BARE, _ACCUMULATED = "the bare Trainer", "4 batches of 16, accumulated"
 
 
 class Net(LightningModule):
@@ -41,11 +42,11 @@ class Clock(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Start after the first batch."""
         if trainer.global_step == 1:
-            self.start = now()
+            self.start = work()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop."""
-        self.elapsed = now() - self.start
+        self.elapsed = work() - self.start
 
 
 def trainers(width: int) -> dict[str, Callable[[], float]]:
@@ -53,30 +54,36 @@ def trainers(width: int) -> dict[str, Callable[[], float]]:
     data = TensorDataset(torch.randn(_STEPS * _ROWS, 256), torch.randint(0, 10, (_STEPS * _ROWS,)))
     module = Net(width)
 
-    def fit(*callbacks: Callback) -> float:
+    def fit(*callbacks: Callback, parts: int = 1) -> float:
         clock = Clock()
-        Trainer(max_epochs=1, callbacks=[clock, *callbacks], enable_checkpointing=False, **LEAN).fit(
-            module, DataLoader(data, batch_size=_ROWS)
+        options = {**LEAN, "accumulate_grad_batches": parts}
+        Trainer(max_epochs=1, callbacks=[clock, *callbacks], enable_checkpointing=False, **options).fit(
+            module, DataLoader(data, batch_size=_ROWS // parts)
         )
         return clock.elapsed
 
     return {
-        "the bare Trainer": lambda: fit(),
+        _BARE: lambda: fit(),
         "Microbatching(), 1 part": lambda: fit(Microbatching()),
         "Microbatching(64), 1 part": lambda: fit(Microbatching(64)),
         "Microbatching(32), 2 parts": lambda: fit(Microbatching(32)),
         "Microbatching(16), 4 parts": lambda: fit(Microbatching(16)),
+        "2 batches of 32, accumulated": lambda: fit(parts=2),
+        _ACCUMULATED: lambda: fit(parts=4),
     }
 
 
 def main() -> None:
     """Measure, print and write."""
     be_quiet()
-    given = arguments(default_rounds=21)
+    given = arguments(default_rounds=15)
     torch.manual_seed(0)
     results = {}
     for name, width in (("small steps", 16), ("large steps", 512)):
-        results[name] = ratios(measure(trainers(width), given.rounds), peer="the bare Trainer")
+        times = measure(trainers(width), given.rounds)
+        parts = {contestant: times[contestant] for contestant in ("Microbatching(16), 4 parts", _ACCUMULATED)}
+        results[name] = ratios(times, peer=_BARE)
+        results[f"{name}, 4 parts"] = ratios(parts, peer=_ACCUMULATED)
     report("microbatching", results, given.rounds, given.out)
 
 

@@ -30,11 +30,8 @@ def restore_step_progress(trainer: Trainer, progress: list[dict[str, Any]]) -> N
 
 def _progresses(trainer: Trainer) -> list[Any]:
     loop: Any = trainer.fit_loop.epoch_loop
-    return [
-        loop.automatic_optimization.optim_progress,
-        loop.manual_optimization.optim_step_progress,
-        loop.scheduler_progress,
-    ]
+    automatic, manual = loop.automatic_optimization, loop.manual_optimization
+    return [automatic.optim_progress, manual.optim_step_progress, loop.scheduler_progress]
 
 
 @needs_private("SpikeGuard")
@@ -83,15 +80,13 @@ def around_steps(
                         loop.batch_progress.current.ready += left_out
 
             stack.enter_context(overriding(loop, _update_learning_rates=update_learning_rates))
-            parts = (
-                (loop.automatic_optimization, batch),
-                (loop.manual_optimization, batch),
-                (loop.val_loop, validation),
-            )
-            for owner, around in parts:
-                stack.enter_context(overriding(owner, run=_wrapped(owner.run, around)))
-            strategy = trainer.strategy
-            stack.enter_context(overriding(strategy, training_step=_wrapped(strategy.training_step, training_step)))
+            for owner, name, around in (
+                (loop.automatic_optimization, "run", batch),
+                (loop.manual_optimization, "run", batch),
+                (loop.val_loop, "run", validation),
+                (trainer.strategy, "training_step", training_step),
+            ):
+                stack.enter_context(overriding(owner, **{name: _wrapped(getattr(owner, name), around)}))
         yield
 
 

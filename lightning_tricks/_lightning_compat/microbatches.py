@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,8 +108,9 @@ def batches_run_by(trainer: Trainer, run: Callable[[BatchStep], Any]) -> Iterato
         def closure(*_: Any, **__: Any) -> Any:
             return run(step)
 
-        set_private(plain, closure=closure)
-        return plain
+        made = copy(plain)  # one that referred to itself would keep the batch until Python looks for cycles
+        set_private(made, closure=closure)
+        return made
 
     with overriding(loop, _make_closure=make):
         yield
@@ -117,14 +119,20 @@ def batches_run_by(trainer: Trainer, run: Callable[[BatchStep], Any]) -> Iterato
 class LogQueue:
     """Keeps what is logged in a training batch, until it is known what is to be logged for the whole of it.
 
+    Args:
+        trainer: The Trainer.
+        merge: Takes the values, the rows and the batch sizes of the parts of a batch and the name of the reduction,
+            and returns the value and the batch size of the whole.
+
     Attributes:
         rows: The rows of the part whose values are kept now.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, merge: Callable[..., tuple[Any, int | None]]) -> None:
         with needs_private(_TRICK):
             self._results: Any = trainer.fit_loop.epoch_loop._results
             self._log = self._results.log
+        self._merge = merge
         self.rows = 0
         self._waiting: dict[tuple[str, str], list[tuple[int, Any, dict[str, Any]]]] | None = None
 
@@ -142,19 +150,16 @@ class LogQueue:
         self._waiting.setdefault((hook, name), []).append((self.rows, kept, options))
 
     @contextmanager
-    def keeping(self) -> Iterator[Callable[[Callable[..., tuple[Any, int | None]]], None]]:
-        """Keep what is logged; what is yielded logs it, after a function has merged the values of each key.
-
-        The function takes the values, the rows and the batch sizes of the parts and the name of the reduction, and
-        returns the value and the batch size of the whole.
-        """
+    def keeping(self) -> Iterator[None]:
+        """Keep what is logged, until `flush` is called; what is left when the context is left is dropped."""
         outer, self._waiting = self._waiting, {}
         try:
-            yield self._log_merged
+            yield
         finally:
             self._waiting = outer
 
-    def _log_merged(self, merge: Callable[..., tuple[Any, int | None]]) -> None:
+    def flush(self) -> None:
+        """Log what was kept, the values of each key as one."""
         waiting, self._waiting = self._waiting or {}, None
         for (hook, name), entries in waiting.items():
             rows, values, options = (list(column) for column in zip(*entries, strict=True))
@@ -162,10 +167,10 @@ class LogQueue:
             reduction = options[-1].get("reduce_fx", "mean")
             how = getattr(reduction, "__name__", str(reduction)).lower()
             if isinstance(values[-1], Tensor):
-                value, size = merge(values, rows, sizes, how)
+                value, size = self._merge(values, rows, sizes, how)
             else:  # a metric, whose state is that of the whole batch already
                 value, size = values[-1][0], sizes[-1]
                 caches = [cache for _, cache in values]
                 if all(isinstance(cache, Tensor) for cache in caches):
-                    set_private(value, _forward_cache=merge(caches, rows, [None] * len(rows), "mean")[0])
+                    set_private(value, _forward_cache=self._merge(caches, rows, [None] * len(rows), "mean")[0])
             self._log(hook, name, value, **{**options[-1], "batch_size": size})

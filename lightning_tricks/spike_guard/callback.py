@@ -155,7 +155,7 @@ class SpikeGuard(TrickCallback):
             raise MisconfigurationException(f"SpikeGuard does not see the steps of {name}: use DDP or FSDP2.")
         if self.mode == "skip" and not pl_module.automatic_optimization:
             raise _unskippable("manual optimization, where an optimizer may step before another one sees the spike")
-        self._close()
+        self.on_exception()
         self._forget()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,17 +204,12 @@ class SpikeGuard(TrickCallback):
         self.say(f"left out {left_out:,} of {batches:,} batches, for {len(self.spikes):,} spikes")
         super().on_fit_end(trainer, pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         """Stop to watch, and forget the snapshot."""
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop to watch, and forget the snapshot."""
-        self._close()
-
-    def _close(self) -> None:
         self._installed.close()
         self._leave_fit()
+
+    teardown = on_exception
 
     def state_dict(self) -> dict[str, Any]:
         """Return the band, the spikes and the counts."""
@@ -293,14 +288,12 @@ class SpikeGuard(TrickCallback):
         except _LeftOut as left_out:
             self._leave_out(trainer, *left_out.args)
             return {}
-        if self._is_within_step:
-            return output
-        if self.mode == "skip":
+        if self.mode == "skip" and not self._is_within_step:
             self._open = None
-            return output
-        self._note_step(trainer)
-        if len(window.ends) >= self.every_n_train_steps or 0 <= trainer.max_steps <= trainer.global_step:
-            self._close_window(trainer)
+        elif not self._is_within_step:
+            self._note_step(trainer)
+            if len(window.ends) >= self.every_n_train_steps or 0 <= trainer.max_steps <= trainer.global_step:
+                self._close_window(trainer)
         return output
 
     def _judge_before(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
@@ -313,11 +306,13 @@ class SpikeGuard(TrickCallback):
         """Note the values of a step that is complete: its loss, and the norm if that is watched."""
         window, loss, norm = cast(_Window, self._open), self._loss, self._norm
         self._loss = self._norm = None
-        if self.monitor == "grad_norm":
-            loss = torch.zeros((), device=trainer.strategy.root_device) if loss is None else loss
-            norm = -loss.new_tensor(math.inf) if norm is None else torch.where(norm.isnan(), -math.inf, norm).to(loss)
-        if loss is not None:
-            window.values.append(torch.stack([loss] if norm is None else [loss, norm]))
+        device = trainer.strategy.root_device
+        values = [loss] if loss is not None else []
+        if self.monitor == "grad_norm":  # a norm that does not count is -inf
+            norm = torch.full((), -math.inf, device=device) if norm is None else norm.nan_to_num(-math.inf, math.inf)
+            values = [torch.zeros((), device=device) if loss is None else loss, norm.to(device, torch.float32)]
+        if values:
+            window.values.append(torch.stack(values))
             window.ends.append(num_batches_done(trainer) - 1)
 
     def _close_window(self, trainer: Trainer, *, after_batch: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -386,6 +388,24 @@ def test_steps_without_a_loss(returned):
     else:
         with pytest.raises(MisconfigurationException, match="returned None for some of 3 microbatches"):
             fit(Skipping(), Microbatching(4))
+
+
+@pytest.mark.parametrize("microbatching", [Microbatching, lambda: Microbatching(3), lambda: Microbatching(10)])
+def test_a_batch_is_free_when_it_is_done(microbatching):
+    class Watching(Net):
+        def training_step(self, batch, batch_idx):
+            self.alive = [reference for reference in (*self.alive, weakref.ref(batch[0])) if reference() is not None]
+            self.most = max(self.most, len(self.alive))
+            return super().training_step(batch, batch_idx)
+
+    module = Watching()
+    module.alive, module.most = [], 0
+    gc.disable()
+    try:
+        fit(module, microbatching(), max_epochs=2)
+    finally:
+        gc.enable()
+    assert module.most <= 4  # the parts of one batch
 
 
 def test_manual_optimization_is_refused():

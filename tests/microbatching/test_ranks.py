@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_tricks import Microbatching
-from lightning_tricks.microbatching.callback import _no_agreement
+from lightning_tricks.microbatching.callback import waits_in_forward
 from tests.contract.lab import QUIET, real_fp16
 from tests.microbatching.models import Memory, Net, fit, rows_of
 
@@ -175,6 +175,6 @@ def test_a_row_that_fits_on_no_rank_ends_all(tmp_path):
         fit_ranks(tmp_path / "none", Ranked(Memory(0), 1), Microbatching())
 
 
-def test_layers_that_wait_for_other_ranks_are_named():
-    assert _no_agreement(Net(norm=nn.SyncBatchNorm(16))) == "SyncBatchNorm layers"
-    assert _no_agreement(Net()) == ""
+def test_layers_that_wait_for_other_ranks_are_found():
+    assert waits_in_forward(Net(norm=nn.SyncBatchNorm(16)))
+    assert not waits_in_forward(Net())

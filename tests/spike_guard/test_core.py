@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_tricks.spike_guard.core import state_copies as copies
+from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks.spike_guard.core.band import RobustBand
+from lightning_tricks.spike_guard.core.optimizer_copies import copy_optimizer, restore_optimizer
 
 VALUES = st.lists(st.floats(0.1, 10, allow_nan=False), min_size=5, max_size=40)
 
@@ -58,18 +59,32 @@ def test_a_step_is_undone_bit_for_bit(kind):
         optimizer.step()
 
     step()
-    found = [copies.copy_tensors(module, parameters=True), copies.copy_gradients(module), copies.copy_metrics(module)]
-    states = copies.copy_optimizer(optimizer)
+    found, gradients, states = copy_step_state(module, weights=True), copy_gradients(module), copy_optimizer(optimizer)
     mean = module[2].compute()
     step()
-    after = copies.copy_tensors(module, parameters=True)
+    after = copy_step_state(module, weights=True)
     optimizer.param_groups[0]["lr"] = 7.0
-    copies.restore_tensors(module, found[0])
-    copies.restore_gradients(module, found[1])
-    copies.restore_metrics(module, found[2])
-    copies.restore_optimizer(optimizer, states)
+    restore_step_state(module, found)
+    restore_gradients(module, gradients)
+    restore_optimizer(optimizer, states)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(module[2].compute(), mean)
     step()
-    again = copies.copy_tensors(module, parameters=True)
-    assert all(torch.equal(after[name], again[name]) for name in after)
+    again = copy_step_state(module, weights=True)
+    assert all(torch.equal(after["weights"][name], again["weights"][name]) for name in after["weights"])
+    assert all(torch.equal(after["buffers"]["1"][name], again["buffers"]["1"][name]) for name in after["buffers"]["1"])
+
+
+def test_buffers_that_a_step_creates_resizes_or_replaces_are_as_before():
+    module = nn.Module()
+    module.register_buffer("made", None)
+    module.register_buffer("grown", torch.arange(2.0))
+    module.register_buffer("kept", torch.arange(3.0), persistent=False)
+    kept, before = module.kept, copy_step_state(module)
+    module.made, module.grown = torch.ones(1), torch.zeros(5)
+    module.kept.add_(7)
+    restore_step_state(module, before)
+    assert module.made is None
+    assert module.grown.tolist() == [0, 1]
+    assert module.kept is kept
+    assert kept.tolist() == [0, 1, 2]

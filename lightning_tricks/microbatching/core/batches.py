@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,8 +28,7 @@ def count_rows(batch: Any) -> int:
     Raises:
         ValueError: If its parts do not agree on a number of rows, or cannot be cut into rows.
     """
-    numbers = _row_numbers(batch)
-    if numbers:
+    if numbers := _row_numbers(batch):
         return numbers[0]
     found = [f"{name} {number}" for name, number in _named_rows("batch", batch)]
     reason = f"their first dimensions differ ({list_names(found, 6)})" if found else "it holds no tensor with rows"
@@ -50,8 +49,7 @@ def cut_batch(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
         The parts, which are views, and their numbers of rows.
     """
     rows = count_rows(batch)
-    bounds = [rows * index // parts for index in range(parts + 1)]
-    limits = list(pairwise(bounds))
+    limits = [*pairwise(rows * index // parts for index in range(parts + 1))]
     return [take_rows(batch, rows, slice(*limit)) for limit in limits], [stop - start for start, stop in limits]
 
 
@@ -59,45 +57,55 @@ def take_rows(batch: Any, rows: int, chosen: slice) -> Any:
     """Return some rows of a batch that has `rows` of them."""
     if isinstance(batch, Tensor | np.ndarray):
         return batch[chosen] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        part: Any = copy.copy(batch)
-        for key, value in batch.items():
-            part[key] = take_rows(value, rows, chosen)
-        return part
-    if is_dataclass(batch):
-        part = copy.copy(batch)
-        for field in fields(batch):
-            object.__setattr__(part, field.name, take_rows(getattr(batch, field.name), rows, chosen))
-        return part
-    if hasattr(batch, "_fields"):
-        return type(batch)(*(take_rows(value, rows, chosen) for value in batch))
-    if isinstance(batch, list | tuple):
-        if _is_plain(batch):
-            return batch[chosen] if len(batch) == rows else batch
-        if _are_samples(batch, rows):
-            return batch[chosen]
-        return type(batch)(take_rows(value, rows, chosen) for value in batch)
-    return batch
+    if _is_list(batch) and len(batch) == rows and (_are_labelled(batch) or rows not in (_common_numbers(batch) or ())):
+        return batch[chosen]  # samples
+    return _with_parts(batch, [take_rows(part, rows, chosen) for _, part in _named_parts(batch)])
+
+
+def _named_parts(value: Any) -> list[tuple[str, Any]]:
+    """Return what a container holds, with its place as it is written behind the container's name."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if is_dataclass(value):
+        return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    return []
+
+
+def _with_parts(value: Any, parts: Sequence[Any]) -> Any:
+    """Return a container like another one that holds other parts."""
+    if not parts:
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(parts) if _is_list(value) else type(value)(*parts)
+    made = copy(value)
+    for key, part in zip(value if isinstance(value, Mapping) else fields(value), parts, strict=True):
+        if isinstance(value, Mapping):
+            made[key] = part
+        else:
+            object.__setattr__(made, key.name, part)  # it may be frozen
+    return made
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list, or a tuple whose elements have no names."""
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
 def _row_numbers(value: Any) -> list[int] | None:
     """Return what the number of rows may be, the likeliest first; None for what has no rows."""
     if isinstance(value, Tensor | np.ndarray):
         return [len(value)] if value.ndim else None
-    if isinstance(value, Mapping):
-        return _common_numbers(value.values())
-    if is_dataclass(value):
-        return _common_numbers(getattr(value, field.name) for field in fields(value))
-    if isinstance(value, PackedSequence):
-        return []
-    if hasattr(value, "_fields"):
-        return _common_numbers(value)
-    if isinstance(value, list | tuple):
-        if _is_plain(value):
-            return None
-        columns, samples = _common_numbers(value) or [], [len(value)] if _are_alike(value) else []
-        return samples + columns if _look_like_samples(value) else columns + samples
-    return [] if next(tensors_in(getattr(value, "__dict__", {})), None) is not None else None
+    parts = [part for _, part in _named_parts(value)]
+    if not parts:
+        hidden = tensors_in((value, getattr(value, "__dict__", {})))
+        return [] if next(hidden, None) is not None else None
+    columns = _common_numbers(parts)
+    if not _is_list(value) or all(isinstance(part, _PLAIN) for part in parts):
+        return columns
+    samples = [len(parts)] if _are_alike(parts) else []
+    return [*samples, *(columns or ())] if _are_labelled(parts) else [*(columns or ()), *samples]
 
 
 def _common_numbers(values: Iterable[Any]) -> list[int] | None:
@@ -107,53 +115,31 @@ def _common_numbers(values: Iterable[Any]) -> list[int] | None:
     return [number for number in all_numbers[0] if all(number in numbers for numbers in all_numbers)]
 
 
-def _is_plain(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, _PLAIN) for value in values)
-
-
 def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether the elements may be samples: tensors of one type and number of dimensions, or containers of one kind."""
-    return len({*map(_form, values)}) == 1
+    """Whether values may be samples: tensors of one type and number of dimensions, or containers of one kind."""
+
+    def form(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, Tensor | np.ndarray):
+            return type(value), value.ndim, value.dtype
+        return type(value), tuple(value) if isinstance(value, Mapping) else isinstance(value, tuple) and len(value)
+
+    return len({*map(form, values)}) == 1
 
 
-def _form(value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray):
-        return type(value), value.ndim, value.dtype
-    if isinstance(value, Mapping):
-        return type(value), tuple(value)
-    return type(value), len(value) if isinstance(value, tuple) else None
+def _are_labelled(values: Sequence[Any]) -> bool:
+    """Whether values are alike, with a number in each, as a label is in a sample."""
+    return _are_alike(values) and all(
+        any(isinstance(part, int | float) or (isinstance(part, Tensor) and not part.ndim) for _, part in parts)
+        for parts in map(_named_parts, values)
+    )
 
 
-def _look_like_samples(values: Sequence[Any]) -> bool:
-    """Whether the elements are alike, with a number in each, as a label is in a sample."""
-    return _are_alike(values) and all(map(_holds_number, values))
-
-
-def _holds_number(value: Any) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(part, int | float) or (isinstance(part, Tensor) and not part.ndim) for part in parts)
-
-
-def _are_samples(values: Sequence[Any], rows: int) -> bool:
-    if len(values) != rows:
-        return False
-    return _look_like_samples(values) or rows not in (_common_numbers(values) or ())
-
-
-def _named_rows(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor | np.ndarray):
-        if value.ndim:
-            yield name, f"has {len(value)}"
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _named_rows(f"{name}[{key!r}]", part)
-    elif isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
-        for index, part in enumerate(value):
-            yield from _named_rows(f"{name}[{index}]", part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _named_rows(f"{name}.{field.name}", getattr(value, field.name))
-    elif _row_numbers(value) == []:
+def _named_rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    for place, part in (parts := _named_parts(value)):
+        yield from _named_rows(name + place, part)
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        yield name, f"has {len(value)}"
+    elif not parts and _row_numbers(value) == []:
         yield name, f"is a {type(value).__name__}"
 
 
@@ -166,8 +152,8 @@ def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         parts: What was returned, alike for all parts.
         sizes: Their numbers of rows.
     """
-    first = parts[0]
-    if len(parts) == 1 or any(type(part) is not type(first) for part in parts):
+    first, are_alike = parts[0], len({*map(type, parts)}) == 1
+    if len(parts) == 1 or not are_alike:
         return parts[-1]
     if isinstance(first, Tensor):
         if first.ndim and all(part.ndim and len(part) == size for part, size in zip(parts, sizes, strict=True)):
@@ -176,14 +162,13 @@ def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
             return parts[-1]
         return weighted_mean(parts, sizes) if first.is_floating_point() else sum(parts)
     if isinstance(first, float):
-        return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
-    if isinstance(first, dict):
-        return {key: join_rows([part[key] for part in parts if key in part], sizes) for key in first}
+        return float(np.average(parts, weights=sizes))
     if isinstance(first, list) and all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
         return [element for part in parts for element in part]
-    if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
-        return type(first)(join_rows(values, sizes) for values in zip(*parts, strict=False))
-    return parts[-1]
+    named = [dict(_named_parts(part)) for part in parts]
+    if any(each.keys() != named[0].keys() for each in named):
+        return parts[-1]
+    return _with_parts(parts[-1], [join_rows([each[place] for each in named], sizes) for place in named[0]])
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

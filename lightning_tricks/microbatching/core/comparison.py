@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.dry_run.shared_state import restored_state
-from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
+from lightning_tricks._shared.rng import capture_rng_state, isolated_rng, restore_rng_state
+from lightning_tricks._shared.step_state import copy_step_state, restore_step_state
+from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks._torch_compat.modules import is_batch_norm
-from lightning_tricks.microbatching.core.batch_state import BatchState, StatefulParts, same_random_state
 from lightning_tricks.microbatching.core.batches import take_rows
 
-REDUCTIONS = ("mean", "sum")
+LossOf = Callable[[Any], Tensor | None]
 
 
 @dataclass
 class Comparison:
-    """The outcome of a comparison.
+    """The outcome of a comparison; without a reduction and a problem, another batch may tell more.
 
     Attributes:
         reduction: "mean" or "sum" if loss and gradient are those over the rows, else None.
         problem: Why there is no reduction.
         is_refuted: Whether loss or gradient differ; otherwise they could not be compared.
-        is_final: Whether another batch would show the same.
     """
 
-    reduction: str | None
+    reduction: str | None = None
     problem: str = ""
     is_refuted: bool = False
-    is_final: bool = True
 
 
 def part_weights(reduction: str | None, sizes: Sequence[int]) -> list[float]:
@@ -40,14 +41,13 @@ def part_weights(reduction: str | None, sizes: Sequence[int]) -> list[float]:
     return [1.0] * len(sizes) if reduction == "sum" else [size / sum(sizes) for size in sizes]
 
 
+def batch_norms_in(module: nn.Module) -> list[str]:
+    """Return the names of the layers that normalize with the statistics of each microbatch."""
+    return [name for name, part in module.named_modules() if is_batch_norm(part) and part.training]
+
+
 def compare_with_parts(
-    module: nn.Module,
-    parts: StatefulParts,
-    loss_of: Callable[[Any], Tensor | None],
-    batch: Any,
-    rows: int,
-    *,
-    half_precision: bool = False,
+    module: nn.Module, loss_of: LossOf, batch: Any, rows: int, *, half_precision: bool = False
 ) -> Comparison:
     """Compare loss and gradient of a batch with those of two parts of it, and leave no trace.
 
@@ -56,16 +56,17 @@ def compare_with_parts(
 
     Args:
         module: The module, in training mode.
-        parts: Its parameters and states.
         loss_of: Computes the loss of a batch, a tensor without dimensions, or None.
         batch: A batch that fits in memory.
         rows: Its number of rows, at least 2.
         half_precision: Whether the loss is computed in fp16 or bf16, whose rounding errors then do not count.
     """
-    state = BatchState(parts)
-    state.set_gradients_aside()
-    with restored_state(module):
-        try:
+    parameters = [*module.parameters()]
+    state, gradients = copy_step_state(module), [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with restored_state(module), isolated_rng():
             for is_deterministic in (False, True):
                 for part in module.modules():
                     # cuDNN's recurrent layers have no backward pass in evaluation mode
@@ -73,77 +74,67 @@ def compare_with_parts(
                         part.training = False
                 random_state = capture_rng_state()
                 loss = loss_of(batch)
-                is_random = not same_random_state(random_state)
+                if _is_random_state(random_state):
+                    cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
+                    halves = [take_rows(batch, rows, chosen) for chosen in (slice(0, cut), slice(cut, rows))]
+                    return _compare(parameters, loss_of, loss, halves, [cut, rows - cut], half_precision)
                 restore_rng_state(random_state)
-                if is_random:
-                    continue
-                cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
-                halves = [take_rows(batch, rows, chosen) for chosen in (slice(0, cut), slice(cut, rows))]
-                return _compare(parts.parameters, loss_of, loss, halves, [cut, rows - cut], half_precision)
-        finally:
-            state.restore()
-    return Comparison(None, "`training_step` draws random numbers also where its modules are in evaluation mode")
+    finally:
+        restore_step_state(module, state)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    return Comparison(problem="`training_step` draws random numbers also where its modules are in evaluation mode")
 
 
-def batch_norm_names(module: nn.Module) -> list[str]:
-    """Return the names of the layers that normalize with the statistics of each microbatch."""
-    return [name for name, part in module.named_modules() if is_batch_norm(part) and part.training]
+def _is_random_state(state: dict[str, Any]) -> bool:
+    """Whether the global random number generators are as they were when `capture_rng_state` returned a state."""
+    now = capture_rng_state()
+    return now["numpy"][2] == state["numpy"][2] and all(map(torch.equal, tensors_in(now), tensors_in(state)))
 
 
 def _compare(
     parameters: Sequence[Tensor],
-    loss_of: Callable[[Any], Tensor | None],
+    loss_of: LossOf,
     whole: Tensor | None,
     halves: Sequence[Any],
     sizes: Sequence[int],
     half_precision: bool,
 ) -> Comparison:
     if whole is None:
-        return Comparison(None, "`training_step` returned None", is_final=False)
+        return Comparison()
     tolerance = _tolerance(parameters, half_precision)
     scale = 1024.0 if half_precision else 1.0  # of the loss, so that no gradient underflows in fp16
     (whole * scale).backward()
     loss, norm = float(whole.detach()), _gradient_norm(parameters)
     del whole
-    losses = [loss_of(half) for half in halves]
-    if any(part is None for part in losses):
-        return Comparison(None, "`training_step` returned None", is_final=False)
-    values = [float(part.detach()) for part in losses if part is not None]
-    if not all(map(torch.isfinite, torch.tensor([loss, norm, *values], device="cpu"))):
-        return Comparison(None, "the loss or its gradient is not finite", is_final=False)
+    losses = [part for part in map(loss_of, halves) if part is not None]
+    values = [float(part.detach()) for part in losses]
+    if len(losses) < len(halves) or not all(map(math.isfinite, (loss, norm, *values))):
+        return Comparison()
 
-    sums = {}
-    for reduction in REDUCTIONS:
-        weighted = [value * weight for value, weight in zip(values, part_weights(reduction, sizes), strict=True)]
-        sums[reduction] = sum(weighted)
-        if abs(loss - sum(weighted)) <= tolerance * (abs(loss) + sum(map(abs, weighted))):
-            break
-    else:
-        return Comparison(
-            None,
-            f"the loss of {sum(sizes)} rows is {loss:.6g}, but their microbatches of {sizes[0]} and {sizes[1]} rows "
-            f"give {sums['mean']:.6g} as a mean over the rows and {sums['sum']:.6g} as a sum",
-            is_refuted=True,
-        )
+    cut = f"their microbatches of {sizes[0]} and {sizes[1]} rows"
+    sums = {how: sum(map(mul, values, part_weights(how, sizes))) for how in ("mean", "sum")}
+    allowed = tolerance * (abs(loss) + sum(map(abs, values)))
+    reduction = next((how for how, value in sums.items() if abs(loss - value) <= allowed), None)
+    if reduction is None:
+        given = f"{sums['mean']:.6g} as a mean over the rows and {sums['sum']:.6g} as a sum"
+        problem = f"the loss of {sum(sizes)} rows is {loss:.6g}, but {cut} give {given}"
+        return Comparison(problem=problem, is_refuted=True)
     for part, weight in zip(losses, part_weights(reduction, sizes), strict=True):
-        if part is not None:
-            (part * (-weight * scale)).backward()
+        (part * (-weight * scale)).backward()
     difference = _gradient_norm(parameters)
     if difference <= tolerance * norm:
         return Comparison(reduction)
-    return Comparison(
-        None,
-        f"the gradient of {sum(sizes)} rows and that of their microbatches of {sizes[0]} and {sizes[1]} rows differ by "
-        f"{difference / norm if norm else float('inf'):.2g} of its norm",
-        is_refuted=True,
-    )
+    share = f"{difference / norm if norm else math.inf:.2g} of its norm"
+    problem = f"the gradient of {sum(sizes)} rows and that of {cut} differ by {share}"
+    return Comparison(problem=problem, is_refuted=True)
 
 
 def _gradient_norm(parameters: Sequence[Tensor]) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
     norms = [torch.linalg.vector_norm(gradient.float() if gradient.itemsize < 4 else gradient) for gradient in dense]
-    return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0
+    return math.hypot(*(norm.item() for norm in norms))
 
 
 def _tolerance(parameters: Sequence[Tensor], half_precision: bool) -> float:
