@@ -80,10 +80,10 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         self.passthrough = bool(passthrough)
         self.stack_method = check_choice("stack_method", stack_method, self._methods)
         self.epochs_per_fold = check_optional_count("epochs_per_fold", epochs_per_fold)
-        self._names, members = _split_names(estimators)
+        self._names, given = _split_names(estimators)
         self._stage_epochs: list[int] = []  # of the last fit
         self._n_folds = 0
-        super().__init__(members, **passed_on(super().__init__, locals()))
+        super().__init__(given, **passed_on(super().__init__, locals()))
         self.set_final_estimator(final_estimator)
         self._save_plain_choices(estimators, final_estimator)
 
