@@ -54,6 +54,7 @@ def assert_as_undisturbed(folders, options, kills):
 
 
 @pytest.mark.trap("resume: a mid-epoch checkpoint repeats and misses samples, with new random numbers")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(tuple(WAYS), MATRIX)
 def test_killed_twice_and_resumed_is_as_undisturbed(folders, workers, ranks, accumulate, validate):
     """Kills in a chain for each way to train, at phases and by signals that the case chooses."""
@@ -119,7 +120,7 @@ def test_stopped_at_each_phase(folders, phase):
     ),
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_every_way_to_train(folders, options):
     """Killed in the middle of an epoch, resumed, and killed at its end."""
     options = {**SMALL, **(FEW_FORKS if options.get("workers") else {}), **options}

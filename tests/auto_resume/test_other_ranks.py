@@ -234,6 +234,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_sample_of_the_epoch_is_trained_on_once(tmp_path, way):
     starts, shared = WAYS[way]

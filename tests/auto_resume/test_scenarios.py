@@ -48,7 +48,7 @@ CASES += [(name, *way) for name, way in SEVERAL.items()]
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("case", one_in_three_with_the_oldest(*CASES), ids=lambda case: "-".join(map(str, case)))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_script_resumes_exactly_or_warns(tmp_path, case):
     name, ranks, workers = case
     scenario = SCENARIOS[name]

@@ -87,6 +87,7 @@ def test_runs_with_one_seed_are_the_same(two_runs):
     assert _table(command.stdout) == _table(printed)
 
 
+@pytest.mark.thorough
 def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
     _, undisturbed, _ = two_runs
     out = tmp_path / "out"
@@ -129,6 +130,7 @@ def test_writes_a_report_that_agrees(two_runs):
     assert loaded.tricks.seeding == 42
 
 
+@pytest.mark.thorough
 def test_two_devices_and_another_precision(tmp_path):
     arguments = ("demo", "--max-epochs", "1", "--accelerator", "cpu", "--devices", "2", "--no-kill")
     arguments += ("--precision", "bf16-mixed")

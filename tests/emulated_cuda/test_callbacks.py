@@ -23,6 +23,7 @@ _PROMISES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "check"), _PROMISES)
 def test_promise(case, check, tmp_path):
     with EmulatedCuda():

@@ -128,6 +128,7 @@ def test_real_fp16(family):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.sampled(3)
 def test_on_a_gpu(family, precision):
     ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
     epochs = {"FastGeometric": 4}.get(family, 10)

@@ -13,6 +13,8 @@ from lightning_tricks._lightning_compat import flavor
 from lightning_tricks._shared import lightning_name
 from tests.flavor.copied import with_other_imports
 
+pytestmark = pytest.mark.newest  # the choice does not depend on versions
+
 _TAKEN = (
     "from lightning_tricks._lightning_compat.flavor import LIGHTNING, Trainer; print(LIGHTNING, Trainer.__module__)"
 )

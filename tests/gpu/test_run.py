@@ -16,6 +16,7 @@ def _run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.thorough
 def test_the_dry_run_writes_what_it_found(tmp_path):
     done = _run("--dry", "--result", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stdout + done.stderr
