@@ -65,8 +65,8 @@ def main() -> None:
     given = arguments(15)
     torch.set_num_threads(1)
     be_quiet()
-    x, y = torch.rand(2048, 1, 28, 28), torch.randint(10, (2048,))
-    train, val = DataLoader(TensorDataset(x, y), 64, shuffle=True), DataLoader(TensorDataset(x[:512], y[:512]), 64)
+    x, y = torch.rand(768, 1, 28, 28), torch.randint(10, (768,))
+    train, val = DataLoader(TensorDataset(x, y), 64, shuffle=True), DataLoader(TensorDataset(x[:256], y[:256]), 64)
     results = {
         f"8 {name}": ratios(
             measure({run: functools.partial(seconds, make, run, train, val) for run in RUNS}, given.rounds, 1), ONE

@@ -48,9 +48,10 @@ class MemberShares(Ensemble):
 
     members = "replicated"
     _shares: list[range]
+    _own: list[Members]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "own_members": None, "_member_logs": {}}
+        return {**super().__getstate__(), "own_members": None, "_own": [], "_member_logs": {}}
 
     def setup(self, stage: str) -> None:
         """Share out the members of a fit."""
@@ -61,6 +62,8 @@ class MemberShares(Ensemble):
         self._refuse_what_is_not_apart()
         self._shares = member_shares(self.n_estimators, self.trainer.world_size)
         self.own_members = self._shares[self.trainer.global_rank]
+        everybody: Any = self.estimators_
+        self._own = [everybody.only(self.own_members)]  # in a list, so that it is no child
         self._installed.callback(self._leave_share)
         self._installed.enter_context(
             gradients_kept_apart(self.trainer, self._exchange, self._whole_state, self._own_state)
@@ -68,12 +71,12 @@ class MemberShares(Ensemble):
 
     def _leave_share(self) -> None:
         self.own_members = None
+        self._own = []
         self._member_logs: dict[str, tuple[Any, int]] = {}  # sums over rows, and rows
 
     def trained_members(self) -> Members:
         """Return the members that this rank trains."""
-        members: Any = super().trained_members()
-        return members if self.own_members is None else members.only(self.own_members)  # type: ignore[no-any-return]
+        return super().trained_members() if self.own_members is None else self._own[0]
 
     def make_optimizer(self) -> Optimizer:
         """Make the optimizer of all members; on each rank, those of the others have no gradients, and stay."""
