@@ -1,4 +1,4 @@
-"""The time of a fit of 8 members that two ranks share out, over that of one process; one thread each, on the CPU."""
+"""The time of a fit of 8 members that two ranks share out, over that of one process that trains them one by one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import VotingClassifier
 
-ONE = "1 process"
+ONE = "1 process, one by one"
+RANKS = {"strategy": "ddp_fork", "devices": 2}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    ONE: ({}, {}),
-    "2 ranks, sharded": ({"members": "sharded"}, {"strategy": "ddp_fork", "devices": 2}),
-    "2 ranks, replicated": ({}, {"strategy": "ddp_fork", "devices": 2}),
+    ONE: ({"vectorize": False}, {}),
+    "1 process, at once": ({"vectorize": True}, {}),
+    "2 ranks, sharded": ({"members": "sharded"}, RANKS),
+    "2 ranks, replicated": ({"vectorize": False}, RANKS),
 }
 
 
@@ -53,7 +55,7 @@ def seconds(make: Any, name: str, train: DataLoader[list[Tensor]], val: DataLoad
     """Return the time of a fit with two validations."""
     members, ranks = RUNS[name]
     torch.manual_seed(0)
-    ensemble = VotingClassifier([make() for _ in range(8)], vectorize=False, seed=0, **members)
+    ensemble = VotingClassifier([make() for _ in range(8)], seed=0, **members)
     options = {**LEAN, "accelerator": "cpu", "enable_checkpointing": False, "max_epochs": 2, **ranks}
     trainer = Trainer(callbacks=[Clock()], **options)
     trainer.fit(ensemble, train, val)
