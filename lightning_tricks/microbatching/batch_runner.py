@@ -209,6 +209,11 @@ class BatchRunner:
 
 
 def _count_rows(step: BatchStep, remark: str = "") -> int:
+    if step.batch is None:
+        raise MisconfigurationException(
+            "Microbatching cannot cut a batch that `training_step(self, dataloader_iter)` fetches by itself: take the "
+            "batch as an argument, `training_step(self, batch)`."
+        )
     try:
         return count_rows(step.batch)
     except ValueError as error:

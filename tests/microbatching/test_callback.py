@@ -462,3 +462,15 @@ def test_resume_bit_for_bit(stopped, tmp_path):
     assert resumed.memory.errors == whole.memory.errors  # which were saved
     assert microbatching.current_size == 3
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter`")
+def test_a_batch_that_training_step_fetches_by_itself_is_refused_with_the_remedy():
+    class Fetches(Net):
+        def training_step(self, dataloader_iter):
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    with pytest.raises(
+        MisconfigurationException, match=r"take the batch as an argument, `training_step\(self, batch\)`"
+    ):
+        fit(Fetches(), Microbatching(3))

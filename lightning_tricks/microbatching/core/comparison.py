@@ -113,11 +113,11 @@ def _compare(
         return Comparison()
 
     cut = f"their microbatches of {sizes[0]} and {sizes[1]} rows"
-    sums = {how: sum(map(mul, values, part_weights(how, sizes))) for how in ("mean", "sum")}
-    allowed = tolerance * (abs(loss) + sum(map(abs, values)))
-    reduction = next((how for how, value in sums.items() if abs(loss - value) <= allowed), None)
+    reductions = {how: [*map(mul, values, part_weights(how, sizes))] for how in ("mean", "sum")}
+    reduction = next((how for how, parts in reductions.items() if _adds_up(loss, parts, tolerance)), None)
     if reduction is None:
-        given = f"{sums['mean']:.6g} as a mean over the rows and {sums['sum']:.6g} as a sum"
+        mean, total = map(sum, reductions.values())
+        given = f"{mean:.6g} as a mean over the rows and {total:.6g} as a sum"
         problem = f"the loss of {sum(sizes)} rows is {loss:.6g}, but {cut} give {given}"
         return Comparison(problem=problem, is_refuted=True)
     for part, weight in zip(losses, part_weights(reduction, sizes), strict=True):
@@ -128,6 +128,10 @@ def _compare(
     share = f"{difference / norm if norm else math.inf:.2g} of its norm"
     problem = f"the gradient of {sum(sizes)} rows and that of {cut} differ by {share}"
     return Comparison(problem=problem, is_refuted=True)
+
+
+def _adds_up(whole: float, parts: Sequence[float], tolerance: float) -> bool:
+    return abs(whole - sum(parts)) <= tolerance * (abs(whole) + sum(map(abs, parts)))
 
 
 def _gradient_norm(parameters: Sequence[Tensor]) -> float:
