@@ -100,6 +100,11 @@ def clone_tensors(value: Any, device: torch.device | str | None = None) -> Any:
     return tree_map_only(Tensor, clone, value)
 
 
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of their numbers in its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
     """Leave inference mode, whose tensors can be changed in no other mode, and record no gradients."""

@@ -11,9 +11,9 @@ from torch.optim import LBFGS, Optimizer
 from lightning_tricks._lightning_compat.ddp import gradients_kept_apart, syncs_batchnorm
 from lightning_tricks._lightning_compat.flavor import DDPStrategy, MisconfigurationException
 from lightning_tricks._lightning_compat.trainer import callbacks_of, overfit_batches_of
-from lightning_tricks._shared.tensors import broadcast_tensors, clone_tensors, gather_objects
+from lightning_tricks._shared.tensors import broadcast_tensors, clone_tensors, gather_objects, parameters_of
 from lightning_tricks.ensembles.core.members import Members, refuse_lazy
-from lightning_tricks.ensembles.core.sampling import why_not_reorder
+from lightning_tricks.ensembles.core.sampling import sampler_of, why_not_reorder
 from lightning_tricks.ensembles.ensemble import Ensemble
 
 _AVERAGES = "averages weights of members that other ranks train: leave it out"
@@ -99,8 +99,8 @@ class MemberShares(Ensemble):
             reason = why_not_reorder(loaders)
             if overfit_batches_of(self.trainer):
                 reason = "overfit_batches shares out samples"
-            elif not reason and hasattr(loaders.batch_sampler.sampler, "num_replicas"):
-                reason = f"a {type(loaders.batch_sampler.sampler).__name__} shares out samples"
+            elif not reason and hasattr(sampler := sampler_of(loaders), "num_replicas"):
+                reason = f"a {type(sampler).__name__} shares out samples"
             if reason:
                 self._refuse(f"each rank has to read all samples, and {reason}")
         return super().training_loader(loaders)
@@ -133,7 +133,7 @@ class MemberShares(Ensemble):
         if self.own_members is not None:
             optimizer = self._optimizer()
             states = self._whole_state(optimizer.state_dict())["state"]
-            for number, parameter in enumerate(_parameters_of(optimizer)):
+            for number, parameter in enumerate(parameters_of(optimizer)):
                 if number in states and parameter not in optimizer.state:
                     optimizer.state[parameter] = states[number]  # on the CPU, as the device may not have the memory
 
@@ -175,7 +175,7 @@ class MemberShares(Ensemble):
 
     def _own_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict of an optimizer with the states of this rank's members."""
-        own, parameters = set(self.trained_members().parameters()), _parameters_of(self._optimizer())
+        own, parameters = set(self.trained_members().parameters()), parameters_of(self._optimizer())
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         if len(numbers) != len(parameters):
             return state  # of other members, which the optimizer says
@@ -205,8 +205,3 @@ class MemberShares(Ensemble):
 
     def _refuse(self, reason: str) -> NoReturn:
         raise MisconfigurationException(f'{type(self).__name__}(members="sharded"): {reason}.')
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in the order of their numbers in its state dict."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

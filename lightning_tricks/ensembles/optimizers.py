@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer
+from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks.ensembles.arguments import OPTIMIZERS, SCHEDULERS
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers
@@ -81,7 +82,7 @@ def merge_optimizers(made: Sequence[Optimizer]) -> Optimizer:
     A parameter that several of them have is updated as the first of them says.
     """
     merged, *others = made
-    known = {parameter for group in merged.param_groups for parameter in group["params"]}
+    known = set(parameters_of(merged))
     first = list(merged.param_groups)
     for other in others:  # not made anew of `defaults`: AdamW has some there that it does not take
         for place, group in enumerate(other.param_groups):
@@ -131,7 +132,7 @@ def _optimizer_of(choice: Any, parameters: list[nn.Parameter]) -> Optimizer:
     made = choice(parameters)
     if not isinstance(made, Optimizer):
         raise TypeError(f"optimizer must be a function that returns a torch.optim.Optimizer, it returned {made!r}.")
-    if others := {parameter for group in made.param_groups for parameter in group["params"]} - set(parameters):
+    if others := set(parameters_of(made)) - set(parameters):
         raise ValueError(
             f"optimizer must be a function of parameters: its optimizer has {len(others)} other parameters than the "
             f"{len(parameters)} of a member that it was called with. Let it use those that it gets."

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
 from lightning_tricks._torch_compat.tensors import outside_transforms
 from lightning_tricks.run_fingerprint.core.fingerprint import children_of, fingerprint
@@ -81,7 +82,7 @@ class StepRecorder:
         """Record the gradients of an optimizer."""
         if self.writer.has_open_row:
             self._stepped = True
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            own = set(map(id, parameters_of(optimizer)))
             tensors = self._tensors().items()
             self._add("gradient", {name: t.grad for name, t in tensors if id(t) in own and t.grad is not None})
 

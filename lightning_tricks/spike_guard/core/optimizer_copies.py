@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_tricks._shared.tensors import clone_tensors
+from lightning_tricks._shared.tensors import clone_tensors, parameters_of
 from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
 
 
 def copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Copy the states of an optimizer's parameters, by their number, and the options of its groups."""
-    states = {number: optimizer.state[p] for number, p in enumerate(_parameters(optimizer)) if p in optimizer.state}
+    states = {number: optimizer.state[p] for number, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
     return {"states": clone_tensors(states), "options": copy_group_options(optimizer)}
 
 
 def restore_optimizer(optimizer: Optimizer, copies: Mapping[str, Any]) -> None:
     """Restore what `copy_optimizer` copied, bit for bit: `load_state_dict` would change the dtype of some states."""
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         now = optimizer.state.pop(parameter, {})
         if number in copies["states"]:  # on the device of now: AutoResume moves what it restores
             optimizer.state[parameter] = {
@@ -28,7 +27,3 @@ def restore_optimizer(optimizer: Optimizer, copies: Mapping[str, Any]) -> None:
                 for name, value in copies["states"][number].items()
             }
     restore_group_options(optimizer, clone_tensors(copies["options"]))
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
