@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+from importlib.metadata import metadata
 from unittest.mock import patch
 
 import pytest
@@ -51,6 +52,12 @@ def test_readme_counts_the_callbacks_that_refuse_a_setting():
     refusing = re.findall(r"^\| `\w+` \|.*\| refuses \|", table, re.MULTILINE)
     number = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")[len(refusing)]
     assert f"; {number} callbacks\nrefuse one of them" in README.read_text(encoding="utf-8")
+
+
+def test_readme_names_every_extra():
+    extras = metadata("lightning-tricks").get_all("Provides-Extra")
+    named = README.read_text(encoding="utf-8").rpartition("Extras, as in\n")[2].partition("\n\n")[0]
+    assert {*re.findall(r"`(\w+)`", named)} == {*extras} - {"test", "mutants", "coverage"}
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(_COMMANDS))
