@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
-from lightning_tricks.conformal.functional import choose_penalty, needed_rows, rank_penalty, ranked_scores
+from lightning_tricks.conformal.functional import choose_penalty, is_above, needed_rows, rank_penalty, ranked_scores
 from lightning_tricks.conformal.predictor import ConformalPredictor
 
 
@@ -96,7 +96,7 @@ class ConformalClassifier(ConformalPredictor):
         order, scores = self._ranked_scores(self.module(*inputs))
         scores = scores + rank_penalty(torch.arange(1, scores.shape[1] + 1, device=scores.device), self.penalty)
         limits = self.quantiles[order] if self._by_class else self.row_quantiles(inputs, order).unsqueeze(1)
-        chosen = ~(scores > limits)  # a row of NaN has all classes
+        chosen = ~is_above(scores, limits)  # a row of NaN has all classes
         if not self.allow_empty:
             chosen[:, 0] |= ~chosen.any(1)
         return torch.empty_like(chosen).scatter_(1, order, chosen)

@@ -44,7 +44,7 @@ class ConformalRegressor(ConformalPredictor):
     Examples:
         >>> x = torch.arange(20.0)
         >>> ConformalRegressor(nn.Identity(), [(x, x + 1)]).predict(torch.tensor([5.0]))
-        tensor([[4., 6.]])
+        tensor([[4.0000, 6.0000]])
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ConformalRegressor(ConformalPredictor):
     def calibration_rows(self, inputs: Sequence[Any], target: Tensor, draws: torch.Generator) -> tuple[Tensor, ...]:
         """Return score and group of each row."""
         lower, upper, width = self._band(inputs)
-        (truth,) = _columns([target], 1, "targets must be")
+        (truth,) = _columns([target.to(lower.dtype)], 1, "targets must be")
         if truth.shape != lower.shape:
             raise ValueError(f"the module returns {len(lower)} values for {len(truth)} targets.")
-        return interval_scores(lower, upper, width, truth.to(lower.dtype)), self.group_ids(inputs, lower)
+        return interval_scores(lower, upper, width, truth), self.group_ids(inputs, lower)
 
     def _band(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return lower and upper end, and the width that a score of 1 adds on both sides, (N,) each."""

@@ -263,6 +263,20 @@ def test_empty_sets_are_kept_or_get_the_top_class():
     assert filled.tolist() == [[False, True, False], [True, False, False]]
 
 
+class Unsteady(nn.Module):
+    """Last bits that depend on the size of the batch, as those of a product of matrices do."""
+
+    def forward(self, x):
+        return x * (1 + 5e-7 * (len(x) == 1))
+
+
+@pytest.mark.parametrize("score", ["lac", "raps"])
+def test_rows_that_are_equal_are_covered_one_by_one_as_well(score):
+    logits, labels = torch.tensor([[2.0, 0.5, 0.0]]).repeat(100, 1), (torch.arange(100) % 4 == 0).long()
+    conformal = ConformalClassifier(Unsteady(), [(logits, labels)], score=score)
+    assert torch.equal(conformal.predict(logits[:1]), conformal.predict(logits[:2])[:1])
+
+
 @pytest.mark.parametrize("score", ["lac", "aps", "raps"])
 def test_a_row_of_nan_has_all_classes(score):
     logits, labels = torch.randn(200, 3), torch.arange(200) % 3
@@ -474,6 +488,33 @@ def test_intervals_of_several_forms_are_equal():
         ]
         assert all(torch.equal(other, made[0]) for other in made)
         assert made[0].shape == (40, 2)
+
+
+class Outputs(nn.Module):
+    """Two outputs, or one."""
+
+    def __init__(self, score):
+        super().__init__()
+        self.score = score
+
+    def forward(self, x):
+        return {"absolute": x, "normalised": (x, 0.3 + x.abs() / 7), "quantile": (x - 1.1, x + 0.7)}[self.score]
+
+
+@pytest.mark.parametrize("score", ["absolute", "normalised", "quantile"])
+def test_values_that_are_just_as_far_away_as_the_quantile_are_in_the_interval(score):
+    conformal = ConformalRegressor(Outputs(score), score=score)
+    for mean in torch.linspace(-3, 3, 40):
+        x, y = mean.repeat(9), torch.full((9,), 7)
+        conformal.calibrate([(x, y)])
+        lower, upper = conformal.predict(x).T
+        assert ((lower <= 7) & (upper >= 7)).all()
+
+
+def test_whole_numbers_keep_their_precision():
+    y = 10**12 + torch.arange(100)
+    limit = ConformalRegressor(nn.Identity(), [(torch.full((100,), 1e12, dtype=torch.float64), y)]).quantiles
+    assert limit.tolist() == [90]
 
 
 def test_a_scale_that_is_none_gives_no_interval():
