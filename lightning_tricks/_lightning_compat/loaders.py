@@ -6,13 +6,49 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from packaging.version import Version
+from torch import nn
 
-from lightning_tricks._lightning_compat.flavor import import_lightning, lightning_version
+from lightning_tricks._lightning_compat.flavor import LightningModule, import_lightning, lightning_version
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 
 if TYPE_CHECKING:
-    from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningModule, Trainer
+    from lightning_tricks._lightning_compat.flavor import CombinedLoader, Trainer
+
+
+def lightning_module_in(module: nn.Module) -> LightningModule | None:
+    """Return the LightningModule that a module is, or wraps as its `module`, compiled or not; or None."""
+    module = unwrap_model(module)
+    inner = getattr(module, "module", None)
+    if isinstance(module, LightningModule) or not isinstance(inner, nn.Module):
+        return module if isinstance(module, LightningModule) else None
+    return lightning_module_in(inner)
+
+
+def transferred_batches(module: LightningModule | None, loader: Any, device: torch.device) -> Iterator[Any]:
+    """Yield the batches of a loader as the hooks of a module make them for its steps, or as they are without one.
+
+    Raises:
+        TypeError: If the loader gives no batches.
+        RuntimeError: If a hook asks for a Trainer that there is not.
+    """
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        remedy = "must give batches, as a DataLoader or datamodule.val_dataloader() does"
+        raise TypeError(f"loader {remedy}, got {loader!r} ({type(loader).__name__}).")
+    for batch in loader:
+        if module is not None:
+            try:
+                batch = module.transfer_batch_to_device(module.on_before_batch_transfer(batch, 0), device, 0)
+                batch = module.on_after_batch_transfer(batch, 0)
+            except RuntimeError as error:
+                if "is not attached to a" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"{error} A hook that transfers batches needs it: set module.trainer first."
+                ) from error
+        yield batch
 
 
 @needs_private("MetricsMonitor on several ranks")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
+from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
 from lightning_tricks._shared.calibration import as_columns
 from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.modules import eval_mode
@@ -44,7 +45,7 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
     place = next(chain(module.parameters(), module.buffers()), torch.empty(0, device="cpu"))
     parts = []
     with _unchanged(module, loader):
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(transferred_batches(lightning_module_in(module), loader, place.device)):
             args, kwargs, target = tree_map_only(np.ndarray, torch.as_tensor, _split(batch))
             args, kwargs = tree_map_only(Tensor, lambda x: _as_input(x, place), (args, kwargs))
             logits = logits_in(logits_of(*args, **kwargs))
@@ -53,8 +54,8 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
                 given = f"logits {tuple(logits.shape)} and labels {tuple(target.shape)}"
                 raise ValueError(f"Batch {number} has {given}, but must have logits (B, C) and a label for each row.")
             parts.append((as_columns(logits).cpu().double(), target_probabilities(target.cpu(), logits)))
-    if not parts:
-        raise ValueError("The loader has no batches, so there is nothing to calibrate with: give it held-out data.")
+    if not sum(len(rows) for rows, _ in parts):
+        raise ValueError("The loader has no rows, so there is nothing to calibrate with: give it held-out data.")
     logits, target = (torch.cat(part) for part in zip(*parts, strict=True))
     return _checked(*_of_all_ranks(logits, target, getattr(loader, "sampler", None)))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
+from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng, kept_generators
 from lightning_tricks._shared.tensors import outside_inference_mode
@@ -87,7 +88,8 @@ class ConformalPredictor(LightningModule):
         """
         draws = torch.Generator("cpu").manual_seed(0)
         with outside_inference_mode(), _unchanged(self.module, loader):
-            batches = [self.calibration_rows(*self._inputs_and_target(batch), draws) for batch in loader]
+            given = transferred_batches(self, loader, self._example().device)
+            batches = [self.calibration_rows(*self._inputs_and_target(batch), draws) for batch in given]
             if not sum(len(scores) for scores, *_ in batches):
                 raise ValueError("loader has no rows to calibrate with.")
             rows = [torch.cat(parts) for parts in zip(*batches, strict=True)]
@@ -101,12 +103,10 @@ class ConformalPredictor(LightningModule):
             self.calibrated_groups, self.penalty = groups, penalty
 
     def _inputs_and_target(self, batch: Any) -> tuple[Sequence[Any], Tensor]:
-        device = self._example().device
         if isinstance(batch, list | tuple) and len(batch) > 1:
-            batch = self.transfer_batch_to_device(self.on_before_batch_transfer(batch, 0), device, 0)
-            *inputs, target = self.on_after_batch_transfer(batch, 0)
+            *inputs, target = batch
             if isinstance(target, Tensor | np.ndarray):
-                return [*map(self._as_input, inputs)], torch.as_tensor(target, device=device)
+                return [*map(self._as_input, inputs)], torch.as_tensor(target, device=self._example().device)
         got = type(batch).__name__
         raise TypeError(f"loader must give batches (x, y) or (x1, ..., y) with a tensor y (by collate_fn), got {got}.")
 
@@ -154,7 +154,8 @@ class ConformalPredictor(LightningModule):
         return self._owner_of_hooks().on_after_batch_transfer(batch, dataloader_idx)
 
     def _owner_of_hooks(self) -> Any:
-        return self.module if isinstance(self.module, LightningModule) else super()
+        found = lightning_module_in(self.module)
+        return super() if found is None else found
 
     def _example(self) -> Tensor:
         tensors = (*self.module.parameters(), *self.module.buffers())

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -461,8 +461,11 @@ def test_wrong_arguments_are_refused():
     for call in (lambda: calibrate(max, [(LOGITS, LABELS)]), lambda: CalibratedClassifier(max)):
         with pytest.raises(TypeError, match=r"must be a torch.nn.Module"):
             call()
-    with pytest.raises(ValueError, match="no batches"):
-        calibrate(nn.Identity(), [])
+    for loader in ([], [(LOGITS[:0], LABELS[:0])]):
+        with pytest.raises(ValueError, match="The loader has no rows"):
+            calibrate(nn.Identity(), loader)
+    with pytest.raises(TypeError, match=r"or datamodule.val_dataloader\(\) does, got .*DataModule"):
+        calibrate(nn.Identity(), LightningDataModule())
     with pytest.raises(TypeError, match="must return a tensor of logits, got tuple"):
         calibrate(nn.LSTM(3, 3), [(LOGITS[:, None], LABELS)])
     with pytest.raises(ValueError, match="is one of 2 classes"):
@@ -497,6 +500,27 @@ def test_a_lightning_module_is_wrapped_and_its_training_goes_on():
     assert isinstance(table.module, CalibratedClassifier)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, few(digits()[0], 64))
+
+
+class LitDividing(LightningModule):
+    """A module whose hooks make its inputs."""
+
+    def forward(self, x):
+        return x
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] / (1 if self.trainer.training else 100), *batch[1:]
+
+
+def test_the_hooks_of_a_lightning_module_prepare_its_batches():
+    logits, labels = drawn()
+    expected = calibrate(nn.Identity(), [(logits, labels)]).as_dict()["after"]
+    module = LitDividing()
+    with pytest.raises(RuntimeError, match="is not attached to a `Trainer`. A hook .* set module.trainer first"):
+        calibrate(module, [(100 * logits, labels)])
+    module.trainer = Trainer(**QUIET)
+    for each in (module, torch.compile(module, backend="eager"), CalibratedClassifier(module)):
+        assert calibrate(each, [(100 * logits, labels)]).as_dict()["after"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_ranks_with_a_distributed_sampler_get_that_of_one_process(tmp_path):

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -211,7 +211,8 @@ def test_a_lightning_module_prepares_its_batches():
     module = _seeded(LitNet)
     plain = ConformalClassifier(module.net, [(x * 3, y) for x, y in _loader()])
     conformal = ConformalClassifier(module, _loader())
-    assert torch.equal(conformal.quantiles, plain.quantiles)
+    for made in (conformal, ConformalClassifier(torch.compile(module, backend="eager"), _loader())):
+        assert torch.equal(made.quantiles, plain.quantiles)
     sets = Trainer(**QUIET).predict(conformal, DataLoader(digits()[1], 100))
     assert torch.equal(torch.cat(sets), plain.predict(_test_pixels() * 3))
 
@@ -553,6 +554,7 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"loader": [X]}, TypeError, r"loader must give batches \(x, y\) .* got Tensor"),
         ({"loader": [(X,)]}, TypeError, r"loader must give batches \(x, y\) .* got tuple"),
         ({"loader": [(X, None)]}, TypeError, r"loader must give batches \(x, y\)"),
+        ({"loader": LightningDataModule()}, TypeError, r"or datamodule.val_dataloader\(\) does, got .*DataModule"),
         ({"loader": [{"x": X, "y": Y}]}, TypeError, "got dict"),
         ({"loader": DataLoader(TensorDataset(X), 5)}, TypeError, r"loader must give batches \(x, y\)"),
         ({"loader": [(X[:5], Y[:5])]}, ValueError, "alpha=0.1 needs at least 9 calibration rows, got 5"),
