@@ -78,11 +78,13 @@ class Calibration(nn.Module):
 
         Raises:
             RuntimeError: If it was not fitted.
-            ValueError: If it was fitted to another number of classes.
+            ValueError: If it was fitted to another number of classes, or there are more dimensions.
         """
         method = self.method
         if method is None:
             raise RuntimeError("The module is not calibrated: call calibrate(module, loader) with held-out data first.")
+        if logits.ndim > 2:
+            raise ValueError(f"logits must be (B, C), or (B,), got {tuple(logits.shape)}: flatten all but the classes.")
         columns = as_columns(to_double(logits))
         first, *others = (getattr(self, name).to(columns) for name in METHODS[method])
         if first.ndim and len(first) != columns.shape[1]:

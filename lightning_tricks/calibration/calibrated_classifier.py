@@ -18,7 +18,12 @@ from lightning_tricks._shared.fitting_table import FittingTable
 from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.calibration.core.fitting import fit_calibration
-from lightning_tricks.calibration.held_out_rows import held_out_rows, logits_in, target_probabilities
+from lightning_tricks.calibration.held_out_rows import (
+    are_probabilities,
+    held_out_rows,
+    logits_in,
+    target_probabilities,
+)
 
 _TITLES = {"nll": "NLL", "ece": "ECE, 15 bins", "adaptive_ece": "adaptive ECE, 15 bins", "brier": "Brier score"}
 
@@ -172,7 +177,7 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
         `nll` (nats), `ece` and `adaptive_ece` (15 bins, 0 to 1) and `brier` (0 to 2; with two classes 0 to 1).
 
     Raises:
-        ValueError: If the target does not fit, or there are no rows.
+        ValueError: If these are no probabilities, the target does not fit, or there are no rows.
 
     Examples:
         >>> calibration_scores(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([1, 0]))["brier"]
@@ -183,6 +188,9 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
     columns = as_columns(probabilities.detach().cpu().double())
     if columns.shape != probabilities.shape:
         columns[:, 0] = 1 - columns[:, 1]
+    if not are_probabilities(columns):
+        found = f"{probabilities.min():.3g} to {probabilities.max():.3g}: call softmax or sigmoid on logits"
+        raise ValueError(f"The score needs probabilities, from 0 to 1 and with the sum 1 in each row, got {found}.")
     labels = target_probabilities(target.detach().cpu(), probabilities)
     return {name: value.item() for name, value in classification_scores(columns, labels).items()}
 

@@ -113,7 +113,7 @@ def target_probabilities(target: Tensor, logits: Tensor) -> Tensor:
         target = torch.stack([1 - target, target], 1)
     if target.ndim == 2 and target.shape[1] == classes:
         found = target.double()
-        if (found >= 0).all() and ((found.sum(1) - 1).abs() < 1e-3).all():
+        if are_probabilities(found):
             return found / found.sum(1, keepdim=True)
         raise ValueError(
             "Labels that are probabilities must be at least 0, and have the sum 1 in each row; calibrate a multi-label "
@@ -146,6 +146,17 @@ def _checked(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if (wrong := ~logits.amax(1).isfinite()).any():
         rows = f"{int(wrong.sum())} of {len(logits)} held-out rows, the first is row {int(wrong.nonzero()[0])}"
         raise ValueError(f"The logits are NaN or infinite in {rows}: look for NaN in inputs, or an overflow in fp16.")
-    if (logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-3).all():
-        raise ValueError("The module returns probabilities, and calibrate needs logits: leave out its softmax.")
+    first, last = logits[:, 0], logits[:, -1]
+    pairs = torch.stack([1 - last, last], 1)  # of one number for each row, which may be a logit as well
+    alone = logits.shape[1] == 2 and last.any() and not first.any() and are_probabilities(pairs)
+    fits = alone and (pairs - target).square().mean() < (logits.softmax(1) - target).square().mean()
+    if fits or are_probabilities(logits):
+        raise ValueError(
+            "The module returns probabilities, and calibrate needs logits: leave out its softmax or sigmoid."
+        )
     return logits, target
+
+
+def are_probabilities(rows: Tensor) -> bool:
+    """Whether rows (N, C), perhaps once rounded to bfloat16, are probabilities of C classes."""
+    return bool((rows >= 0).all() and ((rows.sum(1) - 1).abs() < 1e-2).all())

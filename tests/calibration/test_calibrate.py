@@ -383,13 +383,20 @@ def test_one_logit_is_that_of_class_1(method, shape, as_float):
     torch.testing.assert_close(ours.module(one).flatten(), both.module(pairs)[:, 1])
 
 
+def test_one_logit_between_0_and_1_is_no_probability():
+    logits = torch.linspace(0.1, 0.9, 100)
+    labels = torch.rand(100, generator=torch.Generator().manual_seed(1)) < logits.sigmoid()
+    first = functional.pad(logits[:, None], (2, 0))
+    assert calibrate(nn.Identity(), [(logits, labels)]).rows == calibrate(nn.Identity(), [(first, 2 * labels)]).rows
+
+
 def test_soft_labels_that_are_sure_are_labels():
     logits, labels = drawn()
     soft = functional.one_hot(labels, 3).float()
     assert (
         calibrate(nn.Identity(), [(logits, soft)]).as_dict() == calibrate(nn.Identity(), [(logits, labels)]).as_dict()
     )
-    even = 0.9 * soft + 0.1 / 3
+    even = (0.5 * soft + 0.5 / 3).bfloat16()  # whose sum is not quite 1
     softened = calibrate(nn.Identity(), [(logits, even)]).module.calibration.temperature
     assert softened > calibrate(nn.Identity(), [(logits, labels)]).module.calibration.temperature
 
@@ -421,6 +428,7 @@ def test_loaders_of_every_form():
 
 
 LOGITS, LABELS = drawn(60)
+SURE = torch.cat([LOGITS, torch.full((60, 500), -2.0)], 1)
 REFUSED = {
     "a regressor's batch": (LOGITS, "a batch must be", TypeError),
     "a dict without labels": ({"a": LOGITS, "b": LOGITS}, "the labels as one of target, .* got a, b", TypeError),
@@ -438,6 +446,8 @@ REFUSED = {
     ),
     "inf": ((torch.where(LOGITS > 5, torch.inf, LOGITS), LABELS), "NaN or infinite", ValueError),
     "probabilities": ((LOGITS.softmax(1), LABELS), "leave out its softmax", ValueError),
+    "bfloat16 probabilities": ((SURE.bfloat16().softmax(1), LABELS), "leave out its softmax", ValueError),
+    "probabilities of class 1": ((LOGITS[:, 0].sigmoid(), LABELS == 0), "leave out its softmax or sigmoid", ValueError),
     "pixels": ((LOGITS[:, :, None, None], LABELS), r"Batch 0 has logits \(60, 3, 1, 1\)", ValueError),
     "other rows": ((LOGITS, LABELS[:9]), r"labels \(9,\)", ValueError),
     "too few rows": ((LOGITS[:9], LABELS[:9]), "needs 10 held-out rows", ValueError),
@@ -472,6 +482,12 @@ def test_wrong_arguments_are_refused():
         calibrate(nn.Identity(), [drawn(classes=2)], "vector").module(LOGITS)
     with pytest.raises(ValueError, match="a label for each row"):
         calibration_scores(LOGITS.softmax(1), LABELS[:3])
+    for logits in (LOGITS, LOGITS[:, 0], LOGITS * torch.nan):
+        with pytest.raises(ValueError, match="needs probabilities, from 0 to 1 and with the sum 1 in each row, got"):
+            calibration_scores(logits, LABELS.clamp(max=1))
+    calibrated = calibrate(nn.Identity(), [(LOGITS, LABELS)]).module
+    with pytest.raises(ValueError, match=r"logits must be \(B, C\), .* got \(2, 5, 3\): flatten"):
+        calibrated(torch.rand(2, 5, 3))
 
 
 def test_the_table_can_be_read():
@@ -516,7 +532,7 @@ def test_the_hooks_of_a_lightning_module_prepare_its_batches():
     logits, labels = drawn()
     expected = calibrate(nn.Identity(), [(logits, labels)]).as_dict()["after"]
     module = LitDividing()
-    with pytest.raises(RuntimeError, match="is not attached to a `Trainer`. A hook .* set module.trainer first"):
+    with pytest.raises(RuntimeError, match=r"is not attached to a `Trainer`. A hook .* set module.trainer first"):
         calibrate(module, [(100 * logits, labels)])
     module.trainer = Trainer(**QUIET)
     for each in (module, torch.compile(module, backend="eager"), CalibratedClassifier(module)):
