@@ -51,6 +51,7 @@ class ConformalPredictor(LightningModule):
         kept = {"alpha": self.alpha, "score": score, "groups": groups, **arguments}
         self.hparams.update({name: value for name, value in {**kept, **others}.items() if not callable(value)})
         text = json.dumps({name: "a function" if callable(value) else value for name, value in kept.items()})
+        self._inputs = 1  # of a batch, beside its target
         device = self._example().device
         self.register_buffer("quantiles", torch.empty(0, device=device))
         self.register_buffer("calibrated_groups", torch.empty(0, dtype=torch.int64, device=device))
@@ -89,7 +90,9 @@ class ConformalPredictor(LightningModule):
         draws = torch.Generator("cpu").manual_seed(0)
         with outside_inference_mode(), _unchanged(self.module, loader):
             given = transferred_batches(self, loader, self._example().device)
-            batches = [self.calibration_rows(*self._inputs_and_target(batch), draws) for batch in given]
+            batches = []
+            for inputs, target in map(self._inputs_and_target, given):
+                batches.append(self.calibration_rows(inputs, target, draws))
             if not sum(len(scores) for scores, *_ in batches):
                 raise ValueError("loader has no rows to calibrate with.")
             rows = [torch.cat(parts) for parts in zip(*batches, strict=True)]
@@ -100,7 +103,7 @@ class ConformalPredictor(LightningModule):
                 )
             scores, ids, groups, penalty = self.finish_calibration(rows)
             self.quantiles = group_quantiles(scores, ids, groups, self.alpha)
-            self.calibrated_groups, self.penalty = groups, penalty
+            self.calibrated_groups, self.penalty, self._inputs = groups, penalty, len(inputs)
 
     def _inputs_and_target(self, batch: Any) -> tuple[Sequence[Any], Tensor]:
         if isinstance(batch, list | tuple) and len(batch) > 1:
@@ -137,9 +140,16 @@ class ConformalPredictor(LightningModule):
         return self.forward(*map(self._as_input, x)).cpu()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Predict for a batch of inputs, or of inputs and a target, which is ignored."""
+        """Predict for a batch of inputs, or of inputs and a target, which is ignored.
+
+        Raises:
+            ValueError: If it has other inputs than the calibration.
+        """
         inputs = batch if isinstance(batch, list | tuple) else [batch]
-        return self.forward(*(inputs[:-1] if len(inputs) > 1 else inputs))
+        if not 0 <= len(inputs) - self._inputs <= 1:
+            wanted = f"{self._inputs} input{'s' * (self._inputs > 1)} as in calibration, and perhaps a target"
+            raise ValueError(f"a batch must hold {wanted}, got {len(inputs)} elements: change the loader.")
+        return self.forward(*inputs[: self._inputs])
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Do as the module does, if it is a LightningModule."""
@@ -179,6 +189,14 @@ class ConformalPredictor(LightningModule):
         """
         strict, _ = kwargs.pop("strict", None), kwargs.pop("weights_only", None)  # which it always is
         return build_module(cls, *read_module_checkpoint(checkpoint_path, map_location, None), strict, kwargs)
+
+    def get_extra_state(self) -> Tensor:
+        """Return how many inputs a batch has, beside its target."""
+        return torch.tensor(self._inputs, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Set how many inputs a batch has, beside its target."""
+        self._inputs = int(state)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         found = {name: state_dict[prefix + name] for name in _STATE if prefix + name in state_dict}

@@ -200,7 +200,13 @@ def test_several_inputs_and_dicts():
 
     x, y = torch.randn(60, 4), torch.arange(60) % 4
     expected = ConformalClassifier(nn.Identity(), [(x, y)]).predict(x)
-    assert torch.equal(ConformalClassifier(Sum(), [(x / 2, x / 2, y)]).predict(x / 2, x / 2), expected)
+    two, loaded = ConformalClassifier(Sum(), [(x / 2, x / 2, y)]), ConformalClassifier(Sum())
+    assert torch.equal(two.predict(x / 2, x / 2), expected)
+    loaded.load_state_dict(two.state_dict())
+    for parts in ((x / 2, x / 2), (x / 2, x / 2, y)):
+        assert torch.equal(torch.cat(Trainer(**QUIET).predict(loaded, DataLoader(TensorDataset(*parts), 25))), expected)
+    with pytest.raises(ValueError, match="must hold 2 inputs as in calibration, and perhaps a target, got 1 elements"):
+        loaded.predict_step(x, 0)
     conformal = ConformalClassifier(Sum(), [({"a": x / 2, "b": x / 2}, y)])
     assert torch.equal(conformal.predict({"a": x / 2, "b": x / 2}), expected)
     rows = [({"a": row / 2, "b": row / 2}, label) for row, label in zip(x, y, strict=True)]
