@@ -149,6 +149,11 @@ def prepare_calibrations(module: nn.Module, weights: Mapping[str, Any]) -> None:
             part.set_values(**{name: weights[key] for name in _NAMES if (key := f"{prefix}.{name}") in weights})
 
 
+def logits_in(output: Any) -> Any:
+    """Return the attribute or entry `logits` of what a module returned, or else all of it."""
+    return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+
+
 def as_columns(logits: Tensor) -> Tensor:
     """Return logits as (B, C): the one logit of a binary classifier, (B,) or (B, 1), becomes 0 and itself."""
     if logits.ndim == 2 and logits.shape[1] > 1:

@@ -20,8 +20,8 @@ from lightning_tricks._shared.text import render_text
 from lightning_tricks.calibration.core.fitting import fit_calibration
 from lightning_tricks.calibration.held_out_rows import (
     are_probabilities,
+    found_logits,
     held_out_rows,
-    logits_in,
     target_probabilities,
 )
 
@@ -59,7 +59,7 @@ class CalibratedClassifier(nn.Module):
 
     def uncalibrated_logits(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of the module."""
-        return logits_in(getattr(unwrap_model(self.module), "uncalibrated_logits", self.module)(*args, **kwargs))
+        return found_logits(getattr(unwrap_model(self.module), "uncalibrated_logits", self.module)(*args, **kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return calibrated probabilities in the shape of the module's logits.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
-from lightning_tricks._shared.calibration import as_columns
+from lightning_tricks._shared.calibration import as_columns, logits_in
 from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng, kept_generators
@@ -48,7 +48,7 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
         for number, batch in enumerate(transferred_batches(lightning_module_in(module), loader, place.device)):
             args, kwargs, target = tree_map_only(np.ndarray, torch.as_tensor, _split(batch))
             args, kwargs = tree_map_only(Tensor, lambda x: _as_input(x, place), (args, kwargs))
-            logits = logits_in(logits_of(*args, **kwargs))
+            logits = found_logits(logits_of(*args, **kwargs))
             target = torch.as_tensor(target)
             if not 1 <= logits.ndim <= 2 or not target.ndim or len(logits) != len(target):
                 given = f"logits {tuple(logits.shape)} and labels {tuple(target.shape)}"
@@ -60,13 +60,12 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
     return _checked(*_of_all_ranks(logits, target, getattr(loader, "sampler", None)))
 
 
-def logits_in(output: Any) -> Tensor:
-    """Return the logits in what a module returned: a tensor, or the attribute or entry `logits`."""
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+def found_logits(output: Any) -> Tensor:
+    """Return the logits in what a module returned, or raise an error if it has none."""
+    found = logits_in(output)
     if not isinstance(found, Tensor):
-        raise TypeError(
-            f"the module must return a tensor of logits, got {type(output).__name__}: wrap it in one that does."
-        )
+        kind = type(output).__name__
+        raise TypeError(f"the module must return a tensor of logits, got {kind}: wrap it in one that does.")
     return found
 
 

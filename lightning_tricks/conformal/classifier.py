@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.calibration import logits_in
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
 from lightning_tricks.conformal.functional import choose_penalty, is_above, needed_rows, rank_penalty, ranked_scores
 from lightning_tricks.conformal.predictor import ConformalPredictor
@@ -25,7 +26,8 @@ class ConformalClassifier(ConformalPredictor):
     and be empty, so that it covers just 1 - alpha. A row of NaN has all classes.
 
     Args:
-        module: A trained module that returns logits or probabilities, (N, C), of at least two classes.
+        module: A trained module that returns logits or probabilities, (N, C), of at least two classes, or a dict or an
+            object with them as `logits`.
         loader: Calibration data, which the module was not trained on: batches (x, y) or (x1, x2, ..., y) with class
             indices y, (N,). None for a module whose state dict is loaded; `calibrate(loader)` calibrates it later.
         alpha: The share of rows whose set may lack the true class, in (0, 1).
@@ -93,7 +95,7 @@ class ConformalClassifier(ConformalPredictor):
 
     def prediction(self, inputs: Sequence[Any]) -> Tensor:
         """Return the sets of a batch as boolean masks, (N, C)."""
-        order, scores = self._ranked_scores(self.module(*inputs))
+        order, scores = self._ranked_scores(logits_in(self.module(*inputs)))
         scores = scores + rank_penalty(torch.arange(1, scores.shape[1] + 1, device=scores.device), self.penalty)
         limits = self.quantiles[order] if self._by_class else self.row_quantiles(inputs, order).unsqueeze(1)
         chosen = ~is_above(scores, limits)  # a row of NaN has all classes
@@ -103,7 +105,7 @@ class ConformalClassifier(ConformalPredictor):
 
     def calibration_rows(self, inputs: Sequence[Any], target: Tensor, draws: torch.Generator) -> tuple[Tensor, ...]:
         """Return score, group and rank of each row, whether it sums to 1, whether it tunes, and scores that tune."""
-        outputs = self.module(*inputs)
+        outputs = logits_in(self.module(*inputs))
         order, scores = self._ranked_scores(outputs)
         n, classes = scores.shape
         if target.is_floating_point() or target.shape != (n,):
@@ -140,7 +142,10 @@ class ConformalClassifier(ConformalPredictor):
     def _ranked_scores(self, outputs: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < 2:
             got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise ValueError(f"module must return a number for each of two or more classes, (N, C), got {got}.")
+            remedy = "of one logit return torch.nn.functional.pad(logits.view(-1, 1), (1, 0))"
+            raise ValueError(
+                f"module must return a number for each of two or more classes, (N, C), got {got}: {remedy}."
+            )
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         u = None
         if self.generator is not None:

@@ -196,7 +196,7 @@ def test_one_batch_form_is_as_good_as_another():
 def test_several_inputs_and_dicts():
     class Sum(nn.Module):
         def forward(self, x, more=None):
-            return x["a"] + x["b"] if isinstance(x, dict) else x + more
+            return {"logits": x["a"] + x["b"]} if isinstance(x, dict) else x + more
 
     x, y = torch.randn(60, 4), torch.arange(60) % 4
     expected = ConformalClassifier(nn.Identity(), [(x, y)]).predict(x)
@@ -571,7 +571,7 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"loader": [(X, Y.unsqueeze(1))]}, ValueError, r"targets must be class indices, \(30,\), got \(30, 1\)"),
         ({"loader": [(X, Y[:7])]}, ValueError, r"targets must be class indices, \(30,\), got \(7,\)"),
         ({"loader": [(X.where(X > -1, torch.nan), Y)]}, ValueError, "of 30 calibration rows are NaN or infinite"),
-        ({"loader": [(X[:, :1], Y)]}, ValueError, r"each of two or more classes, \(N, C\), got \(30, 1\)"),
+        ({"loader": [(X[:, :1], Y)]}, ValueError, r"classes, \(N, C\), got \(30, 1\): of one logit .*pad"),
         ({"loader": [(X[:, 0], Y)]}, ValueError, r"got \(30,\)"),
         ({"module": nn.LSTM(3, 3)}, ValueError, "got tuple"),
         ({"groups": "class-conditional", "loader": [(X, Y * 0)]}, ValueError, "group 1 has 0, group 2 has 0"),
