@@ -25,6 +25,22 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def explained_arguments() -> Iterator[None]:
+    """Say what a batch must hold, where a module does not take as many arguments as a batch gives it.
+
+    Raises:
+        TypeError: In place of Python's own.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "positional argument" not in str(error) and "keyword argument" not in str(error):
+            raise
+        remedy = "a batch must hold what `forward` takes, and then the labels: leave all else out, by collate_fn"
+        raise TypeError(f"{error}; {remedy}.") from error
+
+
 def step_arguments(step: Callable[..., Any], batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """Return the positional arguments with which Lightning calls a `training_step`.
 

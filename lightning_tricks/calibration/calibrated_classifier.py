@@ -82,6 +82,7 @@ class CalibrationTable:
             `brier` (Brier score) without the calibration.
         after: The same with it.
         module: The calibrated module: the given one if it keeps its calibration, else a `CalibratedClassifier` of it.
+        temperature: What logits are divided by; None for other methods.
     """
 
     method: str
@@ -89,6 +90,7 @@ class CalibrationTable:
     before: dict[str, float]
     after: dict[str, float]
     module: nn.Module = field(repr=False, compare=False)
+    temperature: float | None = field(default=None, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return method, rows and values as plain values."""
@@ -96,8 +98,7 @@ class CalibrationTable:
 
     def __rich__(self) -> FittingTable:
         """Return the table."""
-        temperature = _calibration_in(self.module).temperature
-        note = "" if self.method != "temperature" or temperature is None else f"T = {float(temperature):.4g}. "
+        note = "" if self.temperature is None else f"T = {self.temperature:.4g}. "
         table = FittingTable("", "before", "after", title=f"Calibration: {self.method}")
         for column in table.columns[1:]:
             column.justify = "right"
@@ -163,7 +164,8 @@ def calibrate(
             for probabilities in (logits.softmax(1), fitted(logits))
         )
         _calibration_in(owner).set_values(**{name: getattr(fitted, name) for name in METHODS[method]})
-    return CalibrationTable(method, len(logits), before, after, owner)
+    temperature = None if fitted.temperature is None else fitted.temperature.item()
+    return CalibrationTable(method, len(logits), before, after, owner, temperature)
 
 
 def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float]:

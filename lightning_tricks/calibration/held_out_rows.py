@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
 from lightning_tricks._shared.calibration import as_columns, logits_in
 from lightning_tricks._shared.dry_run.shared_state import restored_state
-from lightning_tricks._shared.modules import eval_mode
+from lightning_tricks._shared.modules import eval_mode, explained_arguments
 from lightning_tricks._shared.rng import isolated_rng, kept_generators
 from lightning_tricks._shared.tensors import gather_objects, local_part
 from lightning_tricks._shared.text import list_names
@@ -48,7 +48,8 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
         for number, batch in enumerate(transferred_batches(lightning_module_in(module), loader, place.device)):
             args, kwargs, target = tree_map_only(np.ndarray, torch.as_tensor, _split(batch))
             args, kwargs = tree_map_only(Tensor, lambda x: _as_input(x, place), (args, kwargs))
-            logits = found_logits(logits_of(*args, **kwargs))
+            with explained_arguments():
+                logits = found_logits(logits_of(*args, **kwargs))
             target = torch.as_tensor(target)
             if not 1 <= logits.ndim <= 2 or not target.ndim or len(logits) != len(target):
                 given = f"logits {tuple(logits.shape)} and labels {tuple(target.shape)}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
-from lightning_tricks._shared.modules import eval_mode
+from lightning_tricks._shared.modules import eval_mode, explained_arguments
 from lightning_tricks._shared.rng import isolated_rng, kept_generators
 from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
@@ -92,7 +92,8 @@ class ConformalPredictor(LightningModule):
             given = transferred_batches(self, loader, self._example().device)
             batches = []
             for inputs, target in map(self._inputs_and_target, given):
-                batches.append(self.calibration_rows(inputs, target, draws))
+                with explained_arguments():
+                    batches.append(self.calibration_rows(inputs, target, draws))
             if not sum(len(scores) for scores, *_ in batches):
                 raise ValueError("loader has no rows to calibrate with.")
             rows = [torch.cat(parts) for parts in zip(*batches, strict=True)]

@@ -433,6 +433,8 @@ REFUSED = {
     "a regressor's batch": (LOGITS, "a batch must be", TypeError),
     "a dict without labels": ({"a": LOGITS, "b": LOGITS}, "the labels as one of target, .* got a, b", TypeError),
     "two kinds of labels": ({"x": LOGITS, "y": LABELS, "label": LABELS}, "the labels as one of", TypeError),
+    "indices of rows": ((LOGITS, LABELS, LABELS), "3 were given; a batch must hold what `forward` takes", TypeError),
+    "names of files": ({"x": LOGITS, "y": LABELS, "id": ["a"] * 60}, "keyword .*: leave all else out", TypeError),
     "a label out of range": ((LOGITS, LABELS + 1), "Label 3 is not one of the 3 classes 0 to 2", ValueError),
     "ignored labels": ((LOGITS, torch.where(LABELS > 1, -100, LABELS)), "Label -100", ValueError),
     "float labels": ((LOGITS, LABELS.float()), "must be class indices .* float32", ValueError),
@@ -493,6 +495,8 @@ def test_wrong_arguments_are_refused():
 def test_the_table_can_be_read():
     table = calibrate(nn.Identity(), [drawn(sure=2.0)])
     text = str(table)
+    calibrate(table.module, [drawn(sure=9.0)])
+    assert str(table) == text
     assert "Calibration: temperature" in text
     for name in ("NLL", "ECE, 15 bins", "adaptive ECE, 15 bins", "Brier score", "600 held-out rows", "T = "):
         assert name in text
