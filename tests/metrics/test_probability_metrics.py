@@ -156,7 +156,7 @@ def test_a_preset_alone_is_a_metric_collection():
     [
         (calibration_metrics(3), torch.randn(8, 3), torch.zeros(8).long(), r"look like logits.*torch.softmax"),
         (calibration_metrics(3), torch.zeros(8).long(), torch.zeros(8).long(), "needs scores"),
-        (calibration_metrics(2), torch.rand(8), torch.zeros(8).long(), r"torch.stack\(\[1 - p, p\], dim=1\)"),
+        (calibration_metrics(2), torch.rand(8), torch.zeros(8).long(), r"torch.stack\(\[1 - preds, preds\], dim=1\)"),
         (calibration_metrics(3), torch.full((8, 3), 1 / 3), torch.full((8,), 3), "targets must be 0 to 2"),
         (ood_metrics(), torch.randn(8), torch.arange(8), "targets must be 0 to 1"),
         (ood_metrics(), torch.randn(8, 2), torch.zeros(8).long(), "same shape"),

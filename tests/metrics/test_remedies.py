@@ -16,6 +16,8 @@ SCORES, MAPS = torch.rand(8, 5, generator=_GENERATOR), torch.rand(8, 5, 4, 3, ge
 CLASSES, BITS = torch.arange(8) % 5, torch.arange(8) % 2
 FIVE, BINARY = {"task": "multiclass", "num_classes": 5}, {"task": "binary"}
 LABELS, REGRESSION = {"task": "multilabel", "num_labels": 5}, {"task": "regression"}
+TWO, TRUST = {"task": "segmentation", "num_classes": 2}, {"task": "calibration", "num_classes": 2}
+PIXELS = (MAPS[:, 0] > 0.5).long()
 
 
 def _with(value):
@@ -40,6 +42,12 @@ MISTAKES = {
     "fewer classes": (FIVE, SCORES[:, :3], CLASSES % 3, "num_classes=3"),
     "list": (FIVE, SCORES, CLASSES.tolist(), "torch.as_tensor(target)"),
     "array": (FIVE, SCORES.numpy(), CLASSES, "torch.as_tensor(preds)"),
+    "a dict": (FIVE, {"out": MAPS, "aux": MAPS}, MAPS.argmax(1), "preds['out']"),
+    "one logit": (TWO, MAPS[:, :1] - 0.5, PIXELS, "torch.cat([torch.zeros_like(preds), preds], dim=1)"),
+    "one probability": (TWO, MAPS[:, 0], PIXELS, "torch.stack([1 - preds, preds], dim=1)"),
+    "one calibrated": (TRUST, SCORES[:, :1], BITS, "torch.cat([1 - preds, preds], dim=1)"),
+    "counts of members": ({"task": "ood"}, CLASSES, BITS, "preds.float()"),
+    "unseen classes": ({"task": "ood"}, SCORES[:, 0], CLASSES, "(target > 0).long()"),
     "binary, a column": (BINARY, SCORES[:, :1], BITS, "preds.squeeze(-1)"),
     "binary, a column of targets": (BINARY, SCORES[:, 0], BITS[:, None], "target.squeeze(-1)"),
     "binary, two columns": (BINARY, SCORES[:, :2], BITS, "preds[..., 1]"),

@@ -43,8 +43,11 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
     known = any(task is not None for task in tasks.values())
     for name in ("preds", "target"):
         if known and not isinstance(inputs.get(name, torch.empty(0)), Tensor):
-            kind = type(inputs[name]).__name__
-            raise ValueError(f"{name} must be a tensor, got {kind}: return torch.as_tensor({name}).")
+            found = inputs[name]
+            remedy = (
+                f"{name}[{next(iter(found))!r}]" if isinstance(found, Mapping) and found else f"torch.as_tensor({name})"
+            )
+            raise ValueError(f"{name} must be a tensor, got {type(found).__name__}: return {remedy}.")
     preds, target = inputs.get("preds"), inputs.get("target")
     if not isinstance(preds, Tensor) or not isinstance(target, Tensor):
         return
@@ -71,7 +74,8 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
         shape = "(N, C, ...) with scores or (N, ...) with classes" if task.kind == "multiclass" else "(N, ...)"
         raise ValueError(f"the predictions have no batch dimension: they need the shape {shape}.")
     if is_scores:
-        if preds.ndim != target.ndim + 1 or preds.shape[2:] != target.shape[1:] or len(preds) != len(target):
+        shapes_fit = preds.ndim == target.ndim + 1 and preds.shape[2:] == target.shape[1:] and len(preds) == len(target)
+        if not shapes_fit or (classes == 2 and preds.shape[1] == 1):
             remedy = _remedy_for_scores(preds, target, classes)
             raise ValueError(f"scores of the shape (N, C, ...) need targets of the shape (N, ...): {remedy}.")
         if classes is not None and preds.shape[1] != classes:
@@ -85,7 +89,8 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
     if task.kind == "multilabel" and (preds.ndim < 2 or preds.shape[1] != classes):
         raise ValueError(f"the metric has {classes} labels: predictions need the shape (N, {classes}).")
     if task.needs_scores and not preds.is_floating_point():
-        raise ValueError("the metric needs scores, but the predictions are classes: return the scores, without argmax.")
+        remedy = "preds.float()" if task.kind == "ood" else "the scores, without argmax"
+        raise ValueError(f"the metric needs scores, but the predictions are classes: return {remedy}.")
     if task.kind in ("binary", "multiclass", "multilabel", "ood"):
         _check_classes("targets", target, task)
         if not preds.is_floating_point() and preds.dtype is not torch.bool:
@@ -97,8 +102,11 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
 
 def _remedy_for_scores(preds: Tensor, target: Tensor, classes: int | None) -> str:
     """Say how to make targets fit scores."""
-    if preds.ndim == 1 and classes == 2 and ((preds >= 0) & (preds <= 1)).all():
-        return "of probabilities p of class 1 return torch.stack([1 - p, p], dim=1)"
+    has_column = preds.ndim > 1 and preds.shape[1] == 1
+    of_class_1 = has_column or preds.ndim == 1 or (preds.shape == target.shape and preds.shape[1] != 2)
+    if classes == 2 and of_class_1 and not torch.equal(preds, preds.round()):
+        join, is_share = "cat" if has_column else "stack", ((preds >= 0) & (preds <= 1)).all()
+        return f"return torch.{join}([{'1 - preds' if is_share else 'torch.zeros_like(preds)'}, preds], dim=1)"
     if preds.ndim == 1 or (preds.shape == target.shape and classes is not None and preds.shape[1] != classes):
         return "predictions that are classes need a type of whole numbers, preds.long()"
     if preds.shape == target.shape:
@@ -147,15 +155,17 @@ def _check_classes(name: str, values: Tensor, task: Task) -> None:
     allowed = f"0 to {classes - 1}" if classes is not None else "at least 0"
     aside = "" if task.ignore_index is None else f" or ignore_index={task.ignore_index}"
     found = ", ".join(f"{value:g}" for value in outside.unique().tolist()[:5])
-    remedy = f": {_remedy_for_classes(counted, outside, classes)}" if name == "targets" else ""
+    remedy = f": {_remedy_for_classes(counted, outside, classes, task)}" if name == "targets" else ""
     raise ValueError(f"{name} must be {allowed}{aside}, got {found}{remedy}.")
 
 
-def _remedy_for_classes(target: Tensor, outside: Tensor, classes: int | None) -> str:
+def _remedy_for_classes(target: Tensor, outside: Tensor, classes: int | None, task: Task) -> str:
     """Say what to do about targets that are not classes of the metric."""
     wrong = outside.unique()
     if classes == 2 and target.unique().tolist() == [-1, 1]:
         return "return (target + 1) // 2"
+    if task.kind == "ood" or (task.kind == "binary" and len(wrong) > 1):
+        return "return 1 for one class and 0 for all others, such as (target > 0).long()"
     if classes is not None and wrong.tolist() == [classes] and target.min() > 0:
         return "if they count from 1, return target - 1"
     if len(wrong) == 1:
