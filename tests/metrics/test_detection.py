@@ -159,6 +159,8 @@ def test_half_precision(dtype):
         (lambda preds, target: preds.pop(), "same length"),
         (lambda preds, target: target[4].update(labels=torch.tensor([0, 1, 2, 3])), "labels must be 0 to 2, got 3"),
         (lambda preds, target: preds[4].update(labels=torch.tensor([-1, 0, 0, 0, 0])), "labels must be 0 to 2, got -1"),
+        (lambda preds, target: preds[4]["boxes"].mul_(torch.nan), "20 numbers of boxes and scores are NaN"),
+        (lambda preds, target: target[4].update(boxes=target[4]["boxes"].flip(1)), 'give the preset box_format="xywh"'),
     ],
 )
 def test_a_first_batch_that_does_not_fit_is_refused(change, words):
@@ -166,6 +168,28 @@ def test_a_first_batch_that_does_not_fit_is_refused(change, words):
     change(preds, target)
     with pytest.raises(ValueError, match=words):
         MetricSuite(detection_metrics(3)).update(preds=preds, target=target)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.float(), lambda m: m[:, None], lambda m: m.long(), lambda m: m[:, ::2, ::2]]
+)
+def test_masks_of_another_kind_are_refused(change):
+    preds, target = table(masks=True)
+    preds = [{**item, "masks": change(item["masks"])} for item in preds]
+    with pytest.raises(ValueError, match=r"masks must be bool or uint8 of shape \(M, H, W\), .*give \(masks > 0.5\)"):
+        MetricSuite(detection_metrics(3, iou_type="segm")).update(preds=preds, target=target)
+
+
+def test_later_numbers_that_are_nan_make_all_values_nan():
+    preds, target = table()
+    suite = MetricSuite(detection_metrics(3))
+    suite.update(preds=preds[:5], target=target[:5])
+    state = suite.state_dict()
+    suite.update(preds=[{**preds[4], "boxes": preds[4]["boxes"] * torch.nan}], target=target[4:5])
+    assert suite.num_invalid() == 20
+    assert all(value.isnan() for value in suite.compute().values())
+    suite.load([state])
+    assert not suite.compute()["map"].isnan()
 
 
 def test_bad_arguments():

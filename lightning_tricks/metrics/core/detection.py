@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torchmetrics.detection import MeanAveragePrecision
 
+_NUMBERS = ("detection_box", "detection_scores", "groundtruth_box")  # states
+
 
 class DetectionPrecision(MeanAveragePrecision):
     """torchmetrics' MeanAveragePrecision for a known number of classes, for each of them, and in mixed precision.
@@ -37,16 +39,33 @@ class DetectionPrecision(MeanAveragePrecision):
         """Raise an error for a first batch that the metric would misunderstand; nothing is counted.
 
         Raises:
-            ValueError: If a key is missing, a shape or a type does not fit, or a label is no class.
+            ValueError: If a key is missing, a shape or a type does not fit, a label is no class, or a number is NaN.
         """
-        self.clone().update(inputs["preds"], inputs["target"])
-        self._check_labels([item["labels"] for name in ("preds", "target") for item in inputs[name]])
+        preds, target = inputs["preds"], inputs["target"]
+        if "segm" in self.iou_type:
+            _check_masks(preds, target)
+        trial = self.clone()
+        trial.update(preds, target)
+        self._check_labels([item["labels"] for items in (preds, target) for item in items])
+        if broken := trial.num_invalid():
+            remedy = "look for NaN in the inputs, and for an overflow in fp16"
+            raise ValueError(f"{broken} numbers of boxes and scores are NaN or infinite: {remedy}.")
+        boxes = [item["boxes"] for item in target if len(item["boxes"])] if "bbox" in self.iou_type else []
+        if self.box_format == "xyxy" and any((box[:, 2:] < box[:, :2]).any() for box in boxes):
+            raise ValueError(
+                'Boxes of the target end before they begin: give the preset box_format="xywh" or "cxcywh".'
+            )
 
     def update(self, preds: Sequence[Mapping[str, Tensor]], target: Sequence[Mapping[str, Tensor]]) -> None:
         """Add the objects of images, one dict for each, with floats in single precision."""
         super().update(*(_in_single_precision(items) for items in (preds, target)))
         if "segm" in self.iou_type:  # or what is found in an image without objects would not count as false
             self.groundtruth_box += [torch.zeros(len(item["labels"]), 4, device="cpu") for item in target]
+
+    def num_invalid(self) -> int:
+        """Return how many numbers are NaN or infinite: to pycocotools, a box of them is like any other."""
+        parts = [part.reshape(-1) for name in _NUMBERS for part in getattr(self, name, ())]
+        return int((~torch.cat(parts).isfinite()).sum()) if parts else 0
 
     def compute(self) -> dict[str, Tensor]:
         """Return the values by name, those of classes with the ending `_per_class` and of shape (C,)."""
@@ -78,6 +97,18 @@ class DetectionPrecision(MeanAveragePrecision):
                 f"labels must be 0 to {self.num_classes - 1}, got {', '.join(map(str, wrong[:5]))}: give the preset a "
                 "larger num_classes, which counts the background if it has a label."
             )
+
+
+def _check_masks(preds: Any, target: Any) -> None:
+    for ours, theirs in zip(preds, target, strict=False):
+        masks = [item["masks"] for item in (ours, theirs) if isinstance(item, Mapping) and "masks" in item]
+        for mask in masks:
+            if mask.ndim != 3 or mask.dtype not in (torch.bool, torch.uint8) or mask.shape[1:] != masks[0].shape[1:]:
+                found = f"{str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
+                raise ValueError(
+                    f"masks must be bool or uint8 of shape (M, H, W), those of an image of one size, got {found}: of "
+                    "what torchvision's models return, give (masks > 0.5).squeeze(1)."
+                )
 
 
 def _in_single_precision(items: Any) -> Any:

@@ -87,6 +87,11 @@ class SharedStateGroup(MetricGroup):
             if metric is not self._updated:
                 set_states(metric, states)
 
+    def num_invalid(self) -> Tensor | int:
+        """Return how many numbers were invalid, as far as the metric counts them."""
+        count: Any = getattr(self._updated, "num_invalid", None)  # of our own metrics
+        return count() if count is not None else 0
+
     def _convert_input(self, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
