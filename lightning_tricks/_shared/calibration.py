@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.checks import check_names
 from lightning_tricks._shared.tensors import to_double
 
 METHODS: dict[str, tuple[str, ...]] = {  # the tensors of each, of 0, 1 and 2 dimensions
@@ -57,6 +58,7 @@ class Calibration(nn.Module):
 
     def set_values(self, **values: Tensor) -> None:
         """Set the tensors of one method, in place of all others."""
+        check_names("set_values", values, _NAMES)
         for name in _NAMES:
             given = values.get(name)
             value = None if given is None else given.detach().cpu().to(torch.float64, copy=True)
@@ -181,4 +183,4 @@ def isotonic_probabilities(probabilities: Tensor, thresholds: Tensor, values: Te
     share = torch.where(x1 > x0, (given - x0) / (x1 - x0), 1.0)
     found = (y0 + share * (y1 - y0)).T
     total = found.sum(1, keepdim=True)
-    return torch.where(total > 0, found / total, 1 / found.shape[1])
+    return torch.where(total == 0, 1 / found.shape[1], found / total)  # NaN stays

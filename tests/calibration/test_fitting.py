@@ -152,6 +152,9 @@ def test_all_regressions_at_0_give_equal_probabilities():
     thresholds = torch.tensor([[0.9, 1.0]] * 3)
     calibration.set_values(thresholds=thresholds, values=torch.tensor([[0.0, 1.0]] * 3))
     assert calibration(torch.zeros(1, 3)).tolist() == [pytest.approx([1 / 3] * 3)]
+    assert calibration(torch.full((1, 3), torch.nan)).isnan().all()
+    with pytest.raises(TypeError, match="set_values takes no 'tresholds'"):
+        calibration.set_values(tresholds=thresholds, values=thresholds)
 
 
 def with_labels(rows, classes, labels, sure=4.0):
