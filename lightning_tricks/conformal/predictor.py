@@ -47,7 +47,7 @@ class ConformalPredictor(LightningModule):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module that is trained, got {module!r}.")
-        self.module, self.alpha, self.score, self.groups = module, check_alpha(alpha), score, groups
+        self.module, self._alpha, self.score, self.groups = module, check_alpha(alpha), score, groups
         kept = {"alpha": self.alpha, "score": score, "groups": groups, **arguments}
         self.hparams.update({name: value for name, value in {**kept, **others}.items() if not callable(value)})
         text = json.dumps({name: "a function" if callable(value) else value for name, value in kept.items()})
@@ -57,6 +57,18 @@ class ConformalPredictor(LightningModule):
         self.register_buffer("calibrated_groups", torch.empty(0, dtype=torch.int64, device=device))
         self.register_buffer("penalty", torch.zeros(2, device=device))
         self.register_buffer("calibrated_as", torch.tensor([*text.encode()], dtype=torch.uint8, device=device))
+
+    @property
+    def alpha(self) -> float:
+        """The share of errors that is allowed, which the quantiles belong to."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        kind = type(self).__name__
+        raise AttributeError(
+            f"alpha={value!r} needs other quantiles: make a new {kind}(module, loader, alpha={value!r})."
+        )
 
     # --- what a kind of prediction adds
 

@@ -44,7 +44,7 @@ class DetectionPrecision(MeanAveragePrecision):
         preds, target = inputs["preds"], inputs["target"]
         if "segm" in self.iou_type:
             _check_masks(preds, target)
-        trial = self.clone()
+        trial: Any = self.clone()
         trial.update(preds, target)
         self._check_labels([item["labels"] for items in (preds, target) for item in items])
         if broken := trial.num_invalid():
