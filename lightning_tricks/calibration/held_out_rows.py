@@ -58,7 +58,7 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
     if not sum(len(rows) for rows, _ in parts):
         raise ValueError("The loader has no rows, so there is nothing to calibrate with: give it held-out data.")
     logits, target = (torch.cat(part) for part in zip(*parts, strict=True))
-    return _checked(*_of_all_ranks(logits, target, getattr(loader, "sampler", None)))
+    return _checked(*_of_all_ranks(logits, target, loader))
 
 
 def found_logits(output: Any) -> Tensor:
@@ -130,9 +130,12 @@ def target_probabilities(target: Tensor, logits: Tensor) -> Tensor:
     return nn.functional.one_hot(target.long(), classes).double()
 
 
-def _of_all_ranks(logits: Tensor, target: Tensor, sampler: Any) -> tuple[Tensor, Tensor]:
+def _of_all_ranks(logits: Tensor, target: Tensor, loader: Any) -> tuple[Tensor, Tensor]:
     """Return the rows of all ranks in the order of a DistributedSampler; other loaders give each rank all rows."""
-    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas == 1:
+    owners = (loader, getattr(loader, "batch_sampler", None))
+    samplers = (found for owner in owners if isinstance(found := getattr(owner, "sampler", None), DistributedSampler))
+    sampler = next(samplers, None)
+    if sampler is None or sampler.num_replicas == 1:
         return logits, target
     size = len(sampler.dataset)  # type: ignore[arg-type]
     rows = torch.arange(len(logits), device="cpu") * sampler.num_replicas + sampler.rank

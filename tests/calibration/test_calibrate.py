@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import lightning_tricks
 from lightning_tricks import (
@@ -553,7 +553,10 @@ def test_ranks_with_a_distributed_sampler_get_that_of_one_process(tmp_path):
         torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
         data = TensorDataset(logits, labels)
         sampler = DistributedSampler(data, 2, rank, shuffle=False)
-        tables = {method: calibrate(nn.Identity(), DataLoader(data, 8, sampler=sampler), method) for method in METHODS}
+        loaders = [DataLoader(data, 8, sampler=sampler)] * 2 + [
+            DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False))
+        ]
+        tables = {method: calibrate(nn.Identity(), each, method) for method, each in zip(METHODS, loaders, strict=True)}
         found = {method: (table.as_dict(), table.module.state_dict()) for method, table in tables.items()}
         torch.save(found, tmp_path / f"{rank}.pt")
 
