@@ -185,6 +185,7 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
         >>> calibration_scores(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([1, 0]))["brier"]
         0.125
     """
+    probabilities, target = torch.as_tensor(probabilities), torch.as_tensor(target)
     if not len(probabilities) or len(probabilities) != len(target):
         raise ValueError(f"There must be a label for each row, got {len(probabilities)} rows and {len(target)} labels.")
     columns = as_columns(probabilities.detach().cpu().double())

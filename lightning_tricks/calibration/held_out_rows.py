@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch.utils.data import DistributedSampler
 
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
 from lightning_tricks._shared.calibration import as_columns, logits_in
-from lightning_tricks._shared.dry_run.shared_state import restored_state
-from lightning_tricks._shared.modules import eval_mode, explained_arguments
-from lightning_tricks._shared.rng import isolated_rng, kept_generators
-from lightning_tricks._shared.tensors import gather_objects, local_part
+from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
+from lightning_tricks._shared.modules import explained_arguments
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.tensors import tree_map_only
 
@@ -44,7 +42,7 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
     logits_of = getattr(module, "uncalibrated_logits", module)
     place = next(chain(module.parameters(), module.buffers()), torch.empty(0, device="cpu"))
     parts = []
-    with _unchanged(module, loader):
+    with evaluated_unchanged(module, loader):
         for number, batch in enumerate(transferred_batches(lightning_module_in(module), loader, place.device)):
             args, kwargs, target = tree_map_only(np.ndarray, torch.as_tensor, _split(batch))
             args, kwargs = tree_map_only(Tensor, lambda x: _as_input(x, place), (args, kwargs))
@@ -68,20 +66,6 @@ def found_logits(output: Any) -> Tensor:
         kind = type(output).__name__
         raise TypeError(f"the module must return a tensor of logits, got {kind}: wrap it in one that does.")
     return found
-
-
-@contextmanager
-def _unchanged(module: nn.Module, loader: Any) -> Iterator[None]:
-    """Put a module into evaluation mode, and restore all of it on leaving: tensors, attributes, and random state."""
-    tensors = [local_part(tensor).detach() for tensor in chain(module.parameters(), module.buffers())]
-    before = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
-    try:
-        with isolated_rng(), kept_generators(loader), restored_state(module), eval_mode(module):
-            yield
-    finally:
-        for tensor, values in before:
-            if not torch.equal(tensor.cpu(), values):
-                tensor.copy_(values)
 
 
 def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

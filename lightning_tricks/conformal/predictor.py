@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
+from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
 from lightning_tricks._shared.modules import eval_mode, explained_arguments
-from lightning_tricks._shared.rng import isolated_rng, kept_generators
 from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.conformal.functional import check_alpha, group_quantiles, quantiles_of
@@ -100,7 +99,7 @@ class ConformalPredictor(LightningModule):
             ValueError: If there are too few rows, or outputs, targets or scores are not valid.
         """
         draws = torch.Generator("cpu").manual_seed(0)
-        with outside_inference_mode(), _unchanged(self.module, loader):
+        with outside_inference_mode(), evaluated_unchanged(self.module, loader):
             given = transferred_batches(self, loader, self._example().device)
             batches = []
             for inputs, target in map(self._inputs_and_target, given):
@@ -231,17 +230,3 @@ class ConformalPredictor(LightningModule):
         for name, value in exact.items():
             setattr(self, name, value.to(getattr(self, name).device))
         return self
-
-
-@contextmanager
-def _unchanged(module: nn.Module, loader: Any) -> Iterator[None]:
-    """Put a module into evaluation mode, and restore modes, buffers and random states on leaving."""
-    buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-    try:
-        with isolated_rng(), kept_generators(loader), eval_mode(module):
-            yield
-    finally:
-        for part, name, buffer, value in buffers:
-            setattr(part, name, buffer)
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)

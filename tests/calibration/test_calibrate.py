@@ -484,7 +484,7 @@ def test_wrong_arguments_are_refused():
         calibrate(nn.Identity(), [drawn(classes=2)], "vector").module(LOGITS)
     with pytest.raises(ValueError, match="a label for each row"):
         calibration_scores(LOGITS.softmax(1), LABELS[:3])
-    for logits in (LOGITS, LOGITS[:, 0], LOGITS * torch.nan):
+    for logits in (LOGITS, LOGITS[:, 0], LOGITS.numpy() * np.nan):
         with pytest.raises(ValueError, match="needs probabilities, from 0 to 1 and with the sum 1 in each row, got"):
             calibration_scores(logits, LABELS.clamp(max=1))
     calibrated = calibrate(nn.Identity(), [(LOGITS, LABELS)]).module

@@ -37,9 +37,11 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(inputs, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, outputs))
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("last", torch.zeros(()))
+        self.steps = 0
 
     def forward(self, x):
         self.calls += 1
+        self.steps += 1
         self.last = x.mean()  # another tensor
         return self.layers(x)
 
@@ -99,6 +101,7 @@ def test_calibration_leaves_no_trace(settings, fails):
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(value is buffers[name] for name, value in module.named_buffers())
+    assert module.steps == 0
     assert [part.training for part in module.modules()] == modes
     assert torch.equal(generator.get_state(), own)
     assert all(parameter.grad is None for parameter in module.parameters())

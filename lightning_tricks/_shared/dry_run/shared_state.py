@@ -7,9 +7,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from lightning_tricks._shared.modules import eval_mode
+from lightning_tricks._shared.rng import isolated_rng, kept_generators
+from lightning_tricks._shared.tensors import local_part
 
 # whose objects keep no values of a model's steps, or are restored elsewhere
 _LIBRARIES = frozenset(["builtins", "lightning", "lightning_fabric", "lightning_tricks", "numpy", "pytorch_lightning"])
@@ -17,6 +23,20 @@ _LIBRARIES |= {"torch", "torchmetrics", "typing"}
 _CONTAINERS: tuple[Any, ...] = (list, deque, OrderedDict, dict, set)  # an OrderedDict before what it is as well
 _MOST_ELEMENTS = 1000  # of a container whose elements are looked at: a larger one holds data
 _MOST_VALUES = 5000  # the nearest
+
+
+@contextmanager
+def evaluated_unchanged(module: nn.Module, loader: Any) -> Iterator[None]:
+    """Put a module into evaluation mode, and restore its tensors, attributes and modes and all generators on leaving."""
+    tensors = [local_part(tensor).detach() for tensor in chain(module.parameters(), module.buffers())]
+    before = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
+    try:
+        with isolated_rng(), kept_generators(loader), restored_state(module), eval_mode(module):
+            yield
+    finally:
+        for tensor, values in before:
+            if not torch.equal(tensor.cpu(), values):
+                tensor.copy_(values)
 
 
 @contextmanager
