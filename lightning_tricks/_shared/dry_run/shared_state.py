@@ -27,7 +27,7 @@ _MOST_VALUES = 5000  # the nearest
 
 @contextmanager
 def evaluated_unchanged(module: nn.Module, loader: Any) -> Iterator[None]:
-    """Put a module into evaluation mode, and restore its tensors, attributes and modes and all generators on leaving."""
+    """Put a module into evaluation mode, and restore its tensors, attributes and modes, and generators, on leaving."""
     tensors = [local_part(tensor).detach() for tensor in chain(module.parameters(), module.buffers())]
     before = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
     try:
