@@ -62,7 +62,7 @@ class Calibration(nn.Module):
         for name in _NAMES:
             given = values.get(name)
             value = None if given is None else given.detach().cpu().to(torch.float64, copy=True)
-            setattr(self, name, None if value is None else _placed(value, self._place.device))
+            setattr(self, name, None if value is None else placed(value, self._place.device))
 
     def reset(self) -> None:
         """Forget what was fitted."""
@@ -106,7 +106,7 @@ class Calibration(nn.Module):
         for name in _NAMES:
             value = getattr(self, name)
             if value is not None:
-                setattr(self, name, fn(value) if value.is_meta else _placed(value, self._place.device))
+                setattr(self, name, fn(value) if value.is_meta else placed(value, self._place.device))
         return self
 
     def _load_from_state_dict(
@@ -126,9 +126,9 @@ class Calibration(nn.Module):
             errors.append(f"{', '.join(prefix + name for name in given)} are not the tensors of one calibration.")
 
 
-def _placed(value: Tensor, device: torch.device) -> Tensor:
+def placed(value: Tensor, device: torch.device) -> Tensor:
     """Move a tensor to a device, in single precision if the device has no double."""
-    return (value.float() if device.type == "mps" else value).to(device)
+    return (value.float() if device.type == "mps" and value.is_floating_point() else value).to(device)
 
 
 def _are_of_one_method(given: Mapping[str, Any]) -> bool:

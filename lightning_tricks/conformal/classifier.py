@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.calibration import logits_in
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
-from lightning_tricks.conformal.functional import choose_penalty, is_above, needed_rows, rank_penalty, ranked_scores
+from lightning_tricks._shared.tensors import to_double
+from lightning_tricks.conformal.functional import ROUNDING, choose_penalty, needed_rows, rank_penalty, ranked_scores
 from lightning_tricks.conformal.predictor import ConformalPredictor
 
 
@@ -96,9 +97,9 @@ class ConformalClassifier(ConformalPredictor):
     def prediction(self, inputs: Sequence[Any]) -> Tensor:
         """Return the sets of a batch as boolean masks, (N, C)."""
         order, scores = self._ranked_scores(logits_in(self.module(*inputs)))
-        scores = scores + rank_penalty(torch.arange(1, scores.shape[1] + 1, device=scores.device), self.penalty)
+        penalties = rank_penalty(torch.arange(1, scores.shape[1] + 1, device=scores.device), self.penalty)
         limits = self.quantiles[order] if self._by_class else self.row_quantiles(inputs, order).unsqueeze(1)
-        chosen = ~is_above(scores, limits)  # a row of NaN has all classes
+        chosen = ~(scores + penalties > limits + ROUNDING * (1 - scores))  # a row of NaN has all classes
         if not self.allow_empty:
             chosen[:, 0] |= ~chosen.any(1)
         return torch.empty_like(chosen).scatter_(1, order, chosen)
@@ -146,7 +147,7 @@ class ConformalClassifier(ConformalPredictor):
             raise ValueError(
                 f"module must return a number for each of two or more classes, (N, C), got {got}: {remedy}."
             )
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        outputs = to_double(outputs)  # in single precision, all classes below a probability of 1e-7 are alike
         u = None
         if self.generator is not None:
             u = torch.rand(len(outputs), generator=self.generator, device=self.generator.device).to(outputs.device)

@@ -16,7 +16,7 @@ from lightning_tricks._shared.checks import check_number
 from lightning_tricks._shared.text import list_names
 
 LAMBDAS = (0.001, 0.01, 0.1, 0.2, 0.5)  # those that the authors of RAPS choose from
-_ROUNDING = 8  # rounding errors by which what is predicted may differ between batches of other sizes
+ROUNDING = 1e-6  # the share by which probabilities of single precision may differ between batches of other sizes
 
 
 def check_alpha(alpha: object) -> float:
@@ -144,13 +144,9 @@ def widened(lower: Tensor, upper: Tensor, width: Tensor, quantile: Tensor) -> Te
     They are wider by some rounding errors, for discrete data, where many targets have the very score of the quantile.
     """
     middle, more = (lower + upper) / 2, quantile * width
-    slack = _ROUNDING * torch.finfo(lower.dtype).eps * (torch.maximum(lower.abs(), upper.abs()) + more.abs())
+    rounding = 8 * max(torch.finfo(part.dtype).eps for part in (lower, quantile))
+    slack = rounding * (torch.maximum(lower.abs(), upper.abs()) + more.abs())
     return torch.stack([torch.minimum(lower - more, middle) - slack, torch.maximum(upper + more, middle) + slack], 1)
-
-
-def is_above(scores: Tensor, limits: Tensor) -> Tensor:
-    """Return where scores are above a quantile by more than rounding errors: of discrete data, many are equal to it."""
-    return scores > limits + _ROUNDING * torch.finfo(scores.dtype).eps * limits.abs().clamp(min=1)
 
 
 def _exact(alpha: float) -> Fraction:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
+from lightning_tricks._shared.calibration import placed
 from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
 from lightning_tricks._shared.modules import eval_mode, explained_arguments
 from lightning_tricks._shared.tensors import outside_inference_mode
@@ -220,13 +221,15 @@ class ConformalPredictor(LightningModule):
                 f"{type(self).__name__} has {own.decode()}: give the same arguments, or calibrate it again."
             )
         for name, value in found.items():  # of any size
-            setattr(self, name, torch.empty_like(value, device=self.penalty.device))
+            setattr(self, name, torch.empty_like(placed(value, self.penalty.device)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move the state, but keep its precision: a quantile that is rounded covers less."""
         exact = {name: getattr(self, name) for name in _STATE}
+        self.quantiles = self.quantiles.float()  # some devices have no double
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for name, value in exact.items():
-            setattr(self, name, value.to(getattr(self, name).device))
+            device = getattr(self, name).device
+            setattr(self, name, placed(value, device))
         return self

@@ -289,6 +289,14 @@ def test_rows_that_are_equal_are_covered_one_by_one_as_well(score):
     assert torch.equal(conformal.predict(logits[:1]), conformal.predict(logits[:2])[:1])
 
 
+@pytest.mark.parametrize("score", ["lac", "aps"])
+def test_sets_of_a_net_that_is_far_too_sure_are_no_larger_than_they_need_to_be(score):
+    logits = torch.tensor([[60.0, 30.0, 0.0, 0.0]]).repeat(100, 1)
+    labels = (torch.arange(100) < 20).long()  # of which the net is sure that they are 0, to 1 - 1e-13
+    sets = ConformalClassifier(nn.Identity(), [(logits, labels)], score=score).predict(logits[:1])
+    assert sets.tolist() == [[True, True, False, False]]
+
+
 @pytest.mark.parametrize("score", ["lac", "aps", "raps"])
 def test_a_row_of_nan_has_all_classes(score):
     logits, labels = torch.randn(200, 3), torch.arange(200) % 3
@@ -436,9 +444,7 @@ def test_the_quantile_keeps_its_precision(change):
         assert conformal.state_dict()[name].dtype == value.dtype
     assert conformal.predict(_test_pixels()).any(1).all()
     change(module := _seeded(Net))
-    assert ConformalClassifier(module, _loader()).quantiles.dtype == (
-        torch.float64 if change is nn.Module.double else torch.float32
-    )
+    assert ConformalClassifier(module, _loader()).quantiles.dtype == torch.float64
 
 
 # --- ensembles
