@@ -162,7 +162,7 @@ class ConformalPredictor(LightningModule):
         if not 0 <= len(inputs) - self._inputs <= 1:
             wanted = f"{self._inputs} input{'s' * (self._inputs > 1)} as in calibration, and perhaps a target"
             raise ValueError(f"a batch must hold {wanted}, got {len(inputs)} elements: change the loader.")
-        return self.forward(*inputs[: self._inputs])
+        return self.forward(*map(self._as_input, inputs[: self._inputs]))
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Do as the module does, if it is a LightningModule."""

@@ -189,7 +189,7 @@ def test_one_batch_form_is_as_good_as_another():
     expected = conformal.predict(x)
     assert torch.equal(conformal.predict(x.double().numpy()), expected)
     trainer = Trainer(**QUIET)
-    for data in (TensorDataset(x), TensorDataset(x, y), x):
+    for data in (TensorDataset(x), TensorDataset(x, y), x, x.double()):
         assert torch.equal(torch.cat(trainer.predict(conformal, DataLoader(data, 16))), expected)
     limit = conformal.quantiles.clone()
     for precision in ("bf16-mixed", "bf16-true"):
