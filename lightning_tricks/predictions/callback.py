@@ -11,7 +11,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._callback import TrickCallback
@@ -134,7 +133,8 @@ class PredictionWriter(TrickCallback):
         """Find out which samples the loaders read, and open a part, on all ranks."""
         for (name, loader), limit in zip(loaders.items(), limits, strict=True):
             known = batch_sampler_replaced(loader, partial(KnownBatches, limit=limit))
-            source = self._loaders[name] = self._installed.enter_context(known) or count()
+            sampler = self._installed.enter_context(known)
+            source = self._loaders[name] = count() if sampler is None else sampler
             is_stream = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
             is_unordered = not getattr(loader, "in_order", True) and loader.num_workers > 1
             if is_unordered or (isinstance(source, count) and (trainer.world_size > 1 or not is_stream)):
@@ -162,7 +162,7 @@ class PredictionWriter(TrickCallback):
         is_wanted = trainer.predict_loop.return_predictions or callbacks_of_type(trainer, BasePredictionWriter)
         for number, source in enumerate(self._loaders.values()):
             if is_free and not is_wanted and isinstance(source, KnownBatches):
-                source.done = np.bincount(parts.index[parts.loader == number]) > 0
+                source.done = parts.index[parts.loader == number]
         self._samples = sum(size or 0 for size in sizes.values()) * (trainer.limit_predict_batches == 1.0)
         stem = self._folder / f"{attempt:06}-{trainer.global_rank:06}"
         self._parts = PartWriter(stem, self._installed, parts.kinds)

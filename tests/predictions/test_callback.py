@@ -81,6 +81,13 @@ class Reused(Reversed):
             yield batch
 
 
+class Endless(Reversed):
+    """Does not know how many batches it yields."""
+
+    def __len__(self):
+        raise TypeError
+
+
 class WithSizes(Reversed):
     """Yields the size of an image beside its index."""
 
@@ -104,6 +111,7 @@ LOADERS = {
     "workers": lambda: DataLoader(Numbers(21), 4, num_workers=2, shuffle=True),
     "batch sampler": lambda: DataLoader(Numbers(21), batch_sampler=BatchSampler(RandomSampler(range(21)), 4, True)),
     "user's batch sampler": lambda: DataLoader(Numbers(21), batch_sampler=Reversed(21)),
+    "batch sampler without a length": lambda: DataLoader(Numbers(21), batch_sampler=Endless(21)),
     "list that is used again": lambda: DataLoader(Numbers(21), batch_sampler=Reused(21)),
     "subset": lambda: DataLoader(Subset(Numbers(50), range(21)), 4, shuffle=True),
     "replaced twice": lambda: DataLoader(Numbers(21), 4, sampler=[*range(21), *range(9)]),
@@ -172,6 +180,11 @@ def test_loaders_are_told_apart_by_name_or_number(devices):
     assert all(row["square"] == row["index"] ** 2 for row in rows_of("listed.npz"))
 
 
+def test_a_loader_may_be_empty_beside_another_one():
+    predict(PredictionWriter("out.jsonl"), loaders=[DataLoader(Numbers(0), 4), DataLoader(Numbers(3), 4)])
+    assert [(row["loader"], row["index"]) for row in rows_of("out.jsonl")] == [(1, 0), (1, 1), (1, 2)]
+
+
 def test_a_combined_loader_and_nested_loaders():
     nested = CombinedLoader({"x": [DataLoader(Numbers(5), 4), DataLoader(Numbers(3), 4)]}, "sequential")
     predict(PredictionWriter("out.jsonl"), loaders=nested)
@@ -196,6 +209,10 @@ def rich(values, numbers):
         "tokens": [torch.arange(number % 3) for number in numbers],
         "boxes": [{"box": torch.full((int(number) % 2, 4), int(number)), "label": int(number)} for number in numbers],
         "padded": torch.ones(len(numbers), int(numbers.max())),
+        "pairs": [Pair(int(number), f"{number}") for number in numbers],
+        "plain": [Pair(int(number), 0.5) for number in numbers],
+        "zipped": [(f"{number}", int(number)) for number in numbers],
+        "texts": [(f"{number}", "") for number in numbers],
     }
 
 
@@ -225,6 +242,14 @@ def test_all_kinds_of_values_are_columns_in_all_formats(name, devices):
             "tokens": [*range(n % 3)],
             "boxes.box": [[n] * 4] * (n % 2),
             "boxes.label": n,
+            "pairs.low": n,
+            "pairs.high": f"{n}",
+            "plain.low": n,
+            "plain.high": 0.5,
+            "zipped.0": f"{n}",
+            "zipped.1": n,
+            "texts.0": f"{n}",
+            "texts.1": "",
         }
 
 
@@ -257,6 +282,10 @@ WRONG = {
     ),
     "another width": (lambda v, n: v[:, None, : 1 + (n[0] > 3)], r".*\(1, 2\): only the first dimension"),
     "text and number": (lambda v, n: ["a"] * 4 if n[0] > 3 else v[:, 0], ".*float32 .* and texts"),
+    "two dtypes": (
+        lambda v, n: n.to(torch.uint16) if n[0] > 3 else n,
+        "'prediction' holds torch.int64 and torch.uint16: return one of them",
+    ),
     "taken name": (lambda v, n: {"index": v}, "two columns are called 'index'"),
     "one name twice": (lambda v, n: {"a": {"b": v}, "a.b": v}, "two columns are called 'a.b'"),
     "nothing": (lambda v, n: {}, "there is nothing in it to write"),
@@ -333,6 +362,8 @@ def test_a_loader_whose_samples_nobody_knows_is_refused():
         predict(PredictionWriter("out.jsonl"), loaders=DataLoader(Numbers(9), 2, num_workers=2, in_order=False))
     with pytest.raises(TypeError, match=r"needs indices, and a batch sampler yields \[\(3, 32\)\]"):
         predict(PredictionWriter("out.jsonl"), loaders=DataLoader(Numbers(4), batch_sampler=WithSizes(4)))
+    with pytest.raises(TypeError, match=r"needs indices, and a batch sampler yields \[-1, -2\]"):
+        predict(PredictionWriter("out.jsonl"), loaders=DataLoader([*range(2)], 2, sampler=[-1, -2]))
 
 
 class OwnOrder(DataLoader):
@@ -453,6 +484,8 @@ def test_what_belongs_to_another_run_is_refused_in_words():
         predict(resumed, loaders=DataLoader(Numbers(22), 4))
     with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 then, 4 now"):
         predict(resumed, limit_predict_batches=4)
+    with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 then, 1 now"):
+        predict(resumed, limit_predict_batches=1)
     with pytest.raises(MisconfigurationException, match=r"columns: None then, .'square'. now"):
         predict(PredictionWriter("out.jsonl", resume=True, columns=["square"]))
     with pytest.raises(
@@ -462,6 +495,14 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     assert len([*folder.glob("*.part")]) == 1
     predict(resumed)
     assert rows_of("out.jsonl") == squares()
+
+
+def test_predictions_of_loaders_in_another_order_are_refused():
+    loaders = {"a": DataLoader(Numbers(8), 4), "b": DataLoader(Numbers(8), 4)}
+    with pytest.raises(ZeroDivisionError):
+        predict(PredictionWriter("out.jsonl"), Squares(None, 7, ZeroDivisionError), loaders)
+    with pytest.raises(MisconfigurationException, match=r"samples: {'a': 8, 'b': 8} then, {'b': 8, 'a': 8} now"):
+        predict(PredictionWriter("out.jsonl", resume=True), loaders=dict(reversed(loaders.items())))
 
 
 def test_resume_false_begins_anew():
@@ -593,7 +634,7 @@ def test_dtypes_that_differ_between_batches_are_joined_without_loss(format_):
 @pytest.mark.parametrize("format_", FORMATS)
 def test_texts_may_be_empty_or_not_of_ascii(format_):
     needs_package(format_)
-    texts = ["", "ä" * 50, "\n", "a\0b", "𝄞"]
+    texts = ["", "ä" * 50, "\n", "a\0b", "𝄞" if format_ == "parquet" else "𝄞\udc80"]
     predict(PredictionWriter(f"out.{format_}"), Squares(transform=lambda v, n: [texts[int(i) % 5] for i in n]))
     assert [row["prediction"] for row in rows_of(f"out.{format_}")] == [texts[n % 5] for n in range(21)]
 

@@ -4,6 +4,7 @@ import json
 from contextlib import ExitStack
 
 import numpy as np
+import pandas
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from lightning_tricks.predictions.core.parts import (
     remove_parts,
     weights_digest,
 )
+from tests.emulated_cuda.device import EmulatedCuda
 
 _BATCHES = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 30), min_size=1, max_size=5)), max_size=8)
 
@@ -49,16 +51,15 @@ def test_parts_are_read_by_loader_and_index_and_each_sample_once(parts, tmp_path
 
 
 @given(
-    batches=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), max_size=6),
-    done=st.lists(st.booleans(), max_size=15),
+    batches=st.lists(st.lists(st.sampled_from([*range(20), 10**15]), min_size=1, max_size=4), max_size=6),
+    done=st.sets(st.sampled_from([*range(15), 10**15])),
     limit=st.one_of(st.integers(0, 6), st.just(float("inf"))),
 )
 def test_a_batch_is_left_out_if_all_its_samples_are_done_unless_it_is_the_first(batches, done, limit):
     known = KnownBatches(batches, limit)
-    known.done = np.array(done, bool)
-    is_done = {index for index, value in enumerate(done) if value}
+    known.done = np.array(sorted(done), int)
     within = batches[: int(min(limit, len(batches)))]
-    expected = [batch for place, batch in enumerate(within) if place == 0 or not set(batch) <= is_done]
+    expected = [batch for place, batch in enumerate(within) if place == 0 or not set(batch) <= done]
     assert [*known] == expected
     assert [known.take(place) for place in range(len(expected))] == expected
     assert len(known) == len(batches)
@@ -73,13 +74,14 @@ def test_unusual_tensors_become_plain_ones():
 
 
 def test_numbers_become_tensors_of_their_own_kind():
+    texts = {"text": np.array(["a", "b"]), "series": pandas.Series(["a", "b"])}
     columns = to_columns(
-        {"int": [1, 2], "float": [0.1, 2], "bool": [True, False], "lists": [[1, 2], []], "text": np.array(["a", "b"])}
+        {"int": [1, 2], "float": (0.1, np.float32(2)), "bool": [True, False], "lists": [[1, 2], []], **texts}
     )
     kinds = {name: column.dtype for name, column in columns.items() if isinstance(column, torch.Tensor)}
     assert kinds == {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
     assert [row.dtype for row in columns["lists"]] == [torch.int64] * 2
-    assert columns["text"] == ["a", "b"]
+    assert columns["text"] == columns["series"] == ["a", "b"]
 
 
 def test_dtypes_of_batches_are_joined():
@@ -98,6 +100,8 @@ def test_a_digest_is_that_of_the_values():
         layers[1].weight[0, 0] += 1e-6
     assert weights_digest(layers[0]) != weights_digest(layers[1])
     assert weights_digest(torch.nn.LazyLinear(2)) == weights_digest(torch.nn.Identity())
+    with EmulatedCuda():
+        assert len({weights_digest(layers[0].to(device)) for device in ("cpu", "cuda:0", "cuda:1")}) == 1
 
 
 def test_parts_are_removed_and_nothing_else(tmp_path):

@@ -17,6 +17,7 @@ from lightning_tricks._shared.tensors import full_tensor
 
 Column: TypeAlias = Tensor | list[Tensor] | list[str]  # a list of tensors that differ in their first dimension
 Kind: TypeAlias = tuple[torch.dtype | None, tuple[int, ...]]  # dtype (None: text) and shape of a value; -1: it varies
+_NUMBER = int | float | np.generic
 _matches = lru_cache(maxsize=1024)(Pattern.matches)
 
 
@@ -24,7 +25,8 @@ def to_columns(outputs: Any, rows: int | None = None, patterns: tuple[Pattern, .
     """Return what a step returned for a batch as columns, on the CPU; they may share its memory.
 
     Names of nested dicts, dataclasses and tuples are joined by dots; a tuple has the names of its fields, or numbers. A
-    list has one value for each sample: tensors, numbers, strings, or dicts of them. A tensor alone is "prediction".
+    list has one value for each sample: tensors, numbers, strings, or dicts or tuples of them. A tensor alone is
+    "prediction".
 
     Args:
         outputs: What the step returned.
@@ -57,8 +59,8 @@ def to_columns(outputs: Any, rows: int | None = None, patterns: tuple[Pattern, .
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     parts = _parts(value)
-    if isinstance(value, list) and value and all(_parts(row) is not None for row in value):
-        rows = [_parts(row) or {} for row in value]
+    if isinstance(value, list) and value and all(_parts(row, (_NUMBER,)) is not None for row in value):
+        rows = [_parts(row, (_NUMBER,)) or {} for row in value]
         if any(row.keys() != rows[0].keys() for row in rows):
             raise ValueError(f"{name!r} has other names in one sample than in another")
         parts = {key: [row[key] for row in rows] for key in rows[0]}
@@ -68,19 +70,22 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(part, f"{name}.{key}" if name else str(key))
 
 
-def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """Return the parts of a value that has several with names, or None."""
+def _parts(value: Any, plain: tuple[Any, ...] = (str, _NUMBER)) -> Mapping[Any, Any] | None:
+    """Return the parts of a value that has several with names, or None, as of a plain tuple of one of some types."""
     if isinstance(value, Mapping):
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, tuple) and not all(isinstance(part, str | int | float) for part in value):
-        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", None)
+        if names or not any(all(isinstance(part, kind) for part in value) for kind in plain):
+            return dict(zip(names or range(len(value)), value, strict=True))
     return None  # so is a tuple of strings or numbers, which collating makes of a column
 
 
 def _to_column(value: Any, name: str) -> Column:
-    values = value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "OSU" else value
+    is_text = getattr(getattr(value, "dtype", None), "kind", "") in ("O", "S", "U")  # of an array, or a pandas.Series
+    values = value.tolist() if is_text else value
     if isinstance(values, Tensor) and values.is_nested:
         values = values.unbind()
     if isinstance(values, list | tuple) and all(isinstance(row, str) for row in values):
@@ -141,7 +146,11 @@ def _join(name: str, kind: Kind, other: Kind) -> Kind:
     if dtype is None or other_dtype is None or (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         each = " and ".join(f"{part[0] or 'texts'} {(*part[1],)}" for part in (kind, other))
         raise ValueError(f"{name!r} holds {each}: only the first dimension of a value may vary")
-    return torch.promote_types(dtype, other_dtype), shape if shape == other_shape else (-1, *shape[1:])
+    try:
+        joined = torch.promote_types(dtype, other_dtype)
+    except RuntimeError as error:  # torch does not join each two, such as uint16 and int64
+        raise ValueError(f"{name!r} holds {dtype} and {other_dtype}: return one of them") from error
+    return joined, shape if shape == other_shape else (-1, *shape[1:])
 
 
 @lru_cache(maxsize=64)

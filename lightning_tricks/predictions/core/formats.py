@@ -83,7 +83,8 @@ def _flat(column: Array, kind: Kind) -> tuple[Array, list[Any]]:
 
 
 def _write_jsonl(path: Path, parts: MergedParts, loaders: Array) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
+    # What is no utf-8, as in some names of files, is escaped as JSON escapes it
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for rows, values in parts.chunks():
             places = {"loader": loaders[parts.loader[rows]], "index": parts.index[rows]}
             for row in zip(*places.values(), *values.values(), strict=True):

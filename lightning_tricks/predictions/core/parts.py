@@ -33,6 +33,7 @@ from lightning_tricks.predictions.core.columns import Column, Kind, array_dtype,
 Array: TypeAlias = npt.NDArray[Any]
 Kinds: TypeAlias = Mapping[str, Kind]
 _CHUNK_BYTES = 1 << 22
+_INDICES = range((1 << 63) - 1)  # a part holds an index plus one
 _TEXT = "utf-8", "surrogatepass"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -42,7 +43,8 @@ def weights_digest(module: nn.Module) -> str:
     tensors = [tensor for tensor in chain(module.parameters(), module.buffers()) if not is_lazy(tensor)]
     digest = hashlib.blake2b(digest_size=8)
     file: Any = SimpleNamespace(write=digest.update, flush=lambda: None)
-    torch.save([local_part(tensor.detach()) for tensor in tensors], file)
+    for start in range(0, len(tensors), 64):  # on the CPU: a file tells the device of a tensor
+        torch.save([local_part(tensor.detach()).cpu() for tensor in tensors[start : start + 64]], file)
     return digest.hexdigest()
 
 
@@ -69,7 +71,9 @@ def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: boo
             staged.write_text(json.dumps(run), encoding="utf-8")
     with open_file(file) as stream:
         before = json.loads(stream.read())
-    differing = [f"{name}: {before.get(name)} then, {now} now" for name, now in run.items() if before.get(name) != now]
+    # as text: 1 batch is not 1.0, all of them, and the order of loaders counts
+    pairs = [(name, f"{before.get(name)}", f"{now}") for name, now in run.items()]
+    differing = [f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now]
     if differing:
         raise ValueError(
             f"{folder} holds predictions of another run, which are not mixed with those of this one "
@@ -239,15 +243,15 @@ class KnownBatches:
         limit: The number of batches after which it ends.
 
     Attributes:
-        done: Whether each sample need not be read, up to the last such one. A batch of only such samples is left out,
-            but never the first batch, as each rank has to call a model that is distributed.
+        done: The indices that need not be read, in ascending order. A batch of only such samples is left out, but
+            never the first batch, as each rank has to call a model that is distributed.
     """
 
     def __init__(self, sampler: Any, limit: float) -> None:
         self._sampler = sampler
         self._limit = limit
         self._batches: dict[int, list[int]] = {}
-        self.done = np.zeros(0, bool)
+        self.done: Array = np.zeros(0, np.int64)
 
     def take(self, number: int) -> list[int]:
         """Return the indices of the n-th batch that was read, once.
@@ -263,10 +267,10 @@ class KnownBatches:
         count = 0
         for number, batch in enumerate(islice(self._sampler, None if self._limit == math.inf else int(self._limit))):
             try:
-                indices = [operator.index(index) for index in batch]
-            except TypeError as error:
+                indices = [_INDICES.index(operator.index(index)) for index in batch]
+            except (TypeError, ValueError) as error:
                 raise TypeError(f"PredictionWriter needs indices, and a batch sampler yields {batch!r}.") from error
-            if number == 0 or not all(index < len(self.done) and self.done[index] for index in indices):
+            if number == 0 or (self.done.searchsorted(indices, "right") == self.done.searchsorted(indices)).any():
                 self._batches[count] = indices
                 count += 1
                 yield batch
