@@ -55,8 +55,8 @@ class RestoreBest(TrickCallback):
     Raises:
         TypeError: If `monitor` is not one name.
         ValueError: If `mode` is neither "min" nor "max".
-        MisconfigurationException: In a fit under FSDP1 or DeepSpeed, or if a validation has no such value; the message
-            lists the values that there are.
+        MisconfigurationException: In a fit under FSDP1 or DeepSpeed, or if the first validation has no such value; the
+            message lists the values that there are.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -69,6 +69,7 @@ class RestoreBest(TrickCallback):
         self.monitor = monitor
         self.mode = check_choice("mode", mode, ("min", "max"))
         self._rank: list[int] = []  # of a sharded fit: the rank, and the number of ranks
+        self._fits = True
         self._installed = ExitStack()
         self._forget()
 
@@ -84,7 +85,8 @@ class RestoreBest(TrickCallback):
         """Start anew, and observe validations."""
         super().setup(trainer, pl_module, stage)
         self._installed.close()
-        if stage != "fit":
+        self._fits = stage == "fit"
+        if not self._fits:
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
             name = type(trainer.strategy).__name__
@@ -109,8 +111,10 @@ class RestoreBest(TrickCallback):
         self._num_validations += 1
         value, is_best = trainer.strategy.broadcast(self._judge(trainer.callback_metrics))
         if value is None:
-            raise MisconfigurationException(is_best)
-        if is_best:
+            if self._num_validations == 1:
+                raise MisconfigurationException(is_best)
+            rank_zero_warn(is_best)  # before the run was resumed, a validation had it
+        elif is_best:
             self.best_value, self.best_epoch, self.best_step = value, trainer.current_epoch, trainer.global_step
             self._kept = validated
             self._copies.reverse()
@@ -164,15 +168,22 @@ class RestoreBest(TrickCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and the weights and buffers of this rank that belong to it."""
+        always = {"validations": self._num_validations, "monitor": [self.monitor, self.mode]}
         if self._kept is None:
-            return {"validations": self._num_validations}
+            return always
         for copies in self._copies:
             copies.wait()
         best = {"value": self.best_value, "epoch": self.best_epoch, "step": self.best_step}
-        return {**best, "validations": self._num_validations, "rank": self._rank, "weights": self._kept}
+        return {**best, **always, "rank": self._rank, "weights": self._kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, unless it has the shards of another rank."""
+        """Restore what `state_dict` returned in a fit, unless it has another monitor or the shards of another rank."""
+        if not self._fits:  # a checkpoint is tested: what is known of the last fit stays
+            return
+        now = [self.monitor, self.mode]
+        if (then := state_dict.get("monitor", now)) != now:
+            rank_zero_warn(f"RestoreBest: the checkpoint has the best by {then}, not by {now}. It does not count.")
+            return
         self._num_validations = state_dict.get("validations", 0)
         if state_dict.get("rank") == self._rank:
             self.best_value, self.best_epoch, self.best_step = (state_dict[name] for name in ("value", "epoch", "step"))

@@ -292,6 +292,41 @@ def test_more_epochs_continue_from_the_last_weights_and_know_the_best(tmp_path, 
     assert same(state_of(again), state_of(module)), "a run that had finished"
 
 
+def resumed(path, module, *arguments):
+    """Resume the two epochs of a fit for the smallest score with another module; return the callback."""
+    fit([RestoreBest("score"), _SavesAtTheEnd(path)], Scored((0.3, 0.2)), max_epochs=2)
+    trainer = Trainer(callbacks=[callback := RestoreBest(*arguments)], max_epochs=4, **QUIET)
+    trainer.fit(module, loader(), loader(), ckpt_path=path)
+    return callback
+
+
+@pytest.mark.parametrize("arguments", [("score", "max"), ("loss", "max")])
+def test_a_resumed_run_with_another_monitor_starts_anew(tmp_path, arguments):
+    with pytest.warns(UserWarning, match=r"the best by \['score', 'min'\], not by .*'max'\]. It does not count"):
+        callback = resumed(tmp_path / "a.ckpt", Scored((0.0, 0.0, 0.1, 0.05)), *arguments)
+    assert callback.best_epoch == 2
+    assert callback.best_value == pytest.approx(0.1) or arguments[0] == "loss"
+
+
+def test_a_resumed_run_may_lack_the_value_in_some_validations(tmp_path):
+    class Gaps(Scored):
+        def on_validation_epoch_end(self):
+            if self.trainer.current_epoch != 2:
+                super().on_validation_epoch_end()
+
+    with pytest.warns(UserWarning, match="this validation has other values. Name one of them: loss"):
+        callback = resumed(tmp_path / "a.ckpt", Gaps((0.0, 0.0, 0.0, 0.1)), "score")
+    assert callback.best_epoch == 3
+
+
+def test_a_test_of_a_checkpoint_does_not_change_what_is_known_of_the_fit(tmp_path):
+    module, callback = Scored((3.0, 2.0, 1.0)), RestoreBest("score")
+    saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer = fit([callback, saves], module, max_epochs=3, enable_checkpointing=True)
+    trainer.test(module, loader(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    assert (callback.best_value, callback.best_epoch, callback._kept) == (1.0, 2, None)
+
+
 class _SavesAtTheEnd(Callback):
     def __init__(self, path):
         self.path = path
