@@ -25,7 +25,7 @@ from lightning_tricks._lightning_compat.flavor import (
     sized_len,
 )
 from lightning_tricks._lightning_compat.loaders import batch_sampler_replaced, predict_loaders_prepared
-from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, datamodule_of, is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_path
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.patterns import Pattern
@@ -149,9 +149,16 @@ class PredictionWriter(TrickCallback):
             "limit_predict_batches": trainer.limit_predict_batches,
             "precision": str(trainer.precision),
             "columns": [pattern.text for pattern in self._patterns] or None,
+            "hyperparameters": {**getattr(datamodule_of(trainer), "hparams_initial", {}), **pl_module.hparams_initial},
         }
         resume = self.resume and not any(isinstance(source, count) for source in self._loaders.values())
-        attempt = _on_rank_zero(trainer, partial(begin_parts, Path(self.path), self._folder, run, resume=resume))
+        begin = partial(begin_parts, Path(self.path), self._folder, run, resume=resume)
+        attempt, changed = _on_rank_zero(trainer, begin)
+        if changed:
+            rank_zero_warn(
+                f"PredictionWriter: {self._folder} holds predictions of other hyperparameters, which stay ({changed}). "
+                "Give resume=False to start anew."
+            )
         parts = MergedParts(self._folder)
         if not all(gather_objects(self._folder.exists())):  # all ranks have read before one adds a part
             raise MisconfigurationException(f"Not all ranks see {self._folder}: give a path on a disk that they share.")

@@ -7,6 +7,7 @@ import struct
 import sys
 import tracemalloc
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -495,6 +496,22 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     assert len([*folder.glob("*.part")]) == 1
     predict(resumed)
     assert rows_of("out.jsonl") == squares()
+
+
+def test_other_hyperparameters_are_named():
+    """Many, such as a batch size, change no prediction, so that nothing is refused."""
+
+    class Thresholded(Squares):
+        def __init__(self, threshold, how=max):
+            super().__init__(kill_at=12 if threshold == 0.5 else None, dies_on=ZeroDivisionError)
+            self.save_hyperparameters()
+
+    for warns in (True, False):
+        with pytest.raises(ZeroDivisionError):
+            predict(PredictionWriter("out.jsonl"), Thresholded(0.5))
+        with pytest.warns(UserWarning, match=r"stay \(threshold: 0.5 then, 0.7 now\)") if warns else nullcontext():
+            predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min))
+        assert rows_of("out.jsonl") == squares()
 
 
 def test_predictions_of_loaders_in_another_order_are_refused():

@@ -106,10 +106,10 @@ def test_a_digest_is_that_of_the_values():
 
 def test_parts_are_removed_and_nothing_else(tmp_path):
     folder = tmp_path / "out.parts"
-    assert begin_parts(tmp_path / "out", folder, {"weights": "1"}, resume=True) == 0
+    assert begin_parts(tmp_path / "out", folder, {"weights": "1"}, resume=True) == (0, "")
     (folder / "0.part").touch()
-    assert begin_parts(tmp_path / "out", folder, {"weights": "1"}, resume=True) == 1
-    assert begin_parts(tmp_path / "out", folder, {"weights": "2"}, resume=False) == 0
+    assert begin_parts(tmp_path / "out", folder, {"weights": "1"}, resume=True) == (1, "")
+    assert begin_parts(tmp_path / "out", folder, {"weights": "2"}, resume=False) == (0, "")
     remove_parts(folder)
     assert not folder.exists()
     remove_parts(folder)

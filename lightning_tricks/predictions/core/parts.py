@@ -48,14 +48,17 @@ def weights_digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: bool) -> int:
-    """Create a folder for the parts of a run, or go on with those in it; return how many files there are.
+def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: bool) -> tuple[int, str]:
+    """Create a folder for the parts of a run, or go on with those in it.
 
     Args:
         path: The path of the file into which they will be merged.
         folder: The folder, in which nothing but parts is removed.
-        run: What tells the run from others, as plain values.
+        run: What tells the run from others, as plain values, and its "hyperparameters".
         resume: Whether to go on with the parts of a run that was killed; False removes them.
+
+    Returns:
+        How many files there are, and which hyperparameters differ from those of the parts.
 
     Raises:
         OSError: If the file cannot be written.
@@ -63,23 +66,27 @@ def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: boo
     """
     if problem := find_write_problem(path):
         raise OSError(f"{path}: {problem}")
-    file = folder / "run.json"
+    file, text = folder / "run.json", json.dumps(run, default=lambda value: type(value).__name__, skipkeys=True)
     if not resume or not file.exists():
         remove_parts(folder)
         folder.mkdir(exist_ok=True)
         with atomic_write(file) as staged:
-            staged.write_text(json.dumps(run), encoding="utf-8")
+            staged.write_text(text, encoding="utf-8")
     with open_file(file) as stream:
-        before = json.loads(stream.read())
-    # as text: 1 batch is not 1.0, all of them, and the order of loaders counts
-    pairs = [(name, f"{before.get(name)}", f"{now}") for name, now in run.items()]
-    differing = [f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now]
-    if differing:
+        before, now = json.loads(stream.read()), json.loads(text)
+    changed = _differences(before.pop("hyperparameters", {}), now.pop("hyperparameters", {}))
+    if differing := _differences(before, now):
         raise ValueError(
             f"{folder} holds predictions of another run, which are not mixed with those of this one "
-            f"({'; '.join(differing)}). Give resume=False to remove them and start anew, or another path."
+            f"({differing}). Give resume=False to remove them and start anew, or another path."
         )
-    return len([*folder.glob("*.part"), *folder.glob("*.values")])
+    return len([*folder.glob("*.part"), *folder.glob("*.values")]), changed
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what differs as text: 1 batch is not 1.0, all of them, and the order of loaders counts."""
+    pairs = {name: (f"{before.get(name)}", f"{now.get(name)}") for name in {**before, **now}}
+    return "; ".join(f"{name}: {then} then, {value} now" for name, (then, value) in pairs.items() if then != value)
 
 
 def remove_parts(folder: Path) -> None:
