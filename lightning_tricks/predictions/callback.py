@@ -32,7 +32,7 @@ from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.predictions.core.columns import to_columns
-from lightning_tricks.predictions.core.formats import FORMATS, check_columns, write_predictions
+from lightning_tricks.predictions.core.formats import FORMATS, check_kinds, write_predictions
 from lightning_tricks.predictions.core.parts import (
     KnownBatches,
     MergedParts,
@@ -172,7 +172,7 @@ class PredictionWriter(TrickCallback):
                 source.done = parts.index[parts.loader == number]
         self._samples = sum(size or 0 for size in sizes.values()) * (trainer.limit_predict_batches == 1.0)
         stem = self._folder / f"{attempt:06}-{trainer.global_rank:06}"
-        self._parts = PartWriter(stem, self._installed, parts.kinds)
+        self._parts = PartWriter(stem, self._installed, parts.kinds, partial(check_kinds, self._format))
 
     def on_predict_batch_end(
         self,
@@ -192,7 +192,6 @@ class PredictionWriter(TrickCallback):
             columns = to_columns(outputs, None if indices is None else len(indices), self._patterns)
             if isinstance(source, Iterator):
                 indices = [*islice(source, len(next(iter(columns.values()))))]
-            check_columns(self._format, columns)
             self._parts.append(dataloader_idx, indices or [], columns)
         except (TypeError, ValueError) as error:
             where = f"the predictions of batch {batch_idx} of loader {name!r}"

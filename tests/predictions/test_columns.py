@@ -31,7 +31,7 @@ def test_parts_are_read_by_loader_and_index_and_each_sample_once(parts, tmp_path
     expected, repeated = {}, 0
     for number, batches in enumerate(parts):
         with ExitStack() as stack:
-            writer = PartWriter(folder / f"{number}", stack, {})
+            writer = PartWriter(folder / f"{number}", stack, {}, lambda kinds: None)
             for place, (loader, indices) in enumerate(batches):
                 value = torch.tensor([[number, place, index] for index in indices])
                 ragged = [torch.arange(index % 3) for index in indices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from lightning_tricks._shared.files import atomic_write
-from lightning_tricks.predictions.core.columns import Column, Kind, array_dtype, kinds_of
-from lightning_tricks.predictions.core.parts import Array, MergedParts
+from lightning_tricks.predictions.core.columns import Kind, array_dtype
+from lightning_tricks.predictions.core.parts import Array, Kinds, MergedParts
 
 
-def check_columns(name: str, columns: Mapping[str, Column]) -> None:
-    """Raise an error if a format cannot hold these columns.
+def check_kinds(name: str, kinds: Kinds) -> None:
+    """Raise an error if a format cannot hold columns of these kinds.
 
     Raises:
         ValueError: If it cannot; the message names the column.
     """
-    for column, (dtype, _) in kinds_of(columns).items():
+    for column, (dtype, _) in kinds.items():
         if name in ("parquet", "jsonl") and dtype is not None and dtype.is_complex:
             raise ValueError(f"{column!r} is complex, which {name} cannot hold: return torch.view_as_real(...)")
 

@@ -13,7 +13,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -104,12 +104,13 @@ class PartWriter:
         stem: The path of the files, without their endings.
         stack: What closes the files.
         kinds: What the columns hold in other parts.
+        check: What raises an error for kinds that cannot be written.
     """
 
-    def __init__(self, stem: Path, stack: ExitStack, kinds: Kinds) -> None:
-        self._stem, self._stack, self._kinds = stem, stack, kinds
+    def __init__(self, stem: Path, stack: ExitStack, kinds: Kinds, check: Callable[[Kinds], object]) -> None:
+        self._stem, self._stack, self._kinds, self._check = stem, stack, kinds, check
         self._values = self._open(".values")
-        self._parts: dict[str, tuple[BinaryIO, np.dtype[Any]]] = {}  # by their first lines
+        self._parts: dict[tuple[Any, ...], tuple[BinaryIO, np.dtype[Any]]] = {}  # by loader and kinds
 
     def append(self, loader: int, indices: list[int], columns: Mapping[str, Column]) -> None:
         """Append a batch: the number of its loader, the index of each sample, and its columns.
@@ -121,15 +122,15 @@ class PartWriter:
         """
         kinds = kinds_of(columns)
         self._kinds = join_kinds(self._kinds, kinds)
-        head = json.dumps(
-            [loader, {name: (dtype and str(dtype), self._kinds[name][1]) for name, (dtype, _) in kinds.items()}]
-        )
-        if head not in self._parts:
+        key: tuple[Any, ...] = (loader, *((name, dtype, self._kinds[name][1]) for name, (dtype, _) in kinds.items()))
+        if key not in self._parts:
+            self._check(kinds)
+            head = json.dumps([loader, {name: (dtype and str(dtype), shape) for name, dtype, shape in key[1:]}])
             part = self._open(f"-{len(self._parts):06}.part")
             part.write(f"{head}\n".encode())
-            self._parts[head] = part, _parse_head(head)[2]
-        part, dtype = self._parts[head]
-        rows = np.empty(len(indices), dtype)
+            self._parts[key] = part, _parse_head(head)[2]
+        part, rows_dtype = self._parts[key]
+        rows = np.empty(len(indices), rows_dtype)
         rows["index"] = np.array(indices) + 1
         for name, column in columns.items():
             rows[name] = self._place(column) if -1 in self._kinds[name][1] else to_array(column)
