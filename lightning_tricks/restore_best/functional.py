@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.tensors import local_part, outside_inference_mode, reshard_fsdp2
 
@@ -17,12 +18,13 @@ def weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
         module: The module; what FSDP2 has gathered of it is freed.
 
     Returns:
-        Name -> the tensor itself, without gradients. Of a DTensor it is the part that this rank holds.
+        Name -> the tensor itself, without gradients. Of a DTensor it is the part that this rank holds. Parameters that
+        are not initialized yet are left out.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         reshard_fsdp2(module)
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name: local_part(tensor.detach()) for name, tensor in tensors}
+    return {name: local_part(tensor.detach()) for name, tensor in tensors if not is_lazy(tensor)}
 
 
 def put_back_(module: nn.Module, kept: Mapping[str, Tensor]) -> list[str]:
@@ -50,8 +52,9 @@ def put_back_(module: nn.Module, kept: Mapping[str, Tensor]) -> list[str]:
         differing = [name for name in {**kept, **now} if (name in kept) is not (name in now)]
         differing += [n for n, t in now.items() if n in kept and n not in buffers and t.shape != kept[n].shape]
         for name, tensor in now.items() if not differing else ():
-            if tensor.shape == kept[name].shape:
-                tensor.copy_(kept[name])
-            else:
+            is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()  # no memory for each value
+            if name in buffers and (is_expanded or tensor.shape != kept[name].shape):
                 buffers[name].data = kept[name].to(tensor.device)
+            else:
+                tensor.copy_(kept[name])
     return differing

@@ -56,6 +56,16 @@ def test_another_module_is_left_as_it_is(change):
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_and_buffers(module).items())
 
 
+def test_a_buffer_may_be_expanded_and_a_parameter_not_initialized():
+    module = net().append(nn.LazyLinear(2))
+    module.register_buffer("places", torch.arange(2)[:, None].expand(2, 3))
+    kept = kept_of(module)
+    module.places = torch.zeros(1, dtype=torch.int64).expand(2, 3)
+    assert put_back_(module, kept) == []
+    assert module.places.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert not any(name.startswith("2.") for name in kept)
+
+
 def test_a_buffer_may_have_grown():
     module = net()
     module.seen = torch.tensor([1.0, 2.0, 3.0])
