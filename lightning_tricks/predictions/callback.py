@@ -200,13 +200,17 @@ class PredictionWriter(TrickCallback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge the parts of all ranks into the file."""
         if self._parts is not None:
-            merge = partial(self._merge, [*self._loaders], self._samples)
+            merge, rows = partial(self._merge, [*self._loaders], self._samples), self._parts.rows
             self._reset()
-            gather_objects(None)  # until all ranks have written
-            _on_rank_zero(trainer, merge)
+            _on_rank_zero(trainer, partial(merge, sum(gather_objects(rows))))  # when all ranks have written
 
-    def _merge(self, loaders: list[str], samples: int) -> None:
+    def _merge(self, loaders: list[str], samples: int, rows: int) -> None:
         parts = MergedParts(self._folder)
+        if (found := len(parts) + parts.repeated) < rows:
+            raise OSError(
+                f"{self._folder} holds {found:,} of {rows:,} predictions that were written into it. Start again with "
+                "resume=True, while no other program uses that path, and on a disk that all nodes see alike."
+            )
         write_predictions(Path(self.path), self._format, parts, loaders)
         remove_parts(self._folder)
         said = f"{len(parts):,}{f' of {samples:,}' * bool(samples)} samples to {self.path}"

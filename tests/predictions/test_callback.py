@@ -674,6 +674,20 @@ def test_a_step_may_return_memory_that_it_uses_again():
     assert np.load("out.npz")["prediction"].tolist() == [float(n * n) for n in range(21)]
 
 
+def test_parts_that_get_lost_are_an_error_and_the_rest_can_be_resumed():
+    """Another program with that path removes them, or a disk that nodes share does not show them yet."""
+
+    def loses(values, numbers):
+        if numbers[0] == 16:
+            next(Path("out.jsonl.parts").glob("*.part")).unlink()
+        return texts_and_lists(values, numbers)
+
+    with pytest.raises(MisconfigurationException, match=r"out.jsonl.parts holds 0 of 21 predictions that were"):
+        predict(PredictionWriter("out.jsonl"), Squares(transform=loses))
+    predict(PredictionWriter("out.jsonl", resume=True), Squares(transform=texts_and_lists))
+    assert len(rows_of("out.jsonl")) == 21
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_the_first_batch():
     Path("taken").mkdir()
     with pytest.raises(MisconfigurationException, match="taken: it is a directory"):

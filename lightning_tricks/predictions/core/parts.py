@@ -105,10 +105,14 @@ class PartWriter:
         stack: What closes the files.
         kinds: What the columns hold in other parts.
         check: What raises an error for kinds that cannot be written.
+
+    Attributes:
+        rows: How many rows were appended.
     """
 
     def __init__(self, stem: Path, stack: ExitStack, kinds: Kinds, check: Callable[[Kinds], object]) -> None:
         self._stem, self._stack, self._kinds, self._check = stem, stack, kinds, check
+        self.rows = 0
         self._values = self._open(".values")
         self._parts: dict[tuple[Any, ...], tuple[BinaryIO, np.dtype[Any]]] = {}  # by loader and kinds
 
@@ -137,6 +141,7 @@ class PartWriter:
         self._values.flush()  # before the rows that name its bytes
         part.write(rows.data)
         part.flush()
+        self.rows += len(rows)
 
     def _place(self, column: Column) -> Array:
         """Append values that vary; return the bytes at which each starts and ends, and its length."""
