@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import struct
 import sys
@@ -252,6 +253,18 @@ def test_all_kinds_of_values_are_columns_in_all_formats(name, devices):
             "texts.0": f"{n}",
             "texts.1": "",
         }
+
+
+@pytest.mark.parametrize("name", ["npz", "pt"])
+def test_there_may_be_more_columns_than_open_files(name):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        module = Squares(transform=lambda values, numbers: {f"{number}": numbers * number for number in range(250)})
+        predict(PredictionWriter(f"out.{name}"), module)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert rows_of(f"out.{name}")[3]["249"] == 747
 
 
 def test_dtypes_are_those_of_the_tensors():

@@ -110,7 +110,7 @@ def _write_pt(path: Path, parts: MergedParts, loaders: Array) -> None:
     content["index"] = torch.tensor(parts.index)
     for name, values, lengths in _gathered(parts):
         if not isinstance(values, list):
-            values = torch.from_numpy(values).to(parts.kinds[name][0])
+            values = values.to(parts.kinds[name][0])
         content[name] = values if lengths is None else [*values.split(lengths)]
     torch.save(content, path)
 
@@ -122,21 +122,20 @@ def _gathered(parts: MergedParts) -> Iterator[tuple[str, Any, list[int] | None]]
     """
     listed: dict[str, list[Any]] = {name: [] for name in parts.kinds}
     files = {name: parts.folder / f"{number}.column" for number, name in enumerate(parts.kinds)}
-    with ExitStack() as stack:
-        streams = {name: stack.enter_context(file.open("wb")) for name, file in files.items()}
-        for _, columns in parts.chunks():
-            for name, column in columns.items():
-                flat, rest = _flat(column, parts.kinds[name])
-                streams[name].write(flat.data)
-                listed[name] += rest
+    for rows, columns in parts.chunks():
+        for name, column in columns.items():
+            flat, rest = _flat(column, parts.kinds[name])
+            with files[name].open("ab" if rows.start else "wb") as file:  # closed, as there may be thousands
+                file.write(flat.data)
+            listed[name] += rest
     for name, (dtype, shape) in parts.kinds.items():
         if dtype is None:
             yield name, listed[name], None
             continue
         whole = (sum(listed[name]), *shape[1:]) if -1 in shape else (len(parts), *shape)
-        kind = array_dtype(dtype)
-        values = np.memmap(files[name], kind, "c", shape=whole) if math.prod(whole) else np.empty(whole, kind)
-        yield name, values, listed[name] if -1 in shape else None
+        size, kind = math.prod(whole), torch.from_numpy(np.empty(0, array_dtype(dtype))).dtype
+        values = torch.from_file(str(files[name]), size=size, dtype=kind) if size else torch.empty(0, dtype=kind)
+        yield name, values.view(whole), listed[name] if -1 in shape else None
 
 
 FORMATS = {"parquet": _write_parquet, "npz": _write_npz, "jsonl": _write_jsonl, "pt": _write_pt}
