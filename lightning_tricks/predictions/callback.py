@@ -216,7 +216,7 @@ class PredictionWriter(TrickCallback):
         said = f"{len(parts):,}{f' of {samples:,}' * bool(samples)} samples to {self.path}"
         said += f", without {parts.repeated:,} that were repeated" * bool(parts.repeated)
         if is_lossy := parts.repeated and len(parts) < samples:
-            said += ". Samples get lost where ranks shuffle differently: predict with shuffle=False"
+            said += ". Samples get lost where ranks shuffle differently, or some are drawn twice: use shuffle=False"
         (rank_zero_warn if is_lossy else rank_zero_info)(f"PredictionWriter: wrote the predictions of {said}.")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

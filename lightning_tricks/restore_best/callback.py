@@ -123,8 +123,8 @@ class RestoreBest(TrickCallback):
         """Return the value, and whether it is the best; or None, and what to say about it."""
         if self.monitor not in metrics:
             return None, (
-                f"RestoreBest(monitor={self.monitor!r}): this validation has other values. Name one of them: "
-                f"{list_names(metrics, 20)}.{did_you_mean(self.monitor, metrics)}"
+                f"RestoreBest(monitor={self.monitor!r}): this validation has other values. Log it, or name one of "
+                f"them: {list_names(metrics, 20)}.{did_you_mean(self.monitor, metrics)}"
             )
         value, sign = float(metrics[self.monitor]), 1 if self.mode == "min" else -1
         return value, not math.isnan(value) and (self.best_value is None or sign * value < sign * self.best_value)

@@ -140,7 +140,7 @@ def test_without_a_validation_the_module_stays(lightning_log, options):
 
 
 def test_a_missing_value_names_those_that_there_are():
-    with pytest.raises(MisconfigurationException, match=r"other values. Name one of them: loss. Did you mean 'loss'\?"):
+    with pytest.raises(MisconfigurationException, match=r"Log it, or name one of them: loss. Did you mean 'loss'\?"):
         fit([RestoreBest("los")], EvaluatedNet())
 
 
@@ -314,7 +314,7 @@ def test_a_resumed_run_may_lack_the_value_in_some_validations(tmp_path):
             if self.trainer.current_epoch != 2:
                 super().on_validation_epoch_end()
 
-    with pytest.warns(UserWarning, match="this validation has other values. Name one of them: loss"):
+    with pytest.warns(UserWarning, match="this validation has other values. Log it, or name one of them: loss"):
         callback = resumed(tmp_path / "a.ckpt", Gaps((0.0, 0.0, 0.0, 0.1)), "score")
     assert callback.best_epoch == 3
 
