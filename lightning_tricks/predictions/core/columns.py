@@ -17,6 +17,7 @@ from lightning_tricks._shared.tensors import full_tensor
 
 Column: TypeAlias = Tensor | list[Tensor] | list[str]  # a list of tensors that differ in their first dimension
 Kind: TypeAlias = tuple[torch.dtype | None, tuple[int, ...]]  # dtype (None: text) and shape of a value; -1: it varies
+_EMPTY: Kind = (torch.bool, (0,))  # of an empty list, which holds none of whatever others hold
 _NUMBER = int | float | np.generic
 _matches = lru_cache(maxsize=1024)(Pattern.matches)
 
@@ -94,8 +95,9 @@ def _to_column(value: Any, name: str) -> Column:
         tensors = [_to_tensor(row, name) for row in values]
         kinds: list[Kind] = [(part.dtype, tuple(part.shape)) for part in tensors]
         dtype, shape = reduce(lambda kind, other: _join(name, kind, other), kinds)
-        tensors = [tensor.to(dtype) for tensor in tensors]
-        return tensors if -1 in shape else torch.stack(tensors)
+        if -1 not in shape:
+            return torch.stack([tensor.to(dtype) for tensor in tensors])
+        return [tensor.to(dtype).reshape(len(tensor), *shape[1:]) for tensor in tensors]
     tensor = _to_tensor(values, name)
     if not tensor.ndim:
         raise ValueError(f"{name!r} is {value!r} for the whole batch: return one value for each sample")
@@ -142,7 +144,11 @@ def join_kinds(kinds: Mapping[str, Kind], others: Mapping[str, Kind]) -> Mapping
 def _join(name: str, kind: Kind, other: Kind) -> Kind:
     if kind == other:
         return kind
+    if kind == _EMPTY:
+        kind, other = other, kind
     (dtype, shape), (other_dtype, other_shape) = kind, other
+    if other == _EMPTY and dtype is not None and shape:
+        return dtype, (-1, *shape[1:])
     if dtype is None or other_dtype is None or (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         each = " and ".join(f"{part[0] or 'texts'} {(*part[1],)}" for part in (kind, other))
         raise ValueError(f"{name!r} holds {each}: only the first dimension of a value may vary")

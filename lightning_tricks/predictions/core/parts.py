@@ -229,8 +229,10 @@ class MergedParts:
             for number in np.unique(parts):
                 at = np.flatnonzero(parts == number)
                 for name, values in _read_values(self._paths[number], rows[at]):
-                    is_listed = columns[name].dtype == object
-                    columns[name][at] = np.fromiter(values, object, len(at)) if is_listed else values
+                    dtype, shape = self.kinds[name]
+                    if -1 in shape and dtype is not None:
+                        values = (value.reshape(len(value), *shape[1:]) for value in values)  # of an empty list, too
+                    columns[name][at] = np.fromiter(values, object, len(at)) if -1 in shape else values
             yield slice(start, start + step), columns
 
 
