@@ -41,6 +41,17 @@ def ends_step(trainer: Trainer) -> bool:
 
 
 @needs_private("SpikeGuard")
+def validates_within_step(trainer: Trainer) -> bool:
+    """Whether a validation will come between batches of the next optimizer step, after a step has just ended."""
+    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_batch
+    if not isinstance(interval, int) or not loop._should_check_val_epoch():
+        return False
+    counted = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+    ahead = -(counted + 1) % interval
+    return 0 < ahead < trainer.accumulate_grad_batches and loop.batch_idx + 1 + ahead < trainer.num_training_batches
+
+
+@needs_private("SpikeGuard")
 def repeat_epoch_schedules(trainer: Trainer) -> None:
     """Step the schedulers once more that are stepped when the batches of an epoch are done."""
     trainer.fit_loop.epoch_loop._update_learning_rates(interval="epoch", update_plateau_schedulers=False)

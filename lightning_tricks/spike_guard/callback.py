@@ -24,7 +24,12 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.left_out_steps import around_steps, ends_step, repeat_epoch_schedules
+from lightning_tricks._lightning_compat.left_out_steps import (
+    around_steps,
+    ends_step,
+    repeat_epoch_schedules,
+    validates_within_step,
+)
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
@@ -292,7 +297,8 @@ class SpikeGuard(TrickCallback):
             self._open = None
         elif not self._is_within_step:
             self._note_step(trainer)
-            if len(window.ends) >= self.every_n_train_steps or 0 <= trainer.max_steps <= trainer.global_step:
+            is_last = 0 <= trainer.max_steps <= trainer.global_step
+            if len(window.ends) >= self.every_n_train_steps or is_last or validates_within_step(trainer):
                 self._close_window(trainer)
         return output
 

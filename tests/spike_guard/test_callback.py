@@ -200,6 +200,21 @@ def test_validation_sees_weights_that_were_judged(every_n, tmp_path):
     assert [(spike["batch_idx"], spike["left_out"]) for spike in guard.spikes] == [(7, 1 if every_n == 3 else 4)] * 2
 
 
+@pytest.mark.parametrize(("accumulated", "interval", "left_out"), [(4, 6, 4), (2, 5, 4), (3, 4, 3)])
+def test_validation_between_batches_of_a_step_sees_weights_that_were_judged(accumulated, interval, left_out, tmp_path):
+    seen = []
+
+    class Looking(Callback):
+        def on_validation_start(self, trainer, pl_module):
+            seen.append(all(p.isfinite().all() for p in pl_module.parameters()))
+
+    guard = SpikeGuard("rewind", every_n_train_steps=100, **SMALL)
+    options = {"accumulate_grad_batches": accumulated, "val_check_interval": interval}
+    run(tmp_path / "run", loader(Rows(12, {3}, float("nan"))), [guard, Looking()], **options)
+    assert seen == [True] * 2 * (12 // interval)
+    assert [spike["left_out"] for spike in guard.spikes] == [left_out] * 2
+
+
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_a_fit_that_is_stopped_ends_with_weights_that_were_judged(order, tmp_path):
     guard = SpikeGuard("rewind", every_n_train_steps=100, **SMALL)
