@@ -25,6 +25,7 @@ COLUMNS = {
     "nested": (X, {"targets": [Y, (Y, X)], "note": "all"}),
     "options beside": (X, {"temperature": 0.5, "mask": X > 3}),
     "array": (X.numpy(), Y),
+    "sparse": (X.to_sparse(), Y),
     "images as lists": ([torch.ones(3, 2 + n, 5) for n in range(6)], [{"boxes": torch.ones(n, 4)} for n in range(6)]),
     "equal images as lists": ([torch.ones(3, 8, 8)] * 6, [{"label": torch.tensor(n)} for n in range(6)]),
     "samples": [(X[n], n) for n in range(6)],
@@ -71,6 +72,8 @@ class Graph:
         (torch.tensor(1.0), "holds no tensor with rows"),
         (["a", "b"], "holds no tensor with rows"),
         ((X, X[:3], Y), r"batch\[1\] has 3"),
+        ({"x": X, "anchors": [[1, 2], [3, 4]]}, r"batch\['x'\] has 6, batch\['anchors'\] has 2"),
+        ((torch.nested.as_nested_tensor([*X], layout=torch.jagged), Y), r"batch\[0\] is a torch\.jagged"),
     ],
 )
 def test_what_cannot_be_cut(batch, words):

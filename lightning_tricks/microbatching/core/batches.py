@@ -55,6 +55,8 @@ def cut_batch(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
 
 def take_rows(batch: Any, rows: int, chosen: slice) -> Any:
     """Return some rows of a batch that has `rows` of them."""
+    if isinstance(batch, Tensor) and batch.layout is torch.sparse_coo:
+        return batch.narrow_copy(0, chosen.start, chosen.stop - chosen.start)
     if isinstance(batch, Tensor | np.ndarray):
         return batch[chosen] if batch.ndim else batch
     if _is_list(batch) and len(batch) == rows and (_are_labelled(batch) or rows not in (_common_numbers(batch) or ())):
@@ -95,6 +97,8 @@ def _is_list(value: Any) -> bool:
 
 def _row_numbers(value: Any) -> list[int] | None:
     """Return what the number of rows may be, the likeliest first; None for what has no rows."""
+    if isinstance(value, Tensor) and (value.is_nested or value.layout not in (torch.strided, torch.sparse_coo)):
+        return []
     if isinstance(value, Tensor | np.ndarray):
         return [len(value)] if value.ndim else None
     parts = [part for _, part in _named_parts(value)]
@@ -135,12 +139,13 @@ def _are_labelled(values: Sequence[Any]) -> bool:
 
 
 def _named_rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    for place, part in (parts := _named_parts(value)):
-        yield from _named_rows(name + place, part)
-    if isinstance(value, Tensor | np.ndarray) and value.ndim:
-        yield name, f"has {len(value)}"
-    elif not parts and _row_numbers(value) == []:
-        yield name, f"is a {type(value).__name__}"
+    parts, numbers = _named_parts(value), _row_numbers(value)
+    inner = [found for place, part in parts for found in _named_rows(name + place, part)]
+    yield from inner
+    if numbers and not inner:  # of a list without tensors, its length
+        yield name, f"has {numbers[0]}"
+    elif numbers == [] and not parts:
+        yield name, f"is a {getattr(value, 'layout', type(value).__name__)}"
 
 
 def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
