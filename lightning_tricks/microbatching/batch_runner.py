@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_tricks.microbatching.callback import Microbatching
 
 _FITS = 2**62  # a size that no rank needs to shrink
+_FIRST_REPETITION = 32  # batches after the first comparison, whose rows may have been alike
 
 
 @dataclass
@@ -37,11 +38,13 @@ class Found:
         found: The number of rows that fit, after memory has run out.
         reduction: What the loss is over the rows, "mean" or "sum", once a batch was compared.
         cut_batches: How many batches were cut.
+        compare_at: How many batches are cut before the next comparison; None where there is no other.
     """
 
     found: int | None = None
     reduction: str | None = None
     cut_batches: int = 0
+    compare_at: int | None = 0
 
 
 class BatchRunner:
@@ -126,8 +129,8 @@ class BatchRunner:
         """Return the microbatches and their numbers of rows; 1 for a batch that need not be cut."""
         if size is None or (rows := _count_rows(step)) <= size:
             return [step.batch], [1]
-        if self._found.reduction is None:
-            self._find_reduction(step, rows, size)
+        if self._found.compare_at is not None and self._found.cut_batches >= self._found.compare_at:
+            self._compare(step, rows, size)
         self._found.cut_batches += not step.is_cut
         step.is_cut = True
         return cut_batch(step.batch, -(-rows // size))
@@ -173,28 +176,39 @@ class BatchRunner:
                     step.backward(loss)
         return total, join_rows(extras, sizes)
 
-    def _find_reduction(self, step: BatchStep, rows: int, size: int) -> None:
-        """Find out what the loss is over the rows, on as many of them as fit."""
-        module, precision = self._trainer.lightning_module, str(self._trainer.precision)
-        if names := batch_norms_in(module):
-            self._report_mismatch(f"BatchNorm uses the statistics of each microbatch in {list_names(names)}")
-        compared = min(rows, max(size, 2))
-        sample, is_half = take_rows(step.batch, rows, slice(0, compared)), "16" in precision or "transf" in precision
-        try:
-            with self._logs.keeping():
-                outcome = compare_with_parts(module, step.loss_alone, sample, compared, half_precision=is_half)
-        except Exception as error:
-            if size > 1 or not memory_that_ran_out(error):
-                raise
-            outcome = Comparison(problem="two rows at once run out of memory")
-        self._found.reduction = outcome.reduction or ("mean" if outcome.problem else None)
+    def _compare(self, step: BatchStep, rows: int, size: int) -> None:
+        """Find out, or confirm, what the loss is over the rows, on as many of them at once as fit."""
+        module, precision, found = self._trainer.lightning_module, str(self._trainer.precision), self._found
+        is_half, compared = "16" in precision or "transf" in precision, max(size, 2)
+        outcome, batch_norms = Comparison(), batch_norms_in(module)
+        if batch_norms:
+            self._report_mismatch(f"BatchNorm uses the statistics of each microbatch in {list_names(batch_norms)}")
+        for start in range(0, rows - 1, compared):
+            chosen = slice(start, min(start + compared, rows))
+            sample, number = take_rows(step.batch, rows, chosen), chosen.stop - start
+            try:
+                with self._logs.keeping():
+                    outcome = compare_with_parts(
+                        module, step.loss_alone, sample, number, known=found.reduction, half_precision=is_half
+                    )
+            except Exception as error:
+                if size > 1 or not memory_that_ran_out(error):
+                    raise
+                outcome = Comparison(problem="two rows at once run out of memory")
+            found.reduction = found.reduction or outcome.reduction or ("mean" if outcome.problem else None)
+            if outcome.problem:
+                break
         if outcome.is_refuted:
             self._report_mismatch(outcome.problem)
         elif outcome.problem:
             rank_zero_warn(
                 f"Microbatching could not compare microbatches with whole batches, as {outcome.problem}. It takes the "
-                "loss for a mean over the rows: check that it is one."
+                f"loss for a {found.reduction} over the rows: check that it is one."
             )
+        if batch_norms or outcome.problem:
+            found.compare_at = None
+        elif found.reduction is not None:
+            found.compare_at = max(_FIRST_REPETITION, 2 * found.cut_batches)
 
     def _report_mismatch(self, problem: str) -> None:
         text = f"Microbatching does not train as with whole batches: {problem}."

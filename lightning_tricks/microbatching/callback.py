@@ -30,10 +30,10 @@ class Microbatching(TrickCallback):
     """Train on each batch in microbatches that fit in memory, with the loss and the gradient of the whole batch.
 
     `training_step` is called once for each microbatch; everything else happens once for a batch: hooks, the optimizer
-    step, progress, and what is logged. Microbatches count by their rows. Before the first batch is cut, loss and
-    gradient of some of its rows are compared with those of two parts of them; a loss that is neither a mean nor a sum
-    over the rows, such as a contrastive one, is an error. With dropout, this is done with the modules in evaluation
-    mode; each microbatch draws random numbers of its own later.
+    step, progress, and what is logged. Microbatches count by their rows. Before the first batch is cut, and now and
+    then later, loss and gradient of as many rows as fit are compared with those of two parts of them; a loss that is
+    neither a mean nor a sum over the rows, such as a contrastive one, is an error. With dropout, this is done with the
+    modules in evaluation mode; each microbatch draws random numbers of its own later.
 
     With `size=None` nothing changes until memory runs out in a training batch. What the attempt has changed is then
     undone (gradients, random state, buffers, metrics, logged values), and the batch is tried again in microbatches of

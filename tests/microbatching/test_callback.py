@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, Microbatching
 from tests.contract.lab import real_fp16
@@ -292,9 +293,24 @@ class SameLoss(Net):
         return losses.mean().detach() + losses.max() - losses.max().detach(), None
 
 
+class Teaching(Net):
+    """A teacher that follows with each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch):
+        with torch.no_grad():
+            for weight, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                weight.lerp_(own, 0.1)
+        return nn.functional.mse_loss(self.net(batch[0]), self.teacher(batch[0] + 0.1)), None
+
+
 REFUSED = {
     "another loss": (Weighted, r"the loss of 3 rows is .* give .* as a mean over the rows and .* as a sum"),
     "contrastive": (Contrastive, "the loss of 3 rows is"),
+    "changed weights": (Teaching, r"`training_step` changes teacher\.0\.weight, .* \(let `on_train_batch_end`"),
     "another gradient": (SameLoss, r"the gradient of 3 rows and that of their microbatches of 1 and 2 rows differ by"),
     "BatchNorm": (
         lambda: Net(norm=nn.BatchNorm1d(16)),
@@ -321,6 +337,39 @@ def test_other_losses_with_a_warning(kind):
     module.training_step = lambda batch, batch_idx: module.loss(batch)[0]
     with pytest.warns(UserWarning, match=words):
         fit(module, Microbatching(3, on_mismatch="warn"))
+
+
+@pytest.mark.parametrize(("alike", "steps"), [(3, 0), (320, 32)])
+def test_weights_of_rows_that_are_alike_at_first(alike, steps):
+    rows, labels = rows_of(370).tensors
+    labels[:alike] = 0
+    module = Weighted()
+    module.training_step = lambda batch, batch_idx: module.loss(batch)[0]
+    with pytest.raises(MisconfigurationException, match="the loss of 3 rows is"):
+        fit(module, Microbatching(3), data=TensorDataset(rows, labels))
+    assert module.trainer.global_step == steps
+
+
+def test_a_first_batch_without_gradients_does_not_tell_a_sum_from_a_mean():
+    class LateSum(Net):
+        def loss(self, batch):
+            loss, scores = super().loss(batch)
+            return loss * (self.trainer.global_step > 0), scores
+
+    whole, cut = (LateSum(reduction="sum", optimizer="sgd") for _ in range(2))
+    fit(whole)
+    fit(cut, Microbatching(4))
+    assert difference(whole, cut) < 1e-12
+
+
+def test_a_module_that_computes_no_loss_in_evaluation_mode():
+    class Detector(Net):
+        def loss(self, batch):
+            loss, scores = super().loss(batch)
+            return {"loss": loss}["loss" if self.net.training else "boxes"], scores
+
+    with pytest.warns(UserWarning, match=r"and fails where its modules are in evaluation mode \(KeyError: 'boxes'\)"):
+        fit(Detector(dropout=0.5), Microbatching(3))
 
 
 def test_frozen_batch_norm_is_no_obstacle():

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.dry_run.shared_state import restored_state
+from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.rng import capture_rng_state, isolated_rng, restore_rng_state
 from lightning_tricks._shared.step_state import copy_step_state, restore_step_state
 from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import is_batch_norm
 from lightning_tricks.microbatching.core.batches import take_rows
 
@@ -47,7 +49,13 @@ def batch_norms_in(module: nn.Module) -> list[str]:
 
 
 def compare_with_parts(
-    module: nn.Module, loss_of: LossOf, batch: Any, rows: int, *, half_precision: bool = False
+    module: nn.Module,
+    loss_of: LossOf,
+    batch: Any,
+    rows: int,
+    *,
+    known: str | None = None,
+    half_precision: bool = False,
 ) -> Comparison:
     """Compare loss and gradient of a batch with those of two parts of it, and leave no trace.
 
@@ -59,6 +67,7 @@ def compare_with_parts(
         loss_of: Computes the loss of a batch, a tensor without dimensions, or None.
         batch: A batch that fits in memory.
         rows: Its number of rows, at least 2.
+        known: What the loss is over the rows, where that was found out before.
         half_precision: Whether the loss is computed in fp16 or bf16, whose rounding errors then do not count.
     """
     parameters = [*module.parameters()]
@@ -73,11 +82,22 @@ def compare_with_parts(
                     if is_batch_norm(part) or (is_deterministic and not isinstance(part, nn.RNNBase)):
                         part.training = False
                 random_state = capture_rng_state()
-                loss = loss_of(batch)
-                if _is_random_state(random_state):
-                    cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
-                    halves = [take_rows(batch, rows, chosen) for chosen in (slice(0, cut), slice(cut, rows))]
-                    return _compare(parameters, loss_of, loss, halves, [cut, rows - cut], half_precision)
+                frozen = {name: (p, p._version) for name, p in module.named_parameters() if not p.requires_grad}
+                try:
+                    loss = loss_of(batch)
+                    if written := [name for name, (p, version) in frozen.items() if p._version != version]:
+                        problem = f"`training_step` changes {list_names(written)} (let `on_train_batch_end` do that)"
+                        return Comparison(problem=problem, is_refuted=True)
+                    if _is_random_state(random_state):
+                        cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
+                        halves = [take_rows(batch, rows, chosen) for chosen in (slice(0, cut), slice(cut, rows))]
+                        sizes = [cut, rows - cut]
+                        return _compare(parameters, loss_of, loss, halves, sizes, known, half_precision)
+                except Exception as error:
+                    if not is_deterministic or memory_that_ran_out(error):
+                        raise
+                    reason = f"fails where its modules are in evaluation mode ({describe_error(error)})"
+                    return Comparison(problem=f"`training_step` draws random numbers, and {reason}")
                 restore_rng_state(random_state)
     finally:
         restore_step_state(module, state)
@@ -98,6 +118,7 @@ def _compare(
     whole: Tensor | None,
     halves: Sequence[Any],
     sizes: Sequence[int],
+    known: str | None,
     half_precision: bool,
 ) -> Comparison:
     if whole is None:
@@ -109,12 +130,14 @@ def _compare(
     del whole
     losses = [part for part in map(loss_of, halves) if part is not None]
     values = [float(part.detach()) for part in losses]
-    if len(losses) < len(halves) or not all(map(math.isfinite, (loss, norm, *values))):
+    least = 1e-6 * scale if half_precision else 0.0  # of a gradient whose smallest values have not become zero
+    if len(losses) < len(halves) or not all(map(math.isfinite, (loss, norm, *values))) or norm <= least:
         return Comparison()
 
     cut = f"their microbatches of {sizes[0]} and {sizes[1]} rows"
     reductions = {how: [*map(mul, values, part_weights(how, sizes))] for how in ("mean", "sum")}
-    reduction = next((how for how, parts in reductions.items() if _adds_up(loss, parts, tolerance)), None)
+    possible = [how for how, parts in reductions.items() if _adds_up(loss, parts, tolerance)]
+    reduction = next((how for how in possible if known in (None, how)), None)
     if reduction is None:
         mean, total = map(sum, reductions.values())
         given = f"{mean:.6g} as a mean over the rows and {total:.6g} as a sum"
