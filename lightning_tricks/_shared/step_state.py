@@ -12,8 +12,8 @@ from torchmetrics import Metric
 from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks._torch_compat.modules import own_buffers
 
-_OF_METRIC = ("_update_count", "_computed", "_forward_cache")  # beside its states
-_WITHIN_FORWARD = ("_is_synced", "_to_sync", "_should_unsync", "_enable_grad", "compute_on_cpu")  # which may fail
+_VALUES = ("_computed", "_forward_cache")  # of a metric, beside its states
+_PLAIN = (Tensor, int, float, type(None))  # its counts and flags, and what wrappers of metrics keep
 
 
 def copy_step_state(module: nn.Module, *, weights: bool = False) -> dict[str, Any]:
@@ -31,9 +31,9 @@ def copy_step_state(module: nn.Module, *, weights: bool = False) -> dict[str, An
         "buffers": {name: _copied(own) for name, part in parts if (own := own_buffers(part))},
         "weights": _copied(dict(module.named_parameters()) if weights else {}),
         "metrics": {
-            name: _copied({key: vars(part)[key] for key in (*part.metric_state, *_OF_METRIC, *_WITHIN_FORWARD)})
+            name: _copied({k: v for k, v in vars(part).items() if k in kept or isinstance(v, _PLAIN)})
             for name, part in parts
-            if isinstance(part, Metric)
+            if isinstance(part, Metric) and (kept := {*part.metric_state, *_VALUES})
         },
     }
 

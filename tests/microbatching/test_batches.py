@@ -99,12 +99,15 @@ def test_join_of_other_values():
         {"count": torch.tensor(2), "share": 0.5, "names": ["a", "b"], "pair": (torch.zeros(2, 3), None), "text": "x"},
         {"count": torch.tensor(1), "share": 0.2, "names": ["c"], "pair": (torch.ones(1, 3), None), "text": "y"},
     ]
+    for part, width in zip(parts, (4, 2), strict=True):
+        part["padded"] = torch.ones(part["pair"][0].shape[0], width)
     joined = join_rows(parts, [2, 1])
     assert joined["count"] == 3
     assert joined["share"] == pytest.approx(0.4)
     assert joined["names"] == ["a", "b", "c"]
     assert joined["pair"][0].shape == (3, 3)
     assert joined["text"] == "y"
+    assert joined["padded"].shape == (1, 2)
 
 
 @given(

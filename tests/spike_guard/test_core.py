@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.aggregation import RunningMean
+from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks.spike_guard.core.band import RobustBand
@@ -88,3 +91,29 @@ def test_buffers_that_a_step_creates_resizes_or_replaces_are_as_before():
     assert module.grown.tolist() == [0, 1]
     assert module.kept is kept
     assert kept.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("metric", "of_classes"),
+    [
+        (MinMaxMetric(MeanMetric()), False),
+        (RunningMean(window=2), False),
+        (ClasswiseWrapper(MulticlassAccuracy(3, average=None)), True),
+        (MetricCollection([MulticlassAccuracy(3), MulticlassRecall(3)]), True),
+    ],
+)
+def test_metrics_of_metrics_count_on_where_they_were(metric, of_classes):
+    def update(*numbers: int) -> None:
+        for number in numbers:
+            metric.update(*((torch.eye(3), torch.full((3,), number)) if of_classes else (torch.tensor(number),)))
+
+    update(1, 2)
+    before = copy_step_state(metric)
+    update(0)
+    metric.compute()
+    restore_step_state(metric, before)
+    update(2)
+    found = metric.compute()
+    metric.reset()
+    update(1, 2, 2)
+    assert str(found) == str(metric.compute())

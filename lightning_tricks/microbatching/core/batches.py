@@ -161,7 +161,7 @@ def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if len(parts) == 1 or not are_alike:
         return parts[-1]
     if isinstance(first, Tensor):
-        if first.ndim and all(part.ndim and len(part) == size for part, size in zip(parts, sizes, strict=True)):
+        if first.ndim and all(part.shape == (n, *first.shape[1:]) for part, n in zip(parts, sizes, strict=True)):
             return torch.cat(list(parts))
         if any(part.shape != first.shape for part in parts) or first.dtype == torch.bool:
             return parts[-1]
