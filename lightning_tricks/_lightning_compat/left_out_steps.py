@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat.guards import needs_private, overriding
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 
 if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import Trainer
@@ -55,6 +55,18 @@ def validates_within_step(trainer: Trainer) -> bool:
 def repeat_epoch_schedules(trainer: Trainer) -> None:
     """Step the schedulers once more that are stepped when the batches of an epoch are done."""
     trainer.fit_loop.epoch_loop._update_learning_rates(interval="epoch", update_plateau_schedulers=False)
+
+
+@contextmanager
+def hook_kept(trainer: Trainer) -> Iterator[None]:
+    """Let the module be in the hook of now again when the context is left, also by an error within another hook."""
+    module: Any = trainer.lightning_module
+    with needs_private("SpikeGuard"):
+        hook = module._current_fx_name
+    try:
+        yield
+    finally:
+        set_private(module, _current_fx_name=hook)
 
 
 @contextmanager

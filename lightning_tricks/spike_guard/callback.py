@@ -27,6 +27,7 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.left_out_steps import (
     around_steps,
     ends_step,
+    hook_kept,
     repeat_epoch_schedules,
     validates_within_step,
 )
@@ -36,10 +37,11 @@ from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
 from lightning_tricks._shared.rng import capture_rng_state
 from lightning_tricks._shared.tensors import local_part
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.core.band import RobustBand
-from lightning_tricks.spike_guard.snapshot import go_back, take_snapshot
+from lightning_tricks.spike_guard.snapshot import go_back, take_snapshot, weight_versions
 
 
 class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
@@ -143,6 +145,8 @@ class SpikeGuard(TrickCallback):
         self._open: _Window | None = None
         self._loss: Tensor | None = None  # of the present step
         self._norm: Tensor | None = None
+        self._versions: dict[str, int] = {}  # of the weights, when the snapshot was taken
+        self._written: set[str] = set()  # weights that change before an optimizer's step, such as averages
         self._is_fresh = self._is_left_out = self._is_within_step = False  # the present batch
         self._left_out_in_epoch = 0
 
@@ -243,7 +247,8 @@ class SpikeGuard(TrickCallback):
         self._is_fresh, self._is_left_out = True, False
         if self._open is None or not self._open.batches:
             self._open = None  # its memory is free for the next one
-            self._open = _Window(take_snapshot(trainer, self, with_steps=self.mode == "rewind"))
+            snapshot = take_snapshot(trainer, self, with_steps=self.mode == "rewind", written=self._written)
+            self._open, self._versions = _Window(snapshot), weight_versions(trainer)
 
     def _fetched(self, trainer: Trainer, stage: str) -> None:
         """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
@@ -275,6 +280,7 @@ class SpikeGuard(TrickCallback):
         if trainer.lightning_module.automatic_optimization:
             self._is_fresh = False
         if self.mode == "skip":
+            self._written |= {name for name, n in weight_versions(trainer).items() if self._versions.get(name, n) != n}
             self._note_step(trainer)
             if (spike := self._judge(trainer)) is not None:
                 raise _LeftOut(spike)
@@ -289,9 +295,20 @@ class SpikeGuard(TrickCallback):
         self._counts["batches"] += 1
         self._is_within_step = not ends_step(trainer)
         try:
-            output = run()
+            with hook_kept(trainer):
+                output = run()
         except _LeftOut as left_out:
             self._leave_out(trainer, *left_out.args)
+            return {}
+        except Exception as error:  # such as that of a distribution that is given NaN
+            may_go_back = self.mode == "rewind" and trainer.world_size == 1 and not self._is_within_step
+            if not (may_go_back and trainer.lightning_module.automatic_optimization) or isinstance(
+                error, StopIteration
+            ):
+                raise
+            if (spike := self._judge(trainer)) is None:
+                raise
+            self._leave_out(trainer, spike, f", which led to {describe_error(error)}")
             return {}
         if self.mode == "skip" and not self._is_within_step:
             self._open = None
@@ -351,7 +368,7 @@ class SpikeGuard(TrickCallback):
         place, limit = found
         return {"batch_idx": watched[place][0], "value": watched[place][1], "limit": limit}
 
-    def _leave_out(self, trainer: Trainer, spike: dict[str, Any]) -> None:
+    def _leave_out(self, trainer: Trainer, spike: dict[str, Any], consequence: str = "") -> None:
         """Go back to the snapshot, and report the spike."""
         window, self._open, counts = cast(_Window, self._open), None, self._counts
         go_back(trainer, self, window.snapshot)
@@ -363,8 +380,8 @@ class SpikeGuard(TrickCallback):
         value, limit = spike["value"], spike["limit"]
         what = f"a {self.monitor} of {value:.4g}, above {limit:.4g}" if math.isfinite(value) else "a value not finite"
         said = (
-            f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}: {window.batches} batches "
-            f"are left out, and the fit goes on from global step {spike['global_step']}."
+            f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}{consequence}: "
+            f"{window.batches} batches are left out, and the fit goes on from global step {spike['global_step']}."
         )
         if counts["in_a_row"] > self.max_consecutive:
             raise RuntimeError(

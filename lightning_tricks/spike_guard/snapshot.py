@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from copy import deepcopy
 from typing import Any
 
@@ -14,20 +15,22 @@ from lightning_tricks._lightning_compat.results import capture_loop_state, named
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
+from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks.spike_guard.core.optimizer_copies import copy_optimizer, restore_optimizer
 
 
-def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool) -> dict[str, Any]:
+def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool, written: Container[str]) -> dict[str, Any]:
     """Return the state of a fit between two optimizer steps as copied tensors and plain values.
 
     Args:
         trainer: The Trainer.
         guard: The callback that takes the snapshot, which is no part of it.
         with_steps: Whether to copy also what optimizer steps change: weights, optimizers, schedules, averaged weights.
+        written: The names of weights that are changed before an optimizer's step, and always copied.
     """
     module = trainer.lightning_module
     snapshot: dict[str, Any] = {
-        "module": copy_step_state(module, weights=with_steps),
+        "module": copy_step_state(module, weights=with_steps or written),
         "gradients": copy_gradients(module) if not module.automatic_optimization else {},
         "progress": step_progress(trainer),
         "loop": capture_loop_state(trainer),
@@ -70,6 +73,12 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
         for name, copied in snapshot["averages"].items():
             restore_step_state(averages[name], copied)
     restore_rng_state(snapshot["random"])
+
+
+def weight_versions(trainer: Trainer) -> dict[str, int]:
+    """Return for each weight, by name, a number that each writing into it raises."""
+    named = trainer.lightning_module.named_parameters()
+    return {name: parameter._version for name, parameter in named if not is_sharded(parameter)}
 
 
 def _tricks(trainer: Trainer, guard: Callback) -> dict[str, TrickCallback]:

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
+from lightning_tricks.microbatching.core.comparison import compare_with_parts
 from lightning_tricks.spike_guard.core.band import RobustBand
 from lightning_tricks.spike_guard.core.optimizer_copies import copy_optimizer, restore_optimizer
 
@@ -76,6 +77,15 @@ def test_a_step_is_undone_bit_for_bit(kind):
     again = copy_step_state(module, weights=True)
     assert all(torch.equal(after["weights"][name], again["weights"][name]) for name in after["weights"])
     assert all(torch.equal(after["buffers"]["1"][name], again["buffers"]["1"][name]) for name in after["buffers"]["1"])
+
+
+def test_lazy_layers_are_told():
+    module = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"running_mean, running_var of a lazy layer .* run a batch"):
+        copy_step_state(module)
+    assert not copy_step_state(module[0])["buffers"]
+    with pytest.raises(ValueError, match=r"weight, bias of a lazy layer"):
+        compare_with_parts(module[0], lambda rows: module[0](rows).mean(), torch.ones(4, 3), 4)
 
 
 def test_buffers_that_a_step_creates_resizes_or_replaces_are_as_before():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.rng import capture_rng_state, isolated_rng, restore_rng_state
-from lightning_tricks._shared.step_state import copy_step_state, restore_step_state
+from lightning_tricks._shared.step_state import copy_step_state, refuse_lazy, restore_step_state
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import is_batch_norm
@@ -71,6 +71,7 @@ def compare_with_parts(
         half_precision: Whether the loss is computed in fp16 or bf16, whose rounding errors then do not count.
     """
     parameters = [*module.parameters()]
+    refuse_lazy(dict(module.named_parameters()))
     state, gradients = copy_step_state(module), [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
