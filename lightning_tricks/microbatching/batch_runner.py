@@ -18,9 +18,9 @@ from lightning_tricks._lightning_compat.microbatches import BatchStep, LogQueue
 from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
-from lightning_tricks._shared.tensors import detach_tensors
+from lightning_tricks._shared.tensors import detach_tensors, tensors_in
 from lightning_tricks._shared.text import describe_error, list_names
-from lightning_tricks.microbatching.core.batches import count_rows, cut_batch, join_rows, take_rows
+from lightning_tricks.microbatching.core.batches import copy_batch, count_rows, cut_batch, join_rows, take_rows
 from lightning_tricks.microbatching.core.comparison import Comparison, batch_norms_in, compare_with_parts, part_weights
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class BatchRunner:
         synchronize_buffers(self._trainer)  # or a rank without memory would leave the others alone with it
         module = self._trainer.lightning_module
         state, random_state = copy_step_state(module), capture_rng_state()
+        batch, versions = copy_batch(step.batch), _versions(step.batch)
         gradients: dict[str, Tensor] | None = None
 
         def begin() -> None:
@@ -96,7 +97,7 @@ class BatchRunner:
                 except Exception as error:
                     if not memory_that_ran_out(error):
                         raise
-                    rows = min(_count_rows(step, "memory ran out. "), self._found.found or _FITS)
+                    rows = min(_count_rows(batch, "memory ran out. "), self._found.found or _FITS)
                     limit, reason = -(-rows // 2) if rows > 1 else 0, describe_error(error)
                 limit = self._smallest_of_all_ranks(limit)
                 if limit == _FITS:
@@ -111,6 +112,13 @@ class BatchRunner:
             if gradients is not None:
                 restore_gradients(module, gradients)
             step.rewind()
+            step.batch = copy_batch(batch)
+            if _versions(batch) != versions:
+                raise MisconfigurationException(
+                    f"Microbatching: memory ran out ({reason}), and the batch cannot be tried again, as "
+                    "`training_step` has changed its tensors in place. Let it change copies, or give a number of rows "
+                    "that fit, as Microbatching(size=8)."
+                )
             if limit == 0:
                 raise torch.OutOfMemoryError(f"Microbatching: memory runs out with a single row ({reason}).")
             self._found.found = limit
@@ -127,7 +135,7 @@ class BatchRunner:
 
     def _cut(self, step: BatchStep, size: int | None) -> tuple[Sequence[Any], list[int]]:
         """Return the microbatches and their numbers of rows; 1 for a batch that need not be cut."""
-        if size is None or (rows := _count_rows(step)) <= size:
+        if size is None or (rows := _count_rows(step.batch)) <= size:
             return [step.batch], [1]
         if self._found.compare_at is not None and self._found.cut_batches >= self._found.compare_at:
             self._compare(step, rows, size)
@@ -222,13 +230,18 @@ class BatchRunner:
         )
 
 
-def _count_rows(step: BatchStep, remark: str = "") -> int:
-    if step.batch is None:
+def _versions(batch: Any) -> list[int]:
+    """Return a number for each tensor of a batch that each writing into it raises."""
+    return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
+
+
+def _count_rows(batch: Any, remark: str = "") -> int:
+    if batch is None:
         raise MisconfigurationException(
             "Microbatching cannot cut a batch that `training_step(self, dataloader_iter)` fetches by itself: take the "
             "batch as an argument, `training_step(self, batch)`."
         )
     try:
-        return count_rows(step.batch)
+        return count_rows(batch)
     except ValueError as error:
         raise MisconfigurationException(f"Microbatching: {remark}{error}") from error

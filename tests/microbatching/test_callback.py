@@ -273,6 +273,36 @@ def test_structures_of_batches(kind):
     assert difference(whole, cut) < 1e-12
 
 
+class Consuming(Net):
+    """Takes what it needs out of the batch, and scales it, in place or not."""
+
+    in_place = False
+
+    def training_step(self, batch, batch_idx):
+        rows = batch["rows"].pop()
+        return self.loss((rows.mul_(2) if self.in_place else rows * 2, batch.pop("labels")))[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_batches_that_a_step_changes(way, in_place):
+    def collate(samples):
+        rows, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+        return {"rows": [rows], "labels": labels}
+
+    data = DataLoader(rows_of(), batch_size=10, collate_fn=collate)
+    microbatching, memory = WAYS[way]()
+    whole, cut = Consuming(), Consuming(memory)
+    whole.in_place = cut.in_place = in_place
+    fit(whole, data=data)
+    if in_place and memory:
+        with pytest.raises(MisconfigurationException, match=r"ran out \(OutOfMemoryError: .*in place\. Let it change"):
+            fit(cut, microbatching, data=data)
+    else:
+        fit(cut, microbatching, data=data)
+        assert difference(whole, cut) < 1e-12
+
+
 class Weighted(Net):
     def loss(self, batch):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1], torch.tensor([1.0, 2.0, 9.0]).double())

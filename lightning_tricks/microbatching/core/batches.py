@@ -53,8 +53,15 @@ def cut_batch(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
     return [take_rows(batch, rows, slice(*limit)) for limit in limits], [stop - start for start, stop in limits]
 
 
+def copy_batch(batch: Any, *, with_values: bool = False) -> Any:
+    """Return a batch in new containers, from which a step may take what it likes, with the same tensors or copies."""
+    if with_values and isinstance(batch, Tensor | np.ndarray):
+        return batch.detach().clone() if isinstance(batch, Tensor) else batch.copy()
+    return _with_parts(batch, [copy_batch(part, with_values=with_values) for _, part in _named_parts(batch)])
+
+
 def take_rows(batch: Any, rows: int, chosen: slice) -> Any:
-    """Return some rows of a batch that has `rows` of them."""
+    """Return some rows of a batch that has `rows` of them, in new containers."""
     if isinstance(batch, Tensor) and batch.layout is torch.sparse_coo:
         return batch.narrow_copy(0, chosen.start, chosen.stop - chosen.start)
     if isinstance(batch, Tensor | np.ndarray):

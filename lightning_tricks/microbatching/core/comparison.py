@@ -18,7 +18,7 @@ from lightning_tricks._shared.step_state import copy_step_state, refuse_lazy, re
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import is_batch_norm
-from lightning_tricks.microbatching.core.batches import take_rows
+from lightning_tricks.microbatching.core.batches import copy_batch, take_rows
 
 LossOf = Callable[[Any], Tensor | None]
 
@@ -84,16 +84,16 @@ def compare_with_parts(
                         part.training = False
                 random_state = capture_rng_state()
                 frozen = {name: (p, p._version) for name, p in module.named_parameters() if not p.requires_grad}
+                cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
+                limits = slice(0, rows), slice(0, cut), slice(cut, rows)
+                whole, *halves = (copy_batch(take_rows(batch, rows, at), with_values=True) for at in limits)
                 try:
-                    loss = loss_of(batch)
+                    loss = loss_of(whole)
                     if written := [name for name, (p, version) in frozen.items() if p._version != version]:
                         problem = f"`training_step` changes {list_names(written)} (let `on_train_batch_end` do that)"
                         return Comparison(problem=problem, is_refuted=True)
                     if _is_random_state(random_state):
-                        cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
-                        halves = [take_rows(batch, rows, chosen) for chosen in (slice(0, cut), slice(cut, rows))]
-                        sizes = [cut, rows - cut]
-                        return _compare(parameters, loss_of, loss, halves, sizes, known, half_precision)
+                        return _compare(parameters, loss_of, loss, halves, [cut, rows - cut], known, half_precision)
                 except Exception as error:
                     if not is_deterministic or memory_that_ran_out(error):
                         raise
