@@ -121,8 +121,8 @@ class LogQueue:
 
     Args:
         trainer: The Trainer.
-        merge: Takes the values, the rows and the batch sizes of the parts of a batch and the name of the reduction,
-            and returns the value and the batch size of the whole.
+        merge: Takes the key, the values, the rows and the batch sizes of the parts of a batch and the name of the
+            reduction, and returns the value and the batch size of the whole.
 
     Attributes:
         rows: The rows of the part whose values are kept now.
@@ -167,10 +167,10 @@ class LogQueue:
             reduction = options[-1].get("reduce_fx", "mean")
             how = getattr(reduction, "__name__", str(reduction)).lower()
             if isinstance(values[-1], Tensor):
-                value, size = self._merge(values, rows, sizes, how)
+                value, size = self._merge(name, values, rows, sizes, how)
             else:  # a metric, whose state is that of the whole batch already
                 value, size = values[-1][0], sizes[-1]
                 caches = [cache for _, cache in values]
                 if all(isinstance(cache, Tensor) for cache in caches):
-                    set_private(value, _forward_cache=self._merge(caches, rows, [None] * len(rows), "mean")[0])
+                    set_private(value, _forward_cache=self._merge(name, caches, rows, [None] * len(rows), "mean")[0])
             self._log(hook, name, value, **{**options[-1], "batch_size": size})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,12 +39,14 @@ class Found:
         reduction: What the loss is over the rows, "mean" or "sum", once a batch was compared.
         cut_batches: How many batches were cut.
         compare_at: How many batches are cut before the next comparison; None where there is no other.
+        sizes_of_whole: For each logged key, whether parts log the size of the whole batch with it.
     """
 
     found: int | None = None
     reduction: str | None = None
     cut_batches: int = 0
     compare_at: int | None = 0
+    sizes_of_whole: dict[str, bool] = field(default_factory=dict)
 
 
 class BatchRunner:

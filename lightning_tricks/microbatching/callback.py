@@ -23,7 +23,7 @@ from lightning_tricks._lightning_compat.microbatches import LogQueue, batches_ru
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.microbatching.batch_runner import BatchRunner, Found
-from lightning_tricks.microbatching.core.batches import merge_logged
+from lightning_tricks.microbatching.core.batches import LoggedValues
 
 
 class Microbatching(TrickCallback):
@@ -103,7 +103,7 @@ class Microbatching(TrickCallback):
                 "Microbatching does not work with DDPStrategy(static_graph=True), whose first backward pass has to "
                 "average gradients. Leave static_graph out."
             )
-        logs = LogQueue(trainer, merge_logged)
+        logs = LogQueue(trainer, LoggedValues(self._found.sizes_of_whole).merge)
         runner = BatchRunner(trainer, self, self._found, logs)
         self._installed.enter_context(logs.installed())
         self._installed.enter_context(batches_run_by(trainer, runner.run))
@@ -136,12 +136,14 @@ class Microbatching(TrickCallback):
         return f"{self._found.cut_batches:,} of {trainer.fit_loop.total_batch_idx + 1:,}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size that was found, what the loss is over the rows, and how many batches were cut."""
+        """Return what was found out about size, loss and logged values, and how many batches were cut."""
         return asdict(self._found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        vars(self._found).update(state_dict)
+        sizes = self._found.sizes_of_whole
+        vars(self._found).update(state_dict, sizes_of_whole=sizes)
+        sizes.update(state_dict.get("sizes_of_whole", {}))
 
 
 def waits_in_forward(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_tricks.microbatching.core.batches import count_rows, cut_batch, join_rows, merge_logged
+from lightning_tricks.microbatching.core.batches import LoggedValues, count_rows, cut_batch, join_rows
 
 Pair = namedtuple("Pair", "x y")
 X, Y = torch.arange(24.0).reshape(6, 4), torch.arange(6)
@@ -118,9 +118,23 @@ def test_logged_values_are_merged_as_numpy_does(rows, values):
     values = values[: len(rows)]
     tensors = [torch.tensor(value, dtype=torch.float64) for value in values]
     expected = np.average(values, weights=rows)
-    none = [None] * len(rows)
-    assert merge_logged(tensors, rows, none, "mean") == (pytest.approx(expected), None)
-    assert merge_logged(tensors, rows, rows, "mean")[0] == pytest.approx(expected)
-    assert merge_logged(tensors, rows, [sum(rows)] * len(rows), "mean") == (pytest.approx(expected), sum(rows))
+    none, logged = [None] * len(rows), LoggedValues({})
+    assert logged.merge("key", tensors, rows, none, "mean") == (pytest.approx(expected), None)
+    assert logged.merge("key", tensors, rows, rows, "mean")[0] == pytest.approx(expected)
+    assert logged.merge("key", tensors, rows, [sum(rows)] * len(rows), "mean") == (pytest.approx(expected), sum(rows))
     for how in ("sum", "max", "min"):
-        assert merge_logged(tensors, rows, none, how)[0] == pytest.approx(getattr(np, how)(values))
+        assert logged.merge("key", tensors, rows, none, how)[0] == pytest.approx(getattr(np, how)(values))
+
+
+@pytest.mark.parametrize(
+    ("batches", "sizes"),
+    [
+        ([([5, 5], [10, 10]), ([3, 3], [10, 10])], [10, 10]),  # that of full batches, given for a last one as well
+        ([([4, 4], [1, 1]), ([4, 3], [1, 1]), ([3, 3], [1, 1])], [1, 1, 1]),
+        ([([2, 2], [256, 256]), ([2, 1], [256, 128]), ([2, 2], [256, 256])], [512, 384, 512]),  # tokens
+        ([([4, 3], [4, 3]), ([3, 3], [3, 3]), ([4, 4], [3, 3])], [7, 6, 6]),  # rows that are not left out
+    ],
+)
+def test_batch_sizes_that_are_logged(batches, sizes):
+    logged, value = LoggedValues({}), torch.tensor(1.0)
+    assert [logged.merge("key", [value] * 2, rows, given, "mean")[1] for rows, given in batches] == sizes

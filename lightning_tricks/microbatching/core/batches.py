@@ -190,29 +190,54 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return mean
 
 
-def merge_logged(
-    values: Sequence[Tensor], rows: Sequence[int], batch_sizes: Sequence[int | None], reduction: str
-) -> tuple[Tensor, int | None]:
-    """Merge what was logged under a key for the parts of a batch.
+class LoggedValues:
+    """Merges what was logged for the parts of batches.
 
     Args:
-        values: The values.
-        rows: The numbers of rows of the parts.
-        batch_sizes: The batch sizes that were logged with them; None where none was.
-        reduction: "mean", "sum", "max" or "min".
-
-    Returns:
-        The value for the whole batch, and its batch size, None where none was logged.
+        of_whole: For each key, whether the size of a whole batch is logged with a part, as far as batches have told.
     """
-    if len(values) == 1:
-        return values[0], batch_sizes[0]
-    known = [size for size in batch_sizes if size is not None]
-    # the same number for unequal parts, or that of all rows, is the size of the whole batch
-    is_of_whole = len({*known}) == 1 and (known[0] == sum(rows) or len({*rows}) > 1)
-    are_counts = len(known) == len(values) and not is_of_whole
-    floats = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
-    if reduction in ("mean", "avg"):
-        merged = weighted_mean(floats, known if are_counts else rows)
-    else:
-        merged = getattr(torch, {"max": "amax", "min": "amin"}.get(reduction, reduction))(torch.stack(floats), dim=0)
-    return merged, sum(known) if are_counts else known[0] if known else None
+
+    def __init__(self, of_whole: dict[str, bool]) -> None:
+        self._of_whole = of_whole
+
+    def merge(
+        self,
+        key: str,
+        values: Sequence[Tensor],
+        rows: Sequence[int],
+        batch_sizes: Sequence[int | None],
+        reduction: str,
+    ) -> tuple[Tensor, int | None]:
+        """Merge what was logged under a key for the parts of a batch.
+
+        Args:
+            key: The key.
+            values: The values.
+            rows: The numbers of rows of the parts.
+            batch_sizes: The batch sizes that were logged with them; None where none was.
+            reduction: "mean", "sum", "max" or "min".
+
+        Returns:
+            The value for the whole batch, and its batch size, None where none was logged.
+        """
+        if len(values) == 1:
+            return values[0], batch_sizes[0]
+        known = [size for size in batch_sizes if size is not None]
+        are_counts = len(known) == len(values) and not self._is_size_of_whole(key, known, rows)
+        floats = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
+        if reduction in ("mean", "avg"):
+            merged = weighted_mean(floats, known if are_counts else rows)
+        else:
+            merged = getattr(torch, {"max": "amax", "min": "amin"}.get(reduction, reduction))(
+                torch.stack(floats), dim=0
+            )
+        return merged, sum(known) if are_counts else known[0] if known else None
+
+    def _is_size_of_whole(self, key: str, known: Sequence[int], rows: Sequence[int]) -> bool:
+        """Whether the same number for parts is that of all rows, as far as this batch, or one before it, tells."""
+        size = known[0]
+        if len({*known}) > 1 or (len({*rows}) == 1 and size == rows[0]):
+            self._of_whole[key] = False
+        elif len({*rows}) > 1 or size == sum(rows):
+            self._of_whole[key] = True
+        return self._of_whole.get(key, size < rows[0])
