@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.tensors import clone_tensors, parameters_of
@@ -12,9 +13,14 @@ from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_opt
 
 
 def copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Copy the states of an optimizer's parameters, by their number, and the options of its groups."""
+    """Copy the states of an optimizer's parameters, by their number, other states, and the options of its groups."""
     states = {number: optimizer.state[p] for number, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
-    return {"states": clone_tensors(states), "options": copy_group_options(optimizer)}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    return {
+        "states": clone_tensors(states),
+        "others": clone_tensors(others),
+        "options": copy_group_options(optimizer),
+    }
 
 
 def restore_optimizer(optimizer: Optimizer, copies: Mapping[str, Any]) -> None:
@@ -26,4 +32,7 @@ def restore_optimizer(optimizer: Optimizer, copies: Mapping[str, Any]) -> None:
                 name: clone_tensors(value, getattr(now.get(name), "device", parameter.device))
                 for name, value in copies["states"][number].items()
             }
+    for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(clone_tensors(copies.get("others", {})))
     restore_group_options(optimizer, clone_tensors(copies["options"]))
