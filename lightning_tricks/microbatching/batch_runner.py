@@ -202,9 +202,10 @@ class BatchRunner:
                         module, step.loss_alone, sample, number, known=found.reduction, half_precision=is_half
                     )
             except Exception as error:
-                if size > 1 or not memory_that_ran_out(error):
-                    raise
-                outcome = Comparison(problem="two rows at once run out of memory")
+                may_shrink = size > 1 and self._arguments.size is None
+                if may_shrink or not memory_that_ran_out(error):
+                    raise  # evaluation mode may leave out what saves memory, such as checkpoints of activations
+                outcome = Comparison(problem=f"{number:,} rows at once run out of memory")
             found.reduction = found.reduction or outcome.reduction or ("mean" if outcome.problem else None)
             if outcome.problem:
                 break

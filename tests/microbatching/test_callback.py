@@ -402,6 +402,16 @@ def test_a_module_that_computes_no_loss_in_evaluation_mode():
         fit(Detector(dropout=0.5), Microbatching(3))
 
 
+def test_a_module_that_takes_more_memory_in_evaluation_mode():
+    class Checkpointing(Net):
+        def loss(self, batch):
+            self.memory.rows = 3 if self.net.training else 2
+            return super().loss(batch)
+
+    with pytest.warns(UserWarning, match="could not compare .*, as 3 rows at once run out of memory"):
+        fit(Checkpointing(Memory(3), dropout=0.5), Microbatching(3))
+
+
 def test_frozen_batch_norm_is_no_obstacle():
     class Frozen(Net):
         def on_train_epoch_start(self):
