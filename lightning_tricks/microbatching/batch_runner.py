@@ -18,9 +18,16 @@ from lightning_tricks._lightning_compat.microbatches import BatchStep, LogQueue
 from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
-from lightning_tricks._shared.tensors import detach_tensors, tensors_in
+from lightning_tricks._shared.tensors import detach_tensors
 from lightning_tricks._shared.text import describe_error, list_names
-from lightning_tricks.microbatching.core.batches import copy_batch, count_rows, cut_batch, join_rows, take_rows
+from lightning_tricks.microbatching.core.batches import (
+    copy_batch,
+    count_rows,
+    cut_batch,
+    join_rows,
+    take_rows,
+    versions_in,
+)
 from lightning_tricks.microbatching.core.comparison import Comparison, batch_norms_in, compare_with_parts, part_weights
 
 if TYPE_CHECKING:
@@ -82,7 +89,7 @@ class BatchRunner:
         synchronize_buffers(self._trainer)  # or a rank without memory would leave the others alone with it
         module = self._trainer.lightning_module
         state, random_state = copy_step_state(module), capture_rng_state()
-        batch, versions = copy_batch(step.batch), _versions(step.batch)
+        batch, versions = _copied(step.batch), versions_in(step.batch)
         gradients: dict[str, Tensor] | None = None
 
         def begin() -> None:
@@ -114,8 +121,8 @@ class BatchRunner:
             if gradients is not None:
                 restore_gradients(module, gradients)
             step.rewind()
-            step.batch = copy_batch(batch)
-            if _versions(batch) != versions:
+            step.batch = _copied(batch)
+            if versions_in(batch) != versions:
                 raise MisconfigurationException(
                     f"Microbatching: memory ran out ({reason}), and the batch cannot be tried again, as "
                     "`training_step` has changed its tensors in place. Let it change copies, or give a number of rows "
@@ -233,9 +240,11 @@ class BatchRunner:
         )
 
 
-def _versions(batch: Any) -> list[int]:
-    """Return a number for each tensor of a batch that each writing into it raises."""
-    return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
+def _copied(batch: Any) -> Any:
+    try:
+        return copy_batch(batch)
+    except Exception:  # a container of its own kind, of which a step takes nothing out, as a rule
+        return batch
 
 
 def _count_rows(batch: Any, remark: str = "") -> int:

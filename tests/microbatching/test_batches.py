@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from time import process_time
 
 import numpy as np
 import pytest
@@ -55,6 +56,14 @@ def test_values_of_parts():
     samples, _ = cut_batch(COLUMNS["equal images as lists"], 3)
     assert [len(images) for images, _ in samples] == [2, 2, 2]
     assert [target["label"].item() for _, targets in samples for target in targets] == list(range(6))
+
+
+def test_lists_of_tokens_are_cut_at_once():
+    batch = {"x": X, "tokens": [[1] * 10_000 for _ in X]}
+    begin = process_time()
+    parts, _ = cut_batch(batch, 3)
+    assert process_time() - begin < 0.1
+    assert [len(part["tokens"]) for part in parts] == [2, 2, 2]
 
 
 class Graph:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from copy import deepcopy
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -301,6 +302,25 @@ def test_batches_that_a_step_changes(way, in_place):
     else:
         fit(cut, microbatching, data=data)
         assert difference(whole, cut) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer")
+def test_batches_that_cannot_be_copied_are_trained_whole():
+    class Unpacked(Net):
+        def transfer_batch_to_device(self, batch, *_):
+            return batch
+
+        def training_step(self, batch, batch_idx):
+            return self.loss((batch["rows"], batch["labels"]))[0]
+
+    def collate(samples):
+        rows, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+        return MappingProxyType({"rows": rows, "labels": labels, "tokens": [1] * 9})
+
+    data = DataLoader(rows_of(), batch_size=10, collate_fn=collate)
+    fit(whole := Unpacked(), data=data)
+    fit(other := Unpacked(), Microbatching(), data=data)
+    assert difference(whole, other) == 0
 
 
 class Weighted(Net):

@@ -57,7 +57,16 @@ def copy_batch(batch: Any, *, with_values: bool = False) -> Any:
     """Return a batch in new containers, from which a step may take what it likes, with the same tensors or copies."""
     if with_values and isinstance(batch, Tensor | np.ndarray):
         return batch.detach().clone() if isinstance(batch, Tensor) else batch.copy()
-    return _with_parts(batch, [copy_batch(part, with_values=with_values) for _, part in _named_parts(batch)])
+    if _is_plain(batch):
+        return copy(batch)
+    return _with_parts(batch, [copy_batch(part, with_values=with_values) for part in _parts(batch)])
+
+
+def versions_in(batch: Any) -> list[int]:
+    """Return a number for each tensor of a batch that each writing into it raises."""
+    if isinstance(batch, Tensor):
+        return [] if batch.is_inference() else [batch._version]
+    return [] if _is_plain(batch) else [number for part in _parts(batch) for number in versions_in(part)]
 
 
 def take_rows(batch: Any, rows: int, chosen: slice) -> Any:
@@ -66,20 +75,36 @@ def take_rows(batch: Any, rows: int, chosen: slice) -> Any:
         return batch.narrow_copy(0, chosen.start, chosen.stop - chosen.start)
     if isinstance(batch, Tensor | np.ndarray):
         return batch[chosen] if batch.ndim else batch
+    if _is_plain(batch):
+        return batch[chosen] if len(batch) == rows else batch
     if _is_list(batch) and len(batch) == rows and (_are_labelled(batch) or rows not in (_common_numbers(batch) or ())):
         return batch[chosen]  # samples
-    return _with_parts(batch, [take_rows(part, rows, chosen) for _, part in _named_parts(batch)])
+    return _with_parts(batch, [take_rows(part, rows, chosen) for part in _parts(batch)])
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    """Return what a container holds."""
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return value if isinstance(value, list | tuple) and not isinstance(value, PackedSequence) else ()
 
 
 def _named_parts(value: Any) -> list[tuple[str, Any]]:
     """Return what a container holds, with its place as it is written behind the container's name."""
     if isinstance(value, Mapping):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if is_dataclass(value):
-        return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
-    if isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
-        return [(f"[{index}]", part) for index, part in enumerate(value)]
-    return []
+        names = [f"[{key!r}]" for key in value]
+    elif is_dataclass(value):
+        names = [f".{field.name}" for field in fields(value)]
+    else:
+        names = [f"[{index}]" for index in range(len(_parts(value)))]
+    return [*zip(names, _parts(value), strict=True)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a list of numbers or words, such as the tokens of a text."""
+    return _is_list(value) and len(value) > 0 and all(isinstance(part, _PLAIN) for part in value)
 
 
 def _with_parts(value: Any, parts: Sequence[Any]) -> Any:
@@ -108,12 +133,14 @@ def _row_numbers(value: Any) -> list[int] | None:
         return []
     if isinstance(value, Tensor | np.ndarray):
         return [len(value)] if value.ndim else None
-    parts = [part for _, part in _named_parts(value)]
+    if _is_plain(value):
+        return None
+    parts = _parts(value)
     if not parts:
         hidden = tensors_in((value, getattr(value, "__dict__", {})))
         return [] if next(hidden, None) is not None else None
     columns = _common_numbers(parts)
-    if not _is_list(value) or all(isinstance(part, _PLAIN) for part in parts):
+    if not _is_list(value):
         return columns
     samples = [len(parts)] if _are_alike(parts) else []
     return [*samples, *(columns or ())] if _are_labelled(parts) else [*(columns or ()), *samples]
@@ -140,8 +167,8 @@ def _are_alike(values: Sequence[Any]) -> bool:
 def _are_labelled(values: Sequence[Any]) -> bool:
     """Whether values are alike, with a number in each, as a label is in a sample."""
     return _are_alike(values) and all(
-        any(isinstance(part, int | float) or (isinstance(part, Tensor) and not part.ndim) for _, part in parts)
-        for parts in map(_named_parts, values)
+        any(isinstance(part, int | float) or (isinstance(part, Tensor) and not part.ndim) for part in parts)
+        for parts in map(_parts, values)
     )
 
 
