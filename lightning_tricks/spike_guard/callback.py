@@ -354,7 +354,8 @@ class SpikeGuard(TrickCallback):
         values = torch.stack(window.values)
         if self.mode == "rewind":
             weights = [local_part(p).isfinite().all() for p in trainer.lightning_module.parameters()]
-            are_finite = torch.stack([finite.to(values.device) for finite in weights]).all()
+            none = torch.ones((), dtype=torch.bool, device=values.device)  # a module may have no weights
+            are_finite = torch.stack([none, *(finite.to(values.device) for finite in weights)]).all()
             values[-1, 0] = torch.where(are_finite, values[-1, 0], math.inf)
         if trainer.world_size > 1:
             values = trainer.strategy.reduce(values, reduce_op="max")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import AutoResume, GradientClipping, PercentileClip, SpikeGuard, ZScoreClip
 from tests.contract.checks import Interrupts
-from tests.contract.lab import HostReads, Lab, same
+from tests.contract.lab import QUIET, HostReads, Lab, same
 from tests.spike_guard.oracle import Noisy, Rows, loader, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:SpikeGuard:UserWarning", "ignore:.*lr_scheduler.step:UserWarning")
@@ -198,6 +198,27 @@ def test_validation_sees_weights_that_were_judged(every_n, tmp_path):
     )
     assert seen == [True] * 6
     assert [(spike["batch_idx"], spike["left_out"]) for spike in guard.spikes] == [(7, 1 if every_n == 3 else 4)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
+def test_a_module_without_weights(tmp_path):
+    class Counting(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.register_buffer("total", torch.zeros(64))
+
+        def training_step(self, batch, batch_idx):
+            self.total += batch[0].mean(0)
+            return batch[0].mean()
+
+        def configure_optimizers(self):
+            return None
+
+    module, guard = Counting(), SpikeGuard("rewind", every_n_train_steps=2, **SMALL)
+    Trainer(**QUIET, max_epochs=1, callbacks=[guard]).fit(module, loader(Rows(12, {7}, float("nan"))))
+    assert [spike["left_out"] for spike in guard.spikes] == [2]
+    assert module.total.isfinite().all()
 
 
 class Averaged(Noisy):
