@@ -69,7 +69,8 @@ def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Op
         return merge_optimizers([_optimizer_of(choice, own) for own in of_members])
     name, options = choice
     clips = trainer is not None and trainer.gradient_clip_val  # which Lightning refuses beside a fused step under AMP
-    fused = "fused" in inspect.signature(OPTIMIZERS[name]).parameters and not clips
+    sparse = any(getattr(part, "sparse", False) for module in modules for part in module.modules())  # of embeddings
+    fused = "fused" in inspect.signature(OPTIMIZERS[name]).parameters and not (clips or sparse)
     kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
     if fused and kinds <= {(device, torch.float32) for device in ("cpu", "cuda")} and not options.keys() & _KERNELS:
         options = {**options, "fused": True}

@@ -213,3 +213,21 @@ def test_a_member_that_is_changed_is_the_ensembles(vectorize):
     ensemble.estimators_[1].load_state_dict(other.state_dict())
     torch.testing.assert_close(ensemble.member_outputs(x)[1], other(x))
     assert (ensemble.state_dict()["estimators_.2.last.bias"] == 2.0).all()
+
+
+class Words(nn.Module):
+    """A member whose embeddings have sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.EmbeddingBag(17, 8, sparse=True), nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.last(self.words((16 * x).long()))
+
+
+def test_sparse_gradients_are_stepped_by_no_fused_kernel():
+    ensemble = VotingClassifier(Words, 2, optimizer=("SGD", {"lr": 0.1}), seed=0)
+    before = ensemble.estimators_[0].words.weight.clone()
+    fit(ensemble, few(digits()[0], 64))
+    assert not torch.equal(ensemble.estimators_[0].words.weight, before)
