@@ -51,6 +51,12 @@ class MeanLoss:
         self._flush()
         return None if self._sum is None or not self.samples else self._sum / self.samples
 
+    def __copy__(self) -> MeanLoss:
+        """Return one that goes on by itself."""
+        other = MeanLoss()
+        vars(other).update(vars(self), _pending=[*self._pending])
+        return other
+
     def state_dict(self) -> dict[str, Tensor | int | None]:
         """Return the sum, on the CPU, and the number of samples."""
         self._flush()

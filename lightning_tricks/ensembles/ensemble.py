@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from inspect import currentframe
 from typing import IO, Any, Literal
 
@@ -251,6 +252,14 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
             # times the ranks, as Lightning takes the mean of these numbers as a whole one
             weight = 1 if self.own_members is None else len(self.own_members) * self.trainer.world_size
             self.log("train/loss", mean, sync_dist=True, batch_size=weight)
+
+    def mid_epoch_state(self) -> dict[str, Any]:
+        """Return what this epoch's means are made of: `SpikeGuard` takes back batches that it leaves out."""
+        return {"losses": copy(self._losses)}
+
+    def load_mid_epoch_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `mid_epoch_state` returned."""
+        self._losses = copy(state["losses"])
 
     def log_of_member(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log what a member logs in its `training_step`."""

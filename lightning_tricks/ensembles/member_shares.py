@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._lightning_compat.ddp import gradients_kept_apart, syncs_batchnorm
@@ -33,6 +34,10 @@ def member_shares(n_members: int, n_ranks: int) -> list[range]:
         [range(0, 2), range(2, 5)]
     """
     return [range(rank * n_members // n_ranks, (rank + 1) * n_members // n_ranks) for rank in range(n_ranks)]
+
+
+def _has_extra_state(part: nn.Module) -> bool:
+    return type(part).get_extra_state is not nn.Module.get_extra_state
 
 
 class MemberShares(Ensemble):
@@ -105,6 +110,23 @@ class MemberShares(Ensemble):
                 self._refuse(f"each rank has to read all samples, and {reason}")
         return super().training_loader(loaders)
 
+    def run_members_as(self, how: Mapping[str, Any]) -> None:
+        """Let members run as in a checkpoint.
+
+        Raises:
+            MisconfigurationException: If they ran at once there: the states of its optimizer are those of all members.
+        """
+        if self.own_members is not None and how.get("stacked"):
+            self._refuse('the members of the checkpoint ran at once: resume with members="replicated"')
+        super().run_members_as(how)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Train the members of this rank, of which all may be frozen where others are not."""
+        results = super().training_step(batch, batch_idx)
+        if self.own_members is not None and any(value.requires_grad for value in self.estimators_.parameters()):
+            results["loss"].requires_grad_()
+        return results
+
     def on_fit_start(self) -> None:
         """Begin with the values of rank zero."""
         super().on_fit_start()
@@ -137,6 +159,15 @@ class MemberShares(Ensemble):
                 if number in states and parameter not in optimizer.state:
                     optimizer.state[parameter] = states[number]  # on the CPU, as the device may not have the memory
 
+    def mid_epoch_state(self) -> dict[str, Any]:
+        """Return what this epoch's means are made of, those of what members log as well."""
+        return {**super().mid_epoch_state(), "member_logs": dict(self._member_logs)}
+
+    def load_mid_epoch_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `mid_epoch_state` returned."""
+        super().load_mid_epoch_state(state)
+        self._member_logs = dict(state["member_logs"])
+
     def log_of_member(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value of a member; where others log on other ranks, its mean over the epoch.
 
@@ -146,10 +177,10 @@ class MemberShares(Ensemble):
         if self.own_members is None:
             super().log_of_member(index, name, value, *args, **kwargs)
             return
-        if not isinstance(value, Tensor | int | float):
+        if not isinstance(value, Tensor | int | float) or torch.as_tensor(value).numel() != 1:
             raise TypeError(
                 f'members="sharded": a member logs {name!r} as {type(value).__name__}, and values of other ranks have '
-                "to be numbers: log a number, or let MetricsMonitor compute the metric."
+                "to be single numbers: log a number, or let MetricsMonitor compute the metric."
             )
         loader: Any = self.trainer.train_dataloader
         rows = kwargs.get("batch_size") or loader.indices_of(self.trainer.fit_loop.batch_idx).shape[1]
@@ -164,6 +195,13 @@ class MemberShares(Ensemble):
             for rank, share in enumerate(self._shares):
                 for index in share:
                     broadcast_tensors([*self.estimators_.member_tensors(index).values()], rank)
+            parts = {name: part for name, part in self.estimators_.named_modules() if _has_extra_state(part)}
+            own = {name: part for name, part in parts.items() if int(name.partition(".")[0]) in self.own_members}
+            states = {name: part.get_extra_state() for name, part in own.items()}
+            for of_rank in gather_objects(states) if parts else ():
+                for name, state in of_rank.items():
+                    if name not in own:
+                        parts[name].set_extra_state(state)
 
     def _whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict of an optimizer with the states of all members; on rank zero."""

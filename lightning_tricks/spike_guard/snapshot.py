@@ -34,7 +34,7 @@ def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool, writte
         "gradients": copy_gradients(module) if not module.automatic_optimization else {},
         "progress": step_progress(trainer),
         "loop": capture_loop_state(trainer),
-        "in_epoch": {name: trick.mid_epoch_state() for name, trick in _tricks(trainer, guard).items()},
+        "in_epoch": {name: part.mid_epoch_state() for name, part in _with_memory(trainer, guard).items()},
         "random": capture_rng_state(),
     }
     if with_steps:
@@ -57,9 +57,9 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
     restore_step_progress(trainer, snapshot["progress"])
     now = capture_loop_state(trainer)  # what is not taken back: that the batch has begun, and wishes to stop
     restore_loop_state(trainer, now | {key: snapshot["loop"][key] for key in ("logged", "current_fx", "results")})
-    tricks = _tricks(trainer, guard)
+    parts = _with_memory(trainer, guard)
     for name, state in snapshot["in_epoch"].items():
-        tricks[name].load_mid_epoch_state(state)
+        parts[name].load_mid_epoch_state(state)
     if "optimizers" in snapshot:
         for optimizer, copied in zip(trainer.optimizers, snapshot["optimizers"], strict=True):
             restore_optimizer(optimizer, copied)
@@ -85,6 +85,12 @@ def _tricks(trainer: Trainer, guard: Callback) -> dict[str, TrickCallback]:
     """Return the other tricks that change training."""
     named = named_callbacks(trainer).items()
     return {k: c for k, c in named if isinstance(c, TrickCallback) and c.training_arguments and c is not guard}
+
+
+def _with_memory(trainer: Trainer, guard: Callback) -> dict[str, Any]:
+    """Return what remembers batches of an epoch: other tricks that change training, and the module, if it can tell."""
+    module = trainer.lightning_module
+    return {**_tricks(trainer, guard), **({"module": module} if hasattr(module, "mid_epoch_state") else {})}
 
 
 def _averages(trainer: Trainer) -> dict[str, nn.Module]:

@@ -1,5 +1,6 @@
 """Members that ranks share out: the same members as in one process, in checkpoints as well."""
 
+import math
 import os
 import signal
 
@@ -20,6 +21,7 @@ from lightning_tricks import (
     GradientClipping,
     MetricsMonitor,
     NeuralForestClassifier,
+    SpikeGuard,
     VotingClassifier,
     VotingRegressor,
 )
@@ -49,7 +51,31 @@ def two_groups(parameters):
     return torch.optim.SGD([{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}], lr=0.5)
 
 
+class Counts(MLP):
+    """A member with a state beside its tensors."""
+
+    batches = 0
+
+    def forward(self, x):
+        self.batches += self.training
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return torch.tensor(self.batches)
+
+    def set_extra_state(self, state):
+        self.batches = int(state)
+
+
+def with_a_frozen_member(**how):
+    ensemble = VotingClassifier(MLP, 3, optimizer=ADAM, seed=1, **how)
+    ensemble.estimators_[0].requires_grad_(False)  # all that the first of two ranks has
+    return ensemble
+
+
 FAMILIES = {
+    "a state beside tensors": lambda **how: VotingClassifier(Counts, 3, optimizer=ADAM, seed=1, **how),
+    "a frozen member": with_a_frozen_member,
     "convolutions with BatchNorm": lambda **how: VotingClassifier(CNN, 5, optimizer=ADAM, seed=1, **how),
     "members with steps": lambda **how: VotingClassifier(LitMLP, 5, seed=1, **how),
     "bootstrap samples": lambda **how: BaggingClassifier(MLP, 3, optimizer=ADAM, seed=1, **how),
@@ -149,6 +175,33 @@ def test_a_checkpoint_is_that_of_one_process_and_resumes_on_any_number_of_ranks(
     assert torch.equal(loaded.predict(x), expected.predict(x))
 
 
+def test_a_checkpoint_of_members_that_ran_at_once_is_refused(tmp_path):
+    options = {"callbacks": [saved(tmp_path)], "enable_checkpointing": True}
+    fit(VotingClassifier(MLP, 3, optimizer=ADAM), *loaders(), **options)
+    trainer, ensemble = Trainer(max_epochs=2, **QUIET, **ranks(2)), VotingClassifier(MLP, 3, optimizer=ADAM, **SHARDED)
+    with pytest.raises(ProcessRaisedException, match=r'of the checkpoint ran at once: .*members="replicated"'):
+        trainer.fit(ensemble, *loaders(), ckpt_path=tmp_path / "epoch=0.ckpt")
+
+
+class Spikes(LitMLP):
+    """Has a loss that is not finite in one batch."""
+
+    def training_step(self, batch, batch_idx):
+        result = super().training_step(batch, batch_idx)
+        return {**result, "loss": result["loss"] * (math.nan if batch_idx == 3 else 1)}
+
+
+@pytest.mark.filterwarnings("ignore:SpikeGuard")
+def test_what_spike_guard_leaves_out_is_in_no_mean():
+    logged = []
+    for how, count in [(ONE_BY_ONE, 1), (SHARDED, 2)]:
+        ensemble = VotingClassifier(Spikes, 3, seed=1, **how)
+        trainer = fit(ensemble, *loaders(), callbacks=[SpikeGuard()], **ranks(count))
+        logged.append({key: value.item() for key, value in trainer.callback_metrics.items()})
+    assert math.isfinite(logged[0]["train/loss"])
+    assert logged[0] == pytest.approx(logged[1])
+
+
 class Kill(Callback):
     """Kills the process of the last rank after a step."""
 
@@ -234,6 +287,19 @@ class Shared(MLP):
 def test_members_that_share_a_parameter_are_refused():
     with pytest.raises(ProcessRaisedException, match="members share a parameter"):
         fit(VotingClassifier([Shared(), Shared()], **SHARDED), *loaders(), **ranks(2))
+
+
+class Vector(LitMLP):
+    """Logs what is no number."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("vector", torch.ones(2))
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_no_number_is_not_logged():
+    with pytest.raises(ProcessRaisedException, match=r"a member logs 'vector' as Tensor, and .* single numbers"):
+        fit(VotingClassifier(Vector, 2, **SHARDED), *loaders(), **ranks(2))
 
 
 def test_bad_arguments():
