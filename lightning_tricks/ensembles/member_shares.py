@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._lightning_compat.ddp import gradients_kept_apart, syncs_batchnorm
 from lightning_tricks._lightning_compat.flavor import DDPStrategy, MisconfigurationException
-from lightning_tricks._lightning_compat.trainer import callbacks_of, overfit_batches_of
+from lightning_tricks._lightning_compat.trainer import active_scaler, callbacks_of, overfit_batches_of
 from lightning_tricks._shared.tensors import broadcast_tensors, clone_tensors, gather_objects, parameters_of
 from lightning_tricks.ensembles.core.members import Members, refuse_lazy
 from lightning_tricks.ensembles.core.sampling import sampler_of, why_not_reorder
@@ -123,8 +123,11 @@ class MemberShares(Ensemble):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Train the members of this rank, of which all may be frozen where others are not."""
         results = super().training_step(batch, batch_idx)
-        if self.own_members is not None and any(value.requires_grad for value in self.estimators_.parameters()):
-            results["loss"].requires_grad_()
+        loss, is_apart = results["loss"], self.own_members is not None
+        if is_apart and not loss.requires_grad and any(value.requires_grad for value in self.estimators_.parameters()):
+            if active_scaler(self.trainer) is not None:
+                self._refuse("fp16 scales gradients, and the members of a rank are all frozen: use bf16-mixed")
+            loss.requires_grad_()
         return results
 
     def on_fit_start(self) -> None:

@@ -26,7 +26,7 @@ from lightning_tricks import (
     VotingRegressor,
 )
 from lightning_tricks.ensembles.core.members import SequentialMembers
-from tests.contract.lab import QUIET
+from tests.contract.lab import QUIET, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, diabetes, digits, few, fit, values
 
 # What Lightning says of few workers, and of ModelCheckpoint that is not given again
@@ -287,6 +287,11 @@ class Shared(MLP):
 def test_members_that_share_a_parameter_are_refused():
     with pytest.raises(ProcessRaisedException, match="members share a parameter"):
         fit(VotingClassifier([Shared(), Shared()], **SHARDED), *loaders(), **ranks(2))
+
+
+def test_fp16_refuses_a_rank_that_has_frozen_members_alone():
+    with pytest.raises(ProcessRaisedException, match=r"fp16 scales gradients, and .*: use bf16-mixed"):
+        fit(with_a_frozen_member(**SHARDED), *loaders(), plugins=[real_fp16()], **ranks(2))
 
 
 class Vector(LitMLP):
