@@ -202,6 +202,8 @@ class Attributes(Part):
     def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterator[str]:
         """Yield what was not restored, and the attributes that changed in both processes, and to different values."""
         yield from self.failed
+        if self.trainer.global_rank >= saved.world_size:
+            return  # it has those of another rank, but for metrics
         before, present = (state["attributes"]["values"] for state in (saved.rank, now))
         for path in before.keys() & present.keys():
             if any(True for _ in differing_paths(before[path]["value"], present[path]["value"])):

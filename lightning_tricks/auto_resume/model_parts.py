@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
 from lightning_tricks._lightning_compat.flavor import LightningModule, StochasticWeightAveraging, Trainer, is_overridden
 from lightning_tricks._lightning_compat.results import named_callbacks
@@ -206,12 +207,16 @@ class Buffers(ComparedPart):
         return {"buffers": move_to_device(found, "cpu"), "syncs_buffers": syncs}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
-        """Restore the buffers, also those that were added or have another shape."""
+        """Restore the buffers, also those that were added or have another shape; reset the metrics of a new rank."""
         for path, module in modules_of(self.trainer, self.module).items():
             buffers = dict(saved.rank["buffers"].get(path, {}))
             name_as_in_(buffers, dict(module.named_buffers()))
             resize_to_state_dict(module, buffers, list(buffers))
             _restore_tensors(module, buffers)
+            is_counted_elsewhere = self.trainer.global_rank >= saved.world_size and phase is not Phase.RESULTS
+            for part in module.modules() if is_counted_elsewhere else ():
+                if isinstance(part, Metric):
+                    part.reset()
         syncs = saved.rank["syncs_buffers"]
         if phase is not Phase.RESULTS and syncs is not None and hasattr(self.trainer.model, _SYNC_ATTRIBUTE):
             setattr(self.trainer.model, _SYNC_ATTRIBUTE, syncs)

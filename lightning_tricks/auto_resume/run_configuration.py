@@ -69,6 +69,7 @@ class RunConfiguration(Part):
         self._fit = FitSettings(trainer, module)
         self._now = self._fit.now
         self._ignored: list[Change] = []
+        self._rescheduled: list[str] = []  # what another number of ranks changed in schedules
         self._created: Sequence[Any] = ()  # the optimizers
         self._has_loaders = self._has_optimizers = self._said_incidental = False
 
@@ -190,6 +191,7 @@ class RunConfiguration(Part):
         if checkpoint is None or self._before is None or self._before.exchanged:
             return
         names = [change.name for change in self.changes] if self.settings.on_change == "new" else []
+        names += self._rescheduled if self.settings.on_change != "old" else []
         if not names and self._before.groups == self._now.groups:
             return
         regrouped = bool(self._saved.shared["groups"])
@@ -199,7 +201,10 @@ class RunConfiguration(Part):
                 "ones than at its first start, so that the saved states have no place. Return the groups of then, or "
                 "choose another dirpath."
             )
-        changed = ChangedOptimizers(optimizers, configs, self._before, self._now, names, regrouped=regrouped)
+        ranks = self._saved.world_size, self.trainer.world_size
+        changed = ChangedOptimizers(
+            optimizers, configs, self._before, self._now, names, regrouped=regrouped, ranks=ranks
+        )
         states, manifest = (checkpoint["optimizer_states"], checkpoint["lr_schedulers"]), self._saved.manifest
         try:
             states = changed.states(*states, manifest.step, manifest.epoch)
@@ -241,6 +246,14 @@ class RunConfiguration(Part):
             known |= {change.name for change in found if _is_of_loaders(change)}
         new = [change for change in found if change.name not in known]
         self.changes += new
+        schedules = [change for change in incidental if change.label in self._schedule_labels()]
+        incidental = [change for change in incidental if change not in schedules]
+        if schedules and not self._rescheduled:
+            self._rescheduled = [change.name for change in schedules]
+            ranks = self._saved.world_size if self.settings.on_change == "old" else self.trainer.world_size
+            rank_zero_info(
+                f"AutoResume: schedules go on as those of a run with {ranks} ranks: {_listed(schedules, '; ')}."
+            )
         if incidental and not self._said_incidental:
             self._said_incidental = True
             rank_zero_info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -145,10 +146,12 @@ class MemberShares(Ensemble):
     def on_train_epoch_end(self) -> None:
         """Log what the members of all ranks have logged, as means of the epoch, and the loss."""
         if self.own_members is not None and self._has_lightning_members:
-            own = {name: float(total / rows) for name, (total, rows) in self._member_logs.items()}
-            self._member_logs = {}
-            for logged in gather_objects(own):
-                self.log_dict(logged, sync_dist=True)  # which Lightning warns without
+            own = {name: (float(total), rows) for name, (total, rows) in self._member_logs.items()}
+            self._member_logs, sums = {}, defaultdict[str, Any](lambda: torch.zeros(2, dtype=torch.float64))
+            for name, sums_of_rank in (item for of_rank in gather_objects(own) for item in of_rank.items()):
+                sums[name] += torch.tensor(sums_of_rank)  # another number of ranks may have begun the epoch
+            means = {name: total / rows for name, (total, rows) in sums.items()}
+            self.log_dict(means, sync_dist=True)  # which Lightning warns without
         super().on_train_epoch_end()
 
     def on_train_end(self) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -26,6 +27,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torchmetrics import SumMetric
 
 from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.core.data.epoch_rest import EpochRest
@@ -95,7 +97,7 @@ class Net(LightningModule):
 
     def __init__(self, notes: Path) -> None:
         super().__init__()
-        self.net, self.notes = nn.Linear(4, 2), notes
+        self.net, self.notes, self.seen = nn.Linear(4, 2), notes, SumMetric()
 
     def train_dataloader(self):
         return loader()
@@ -109,10 +111,31 @@ class Net(LightningModule):
         row = [self.trainer.current_epoch, self.trainer.global_step, batch_idx, batch[1].tolist(), noise]
         with Path(f"{self.notes}.{self.global_rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(row)}\n")
+        self.seen.update(len(batch[1]))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        self.log("sum", float(len(batch[1])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 2)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if OPTIONS["sampler"] == "stream":  # has no length
+            return optimizer
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = OneCycleLR(optimizer, 0.1, steps, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self):
+        self.first_epoch = self.trainer.current_epoch
+
+    def on_train_epoch_end(self):
+        is_resumed = self.trainer.current_epoch == self.first_epoch
+        if is_resumed and OPTIONS["sampler"] not in ("own", "stream"):  # which may read samples twice
+            assert self.trainer.callback_metrics.get("seen", 0) < OPTIONS["rows"] + OPTIONS["ranks"]
+
+    def on_train_end(self):
+        if OPTIONS["sampler"] != "stream":
+            schedule = self.lr_schedulers()  # which raises an error after its last step
+            assert schedule.total_steps - 6 < schedule.last_epoch <= schedule.total_steps
 
 
 def loader() -> DataLoader:

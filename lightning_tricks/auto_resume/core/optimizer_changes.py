@@ -72,6 +72,8 @@ class ChangedOptimizers:
         now: What this start is configured with.
         changed: The names of the values and kinds that differ.
         regrouped: Whether hooks changed the groups in the fit, so that the saved states are those of other groups.
+        ranks: How many there were and are. Where that differs, schedules of steps whose arguments changed go on from
+            the same share of their length.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class ChangedOptimizers:
         changed: Collection[str],
         *,
         regrouped: bool = False,
+        ranks: tuple[int, int] = (1, 1),
     ) -> None:
-        self._optimizers, self._configs = optimizers, configs
+        self._optimizers, self._configs, self._ranks = optimizers, configs, ranks
         self._before, self._now, self._changed = before, now, set(changed)
         self._regrouped = regrouped
         self._labels = numbered([config.scheduler for config in configs])
@@ -123,11 +126,23 @@ class ChangedOptimizers:
             if count is None:
                 config = self._configs[number]
                 count = (epochs if config.interval == "epoch" else steps) // config.frequency
+            if (pace := self._pace(number)) != 1.0:
+                count = max(0, int(count * pace) - 1)  # what is left of an epoch may have a step more than its share
             _replay(scheduler, count)
             return copy.deepcopy(scheduler.state_dict())
         state = scheduler.state_dict()
         changed = {name for name in state if f"{label}.{name}" in self._changed}
         return copy.deepcopy({**saved, **{name: state[name] for name in changed}} if is_known else state)
+
+    def _pace(self, number: int) -> float:
+        """Return how many steps of a schedule take the place of one, where another number of ranks changed it."""
+        names = [name for name in self._changed if name.startswith(f"{self._labels[number]}.")]
+        if self._configs[number].interval != "step" or self._ranks[0] == self._ranks[1] or not names:
+            return 1.0
+        pairs = [(self._now.values.get(name), self._before.values.get(name)) for name in names]
+        lengths = [(now, old) for now, old in pairs if isinstance(now, int) and isinstance(old, int) and old > 0]
+        now, old = max(lengths, default=self._ranks)  # the length of the whole
+        return now / old
 
     def _is_rescheduled(self, optimizer: Any) -> bool:
         """Whether learning rates of an optimizer, or a schedule of it, changed."""
