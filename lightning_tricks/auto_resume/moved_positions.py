@@ -76,9 +76,9 @@ def _shared_out(
     if not why:
         rest = EpochRest.after(position, batch_size=round(loader.batch_size / scale), epoch=int(of_first["epoch"]))
         left = rest.batches(loader, rank, ranks)
-        if left is not None:
+        if left is not None and len(left) <= len(loader):
             return _with_positions(state, lambda _, own: continued_by(own, left, rest, len(loader)))
-        why = "its order cannot be drawn again"
+        why = "its order cannot be drawn again" if left is None else "the sampler gives another number of samples"
     rank_zero_warn(
         f"AutoResume: what is left of the epoch cannot be shared out anew, as {why}: some of its samples come twice or "
         "not at all. To see each once, use DataLoader(shuffle=True) and seed_everything, or resume with as many ranks "

@@ -112,11 +112,11 @@ class SavedState:
         rank = ranks[trainer.global_rank % len(ranks)]
         world_size_changed = len(ranks) != trainer.world_size
         if world_size_changed:
-            own = [one["trainer"]["results"] for one in ranks[trainer.global_rank :: trainer.world_size]]
+            of_ranks = [one["trainer"]["results"] for one in ranks[trainer.global_rank :: trainer.world_size]]
             # what one process logs does not tell whether sync_dist=True was given, which may not differ
             known = rank["trainer"]["results"] if len(ranks) > 1 else []
             is_distributed = isinstance(trainer.strategy, ParallelStrategy)
-            results = [_merged_result(item, own, is_distributed) for item in known]
+            results = [_merged_result(item, of_ranks, is_distributed) for item in known]
             rank = {**rank, "buffers": {}, "trainer": {**rank["trainer"], "results": results}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
@@ -144,7 +144,6 @@ def _merged_result(
     """Return the state of a logged value with what these ranks logged; what ranks do not add up stays as it is."""
     sums = {key: item[key] for key in ("value", "cumulated_batch_size") if item[key] is not None}
     is_sum = item["sync"]["_should"] and item["meta"]["reduce_fx"] in ("mean", "sum")
-    same: Sequence[Mapping[str, Any]]
     same = [one for results in of_ranks for one in results if one["key"] == item["key"]] if is_sum else [item]
     merged = {key: sum((one[key] for one in same), torch.zeros_like(value)) for key, value in sums.items()}
     return {**item, **merged, "sync": {**item["sync"], "_should": item["sync"]["_should"] and is_distributed}}

@@ -23,6 +23,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -135,7 +136,7 @@ class Net(LightningModule):
     def on_train_end(self):
         if OPTIONS["sampler"] != "stream":
             schedule = self.lr_schedulers()  # which raises an error after its last step
-            assert schedule.total_steps - 6 < schedule.last_epoch <= schedule.total_steps
+            assert schedule.total_steps - 7 < schedule.last_epoch <= schedule.total_steps
 
 
 def loader() -> DataLoader:
@@ -154,6 +155,8 @@ def loader() -> DataLoader:
         own = {"sampler": WeightedRandomSampler(torch.ones(len(rows)), len(rows), replacement=False)}
     elif kind == "subset":
         own = {"sampler": SubsetRandomSampler(range(len(rows)))}
+    elif kind == "few":
+        own = {"sampler": RandomSampler(rows, num_samples=30)}  # on several ranks the Trainer takes all
     elif kind == "own":
         own = {"sampler": Backwards(rows)}
     elif kind == "stream":
@@ -334,10 +337,11 @@ def test_another_process_with_the_same_ranks_goes_on_as_the_one_before(tmp_path)
     ("options", "why"),
     [
         ({"sampler": "own"}, "a Backwards chooses its samples"),
+        ({"sampler": "few"}, "the sampler gives another number of samples"),
         ({"limit": 0.9}, "limit_train_batches=0.9 leaves out others"),
         ({"limit": 12}, "limit_train_batches=12 leaves out others"),
     ],
-    ids=["sampler", "fraction", "number"],
+    ids=["sampler", "samples", "fraction", "number"],
 )
 def test_what_cannot_be_shared_out_is_said(tmp_path, options, why):
     chain(tmp_path, [stop(2, 5), {"ranks": 1}], **options)
