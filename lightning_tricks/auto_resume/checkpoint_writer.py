@@ -258,10 +258,9 @@ class CheckpointWriter:
         try:
             write()
         except Exception as error:  # of the disk, a logger, or the pickling of a user's object
-            return (
-                f"AutoResume: step {self._saved_step} could not be saved in {self.run_files.folder.path}: "
-                f"{error}. The checkpoint before it is complete."
-            )
+            folder = self.run_files.folder
+            kept = "The checkpoint before it is complete" if folder.manifests() else "There is no checkpoint before it"
+            return f"AutoResume: step {self._saved_step} could not be saved in {folder.path}: {error}. {kept}."
         return ""
 
     def _warn_unsaved(self, ranks: Sequence[Mapping[str, Any]]) -> None:

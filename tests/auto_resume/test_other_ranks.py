@@ -271,6 +271,12 @@ def test_each_sample_of_the_epoch_is_trained_on_once(tmp_path, way):
     assert "another order" not in output
 
 
+def test_a_schedule_of_a_longer_run_on_other_ranks(tmp_path):
+    assert run(tmp_path, {**SCRIPT, "rows": 21, "ranks": 2}, script=script) == 0
+    longer = {"rows": 21, "epochs": 3, "start": 1, "on_change": "new"}
+    assert run(tmp_path, {**SCRIPT, **longer}, script=script) == 0, (tmp_path / "output.txt").read_text()
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), count=st.integers(1, 40), size=st.integers(1, 5), shuffle=st.booleans(), drops=st.booleans())
 def test_what_is_left_is_what_nobody_has_read(data, count, size, shuffle, drops):

@@ -139,10 +139,17 @@ class ChangedOptimizers:
         names = [name for name in self._changed if name.startswith(f"{self._labels[number]}.")]
         if self._configs[number].interval != "step" or self._ranks[0] == self._ranks[1] or not names:
             return 1.0
-        pairs = [(self._now.values.get(name), self._before.values.get(name)) for name in names]
-        lengths = [(now, old) for now, old in pairs if isinstance(now, int) and isinstance(old, int) and old > 0]
-        now, old = max(lengths, default=self._ranks)  # the length of the whole
+        if not (lengths := self._positive_numbers(names)):
+            return 1.0 if self._positive_numbers(["Trainer.max_steps"]) else self._ranks[0] / self._ranks[1]
+        now, old = max(lengths)  # the length of the whole, of which the run may have another number of epochs
+        for epochs_now, epochs in self._positive_numbers(["Trainer.max_epochs", "Trainer.max_steps"]):
+            now, old = now * epochs, old * epochs_now
         return now / old
+
+    def _positive_numbers(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the values of now and of before that are whole numbers above zero."""
+        pairs = [(self._now.values.get(name), self._before.values.get(name)) for name in names]
+        return [(n, old) for n, old in pairs if isinstance(n, int) and isinstance(old, int) and n > 0 and old > 0]
 
     def _is_rescheduled(self, optimizer: Any) -> bool:
         """Whether learning rates of an optimizer, or a schedule of it, changed."""
