@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from lightning_tricks._callback import TrickCallback
@@ -37,6 +39,8 @@ def _noting(hook: str) -> Callable[..., None]:
             record.start_epoch(_STAGES[stage], trainer.current_epoch)
         elif what == "batch_start":
             record.step, record.batch, record.batches = trainer.global_step, args[2], record.batches + 1
+        elif what == "epoch_end" and stage == "validation":
+            record.batch = -1  # the next place is one of training again
         record.backwards += hook == "on_before_backward"
         self._move(hook)
 
@@ -78,7 +82,7 @@ class HangWatch(TrickCallback):
         self, timeout: str | timedelta | dict[str, float] = "10 minutes", dirpath: str | os.PathLike[str] = "hang"
     ) -> None:
         self.timeout = timeout
-        self._seconds = _seconds(timeout)
+        self._seconds = min(_seconds(timeout), TIMEOUT_MAX)
         self.dirpath = check_path("dirpath", dirpath, "a folder")
         protect_forks()
         self._record: RankRecord | None = None  # between setup and teardown
@@ -89,7 +93,7 @@ class HangWatch(TrickCallback):
         super().setup(trainer, pl_module, stage)
         self.on_exception()
         about = {"rank": trainer.global_rank, "world_size": trainer.world_size, "pid": os.getpid(), "function": stage}
-        self._record = RankRecord(Path(self.dirpath).expanduser(), self._seconds, about)
+        self._record = RankRecord(Path(self.dirpath).expanduser().absolute(), self._seconds, about)
         self._installed.callback(self._record.close)
         self._installed.enter_context(observe_log_calls(trainer, self._record.log))
         begin, end = (partial(self._move, f"{what} of a {{}} batch") for what in ("fetch", "end of the fetch"))
@@ -98,7 +102,7 @@ class HangWatch(TrickCallback):
 
     def _move(self, hook: str, stage: str = "") -> None:
         if self._record is not None and (stood := self._record.move(hook.format(stage))):
-            where = f"`lightning-tricks hang {os.fspath(self.dirpath)}` says where"
+            where = f"`lightning-tricks hang {shlex.quote(os.fspath(self.dirpath))}` says where"
             rank_zero_warn(f"HangWatch: nothing moved for {stood:.0f} s, and now it does; {where}.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,7 +116,10 @@ class HangWatch(TrickCallback):
         self._record = None
         self._installed.close()
 
-    teardown = on_exception
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say if something stood still at the very end, and watch no longer."""
+        self._move("teardown")
+        self.on_exception()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_record": None, "_installed": ExitStack()}
@@ -127,7 +134,7 @@ def _seconds(timeout: object) -> float:
     if isinstance(timeout, str):
         number, _, unit = timeout.strip().lower().partition(" ")
         unit = unit.strip().removesuffix("s") + "s"
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             return check_duration("timeout", {unit: float(number)} if unit in TIMEDELTA_UNITS else {})
         raise ValueError(f"timeout must be a time such as '10 minutes' or '90 seconds', got {timeout!r}.")
     return check_duration("timeout", timeout)

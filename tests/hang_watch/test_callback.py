@@ -6,6 +6,7 @@ import pickle
 import signal
 import time
 from datetime import timedelta
+from threading import TIMEOUT_MAX, Thread
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -44,6 +45,7 @@ class Lasts(Callback):
         (" 90  seconds ", 90),
         (timedelta(hours=1), 3600),
         ({"minutes": 2, "seconds": 3}, 123),
+        ("100000 weeks", TIMEOUT_MAX),
     ],
 )
 def test_times(timeout, seconds):
@@ -53,7 +55,7 @@ def test_times(timeout, seconds):
 
 
 @pytest.mark.parametrize(
-    "timeout", ["10", "ten minutes", "10 parsecs", "", "0 seconds", "-1 minutes", "nan hours", "10minutes"]
+    "timeout", ["10", "ten minutes", "10 parsecs", "", "0 seconds", "-1 minutes", "nan hours", "inf hours", "10minutes"]
 )
 def test_texts_that_are_no_time(timeout):
     with pytest.raises(ValueError, match="timeout must be a time such as '10 minutes' or '90 seconds', got "):
@@ -92,7 +94,53 @@ def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
     assert "in wait\n" in stacks
     assert "The rank moved on after 1 s." in stacks
     assert main(["hang", str(tmp_path / "hang")]) == 0
-    assert "0 of 1 ranks stood still" in capsys.readouterr().out, "it does not any more"
+    said = capsys.readouterr().out
+    assert "0 of 1 ranks stood still for 0.4 s, 1 did before." in said
+    assert "on_validation_batch_start" not in said
+    assert " teardown, epoch 0, step" in said, "the batch of a validation is no place in the training"
+    assert "; before, 1 s in wait (test_callback.py:" in said
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
+def test_what_stands_still_at_the_very_end_is_said(tmp_path, monkeypatch, hook):
+    class Leaves(Callback):
+        def on_train_start(self, *_):
+            monkeypatch.chdir(tmp_path.parent)
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="nothing moved for 1 s, and now it does; `lightning-tricks hang 'a b'` says"):
+        fit([HangWatch({"seconds": 0.3}, "a b"), Leaves(), Lasts(hook, 0.7)], limit_val_batches=0)
+    (rank,) = compare_ranks(tmp_path / "a b").ranks
+    assert (rank["hook"], rank["frames"], rank["lasted"]) == ("teardown", [], 1)
+
+
+def test_an_outer_watch_goes_on_after_an_inner_one(tmp_path, monkeypatch):
+    outer = RankRecord(tmp_path / "outer", 0.3, {"rank": 0})
+    RankRecord(tmp_path / "inner", 1000, {"rank": 0}).close()
+    time.sleep(0.6)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # somebody sets the clock
+    assert outer.move("later") >= 0.6
+    outer.close()
+    assert [rank["lasted"] for rank in compare_ranks(tmp_path / "outer").ranks] == [1]
+
+
+def test_a_thread_that_trains_is_told_from_the_main_one(tmp_path):
+    def train():
+        record = RankRecord(tmp_path, 0.3, {"rank": 0})
+        time.sleep(0.6)
+        record.close()
+
+    thread = Thread(target=train)
+    thread.start()
+    thread.join()
+    assert "in train (test_callback.py:" in str(compare_ranks(tmp_path))
+
+
+def test_records_of_a_run_on_more_ranks_are_left_out(tmp_path):
+    for rank, world_size in ((1, 2), (0, 1)):
+        RankRecord(tmp_path, 1000, {"rank": rank, "world_size": world_size})._start_timer()
+        faulthandler.cancel_dump_traceback_later()
+    assert str(compare_ranks(tmp_path)).startswith("0 of 1 ranks stood still for 1000 s.\n  rank 0: ")
 
 
 def test_files_of_a_hang_are_kept_where_the_run_starts_again(tmp_path):
@@ -103,6 +151,8 @@ def test_files_of_a_hang_are_kept_where_the_run_starts_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["previous"]
     assert (tmp_path / "previous" / "rank0.stacks").read_text(encoding="utf-8") == before
     assert compare_ranks(tmp_path / "previous").ranks[0]["rank"] == 0
+    with pytest.raises(FileNotFoundError, match=r"Those of an earlier start are in .*previous\."):
+        compare_ranks(tmp_path)
 
 
 class Breaks(Callback):

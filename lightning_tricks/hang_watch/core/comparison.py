@@ -14,7 +14,7 @@ from typing import Any
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.text import list_names, printable
-from lightning_tricks.hang_watch.core.record import MOVED_ON, RECORD_SUFFIX, STACKS_SUFFIX, read_record
+from lightning_tricks.hang_watch.core.record import MOVED_ON, PREVIOUS, RECORD_SUFFIX, STACKS_SUFFIX, read_record
 
 _MAX_BYTES = 2**20  # of a file of stacks, from its end
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -28,8 +28,9 @@ class HangReport:
     """Where each rank is, and what can be said about it.
 
     Attributes:
-        ranks: For each rank that wrote a record what is in it, and `frames`: the calls of its main thread when it stood
-            still, the innermost first; none if it did not, or has moved on.
+        ranks: For each rank that wrote a record what is in it, and `frames`: the calls of the thread that trains when
+            it stood still, the innermost first; none if it did not, or has moved on. Then they are `earlier`, and
+            `lasted` are the seconds that it stood.
         findings: Sentences about the ranks.
     """
 
@@ -51,16 +52,21 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
         ValueError: If `folder` is an address, or a file in it is no record.
         OSError: If there is no record in the folder, or a file cannot be read.
     """
-    files = Path(check_path("folder", folder, "a folder")).expanduser().glob(f"rank*{RECORD_SUFFIX}")
-    ranks = [{**read_record(file), "frames": _main_frames(file.with_suffix(STACKS_SUFFIX))} for file in files]
+    path = Path(check_path("folder", folder, "a folder")).expanduser()
+    found = {file.with_suffix(STACKS_SUFFIX): read_record(file) for file in path.glob(f"rank*{RECORD_SUFFIX}")}
+    ranks = [{**rank, **_last_stacks(file, rank.get("thread", 0))} for file, rank in found.items()]
     if not ranks:
+        earlier = f" Those of an earlier start are in {path / PREVIOUS}." * (path / PREVIOUS).is_dir()
         raise FileNotFoundError(
-            f"{folder} has no rank*{RECORD_SUFFIX}: HangWatch removes them where nothing stood still."
+            f"{folder} has no rank*{RECORD_SUFFIX}: HangWatch removes them where nothing stood still.{earlier}"
         )
+    world_size = max(ranks, key=lambda rank: rank["moved"])["world_size"]
+    ranks = [rank for rank in ranks if rank["rank"] < world_size]  # others are of a run before, on more ranks
     ranks.sort(key=lambda rank: rank["rank"])
-    missing = {*range(ranks[0]["world_size"])} - {rank["rank"] for rank in ranks}
+    missing = {*range(world_size)} - {rank["rank"] for rank in ranks}
     standing = sum(bool(rank["frames"]) for rank in ranks)
-    findings = [f"{standing} of {ranks[0]['world_size']} ranks stood still for {ranks[0]['timeout']:g} s."]
+    before = f", {count} did before" if (count := sum(bool(rank["earlier"]) for rank in ranks)) else ""
+    findings = [f"{standing} of {world_size} ranks stood still for {ranks[0]['timeout']:g} s{before}."]
     findings += [f"There is no record of {_ranks(missing)}."] if missing else []
     least = min((rank["batches"], rank["moves"]) for rank in ranks)
     behind = [rank["rank"] for rank in ranks if (rank["batches"], rank["moves"]) == least]
@@ -94,7 +100,8 @@ def _describe(rank: dict[str, Any]) -> str:
     place = f"batch {rank['batch']} of " * (rank["batch"] >= 0) + f"epoch {rank['epoch']}, step {rank['step']}"
     frame = f", in {_own_frame(rank['frames'])}" if rank["frames"] else ""
     logged = f", last logged {rank['key']!r}" * bool(rank["key"])
-    return f"  rank {rank['rank']}: {when} {rank['hook']}, {place}{frame}{logged}"
+    earlier = f"; before, {rank['lasted']} s in {_own_frame(rank['earlier'])}" if rank["earlier"] else ""
+    return f"  rank {rank['rank']}: {when} {rank['hook']}, {place}{frame}{logged}{earlier}"
 
 
 def _own_frame(frames: list[tuple[str, int, str]]) -> str:
@@ -104,12 +111,16 @@ def _own_frame(frames: list[tuple[str, int, str]]) -> str:
     return f"{function} ({Path(path).name}:{line})"
 
 
-def _main_frames(path: Path) -> list[tuple[str, int, str]]:
-    """Return the calls of the main thread, which comes last, in the stacks of a rank that has not moved since."""
-    if not path.is_file():
-        return []
-    with open_file(path) as file:
-        file.seek(max(0, path.stat().st_size - _MAX_BYTES))
-        last = file.read(_MAX_BYTES).decode(errors="replace").rpartition("Timeout (")[2]
-    frames = _FRAME.findall(last.rpartition("Thread ")[2]) if MOVED_ON not in last else ()
-    return [(name, int(line), function) for name, line, function in frames]
+def _last_stacks(path: Path, thread: int) -> dict[str, Any]:
+    """Return the calls of a thread, or else of the main one, where a rank stood still, and whether it still does."""
+    last = ""
+    if path.is_file():
+        with open_file(path) as file:
+            file.seek(max(0, path.stat().st_size - _MAX_BYTES))
+            last = file.read(_MAX_BYTES).decode(errors="replace").rpartition("Timeout (")[2]
+    threads = re.split(r"^Thread 0x0*", last, flags=re.MULTILINE)
+    calls = next((calls for calls in threads if calls.startswith(f"{thread:x} ")), threads[-1])  # the main one is last
+    frames = [(name, int(line), function) for name, line, function in _FRAME.findall(calls)]
+    if moved_on := re.search(rf"{MOVED_ON} (\d+) s", last):
+        return {"frames": [], "earlier": frames, "lasted": int(moved_on[1])}
+    return {"frames": frames, "earlier": [], "lasted": 0}

@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -58,7 +59,7 @@ class RankRecord:
     def __init__(self, folder: Path, timeout: float, about: dict[str, Any]) -> None:
         self.moves = self.epoch = self.step = self.batches = self.backwards = 0
         self.batch = -1
-        self._about = {**about, "timeout": timeout}
+        self._about = {"world_size": 1, **about, "timeout": timeout, "thread": threading.get_ident()}
         self._timeout, self._slack = timeout, min(1.0, timeout / 20)  # to start the timer at each move costs too much
         self._epochs: dict[str, int] = {}  # how many epochs of a stage have begun
         self._keys: dict[tuple[str, int, str], int] = {}  # stage, epoch and name -> index
@@ -73,9 +74,10 @@ class RankRecord:
         with record.open("xb+") as file:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
-        self._stacks = stacks.open("x", encoding="utf-8")
+        self._stacks, self._size = stacks.open("x", encoding="utf-8"), 0
         self._write_names()
-        self._moved = time.time()
+        self._moved, self._ticked = time.time(), time.monotonic()  # the first is shown; somebody may set that clock
+        self._write()
         self._start_timer()
         _WATCHING.append(self)
 
@@ -85,25 +87,27 @@ class RankRecord:
         Returns:
             The seconds since the move before, if stacks were written meanwhile; 0 otherwise.
         """
-        self._hook, before, self._moved = hook, self._moved, time.time()
+        self._hook, self._moved, before, self._ticked = hook, time.time(), self._ticked, time.monotonic()
         self.moves += 1
         self._write()
-        since_start = self._moved - self._started
-        if 0 <= since_start < self._slack:
+        if self._ticked - self._started < self._slack:
             return 0.0
         self._start_timer()
-        if since_start <= self._timeout:
+        if self._stacks_size() == self._size:
             return 0.0
-        self._stacks.write(f"\n{MOVED_ON} {self._moved - before:.0f} s.\n\n")
+        stood = self._ticked - before
+        self._stacks.write(f"\n{MOVED_ON} {stood:.0f} s.\n\n")
         self._stacks.flush()
-        return self._moved - before
+        self._size = self._stacks_size()
+        return stood
 
     def log(self, stage: str, name: str) -> None:
         """Note that a value is about to be logged in a stage, such as "train"."""
         key = stage, self._epochs.get(stage, 0), name
         if key not in self._keys:
             self._keys[key] = len(self._keys)
-            self._write_names()
+            if not self._is_full:
+                self._write_names()
         self._key = self._keys[key]
         self._write()
 
@@ -118,7 +122,10 @@ class RankRecord:
     def close(self) -> None:
         """Stop the timer; remove the files, and an empty folder, if no stacks were written."""
         faulthandler.cancel_dump_traceback_later()
-        _WATCHING.clear()
+        if self in _WATCHING:
+            _WATCHING.remove(self)
+        for record in _WATCHING[-1:]:  # of a Trainer within which this one ran
+            record._start_timer()
         self._stacks.close()
         self._memory.close()
         self._clear()
@@ -138,11 +145,15 @@ class RankRecord:
 
     def _start_timer(self) -> None:
         faulthandler.dump_traceback_later(self._timeout, file=self._stacks)
-        self._started = self._moved
+        self._started = time.monotonic()
+
+    def _stacks_size(self) -> int:
+        return os.fstat(self._stacks.fileno()).st_size
 
     def _write_names(self) -> None:
         text = json.dumps({**self._about, "keys": [*self._keys], "epochs": self._epochs}).encode()
-        if len(text) <= _SIZE - _HEAD:  # of thousands of keys the first ones are enough
+        self._is_full = len(text) > _SIZE - _HEAD  # of thousands of keys the first ones are enough
+        if not self._is_full:
             self._memory[_HEAD : _HEAD + len(text)] = text
 
 
