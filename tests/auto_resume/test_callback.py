@@ -645,6 +645,12 @@ def test_status_of_a_run_that_was_killed(tmp_path, capsys):
     os.waitpid(pid, 0)
     assert cli.main(["resume", "status", str(tmp_path)]) == 0
     assert "killed, epoch 1 of 3, step 2" in capsys.readouterr().out
+    folder.save({}, epoch=2, step=30, batches=1, finished=False)
+    assert cli.main(["resume", "status", str(tmp_path)]) == 0
+    assert "killed, epoch 2 of 3, step 30, " in capsys.readouterr().out, "the save came after the last status"
+    assert cli.main(["resume", "status", str(tmp_path), "--json"]) == 0
+    (read,) = json.loads(capsys.readouterr().out)
+    assert (read["epoch"], read["step"]) == (2, 30)
 
 
 def test_logs_where_it_resumes(tmp_path, lightning_log):

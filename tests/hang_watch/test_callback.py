@@ -252,3 +252,6 @@ def test_a_folder_without_a_record_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["hang", str(tmp_path)])
     assert "has no rank*.hang" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["hang", str(tmp_path / "nowhere")])
+    assert "There is no folder" in capsys.readouterr().err

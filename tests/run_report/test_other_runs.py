@@ -262,6 +262,7 @@ def test_runs_without_metrics_are_sorted_by_time():
     found = make_overview([("old", RunRecord(started=1.0)), ("new", RunRecord(started=2.0))])
     assert [name for name, _ in found.runs] == ["new", "old"]
     assert found.key == ""
+    assert found._columns()["status"] == ["not ended"] * 2, "nobody knows whether they run or were killed"
 
 
 def test_page_of_a_run_is_made_anew_with_the_run_before(tmp_path, capsys):

@@ -106,7 +106,8 @@ class Overview:
                 columns["best"] = [_shown(best_point(points, self.sign)) for points in curves]
             columns["last"] = [_shown(points[-1] if points else None) for points in curves]
         columns |= {
-            "status": [record.status for record in records],
+            # that of a killed run says "running", too
+            "status": ["not ended" if record.status == "running" else record.status for record in records],
             "epochs": [f"{record.epochs:,}" for record in records],
             "steps": [f"{record.step:,}" for record in records],
             "started": [_when(record.started) for record in records],
