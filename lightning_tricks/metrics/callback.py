@@ -17,7 +17,13 @@ from lightning_tricks._shared.checks import check_choices, check_count
 from lightning_tricks._shared.report_parts import Facts, ReportPart
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix, expected_names, is_loss_of
-from lightning_tricks.metrics.core.metric_table import is_number, per_class_names, seldom_plotted_keys, stack_numbers
+from lightning_tricks.metrics.core.metric_table import (
+    is_number,
+    output_numbers,
+    per_class_names,
+    seldom_plotted_keys,
+    stack_numbers,
+)
 from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics, EvaluationPlots
@@ -43,9 +49,9 @@ class MetricsMonitor(StepsCallback):
     `val/f1_<class>`, with several loaders as `val/0/acc` or, where they are in a dict, `val/<name>/acc`. `val/loss`,
     the mean over the samples, is logged too (it is exact under DDP if the step returns the loss of each sample).
     ModelCheckpoint, EarlyStopping and schedulers see these values wherever this callback stands in the list. Loggers
-    get what people plot: of a preset the main metrics, averages over the classes, and the loss unless the module logs
-    it itself, under whatever name; the others are in the table and in a `RunReport`. Each stage and loader has metrics
-    of its own. Sanity checking does not count, and the module's `state_dict` contains no metric.
+    get what people plot: of a preset the main metrics, averages over the classes or outputs, and the loss unless the
+    module logs it itself, under whatever name; the others are in the table and in a `RunReport`. Each stage and loader
+    has metrics of its own. Sanity checking does not count, and the module's `state_dict` contains no metric.
 
     On several ranks, the states of all of them are merged. In validation and testing, the samples that Lightning's
     DistributedSampler repeats to make all ranks equally long do not count, so that the values are those of one process.
@@ -70,8 +76,8 @@ class MetricsMonitor(StepsCallback):
         prefix: The first part of every logged key, such as "ema" in `ema/val/acc`; several monitors need different
             ones. None adds nothing. A checkpoint holds the state of each prefix separately.
         log_all: Whether the loggers get all metrics of a preset in a fit, not only those that people plot.
-        log_classes: Whether the loggers get the values of single classes too. Callbacks, the table and a `RunReport`
-            have all values in any case.
+        log_classes: Whether the loggers get the values of single classes or outputs too. Callbacks, the table and a
+            `RunReport` have all values in any case.
         verbose: Whether to print the table. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     The metrics themselves: `lightning_tricks.metrics.MetricSuite`, for loops of your own.
@@ -130,6 +136,7 @@ class MetricsMonitor(StepsCallback):
                 f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
             )
         self._seldom_plotted = seldom_plotted_keys(metrics)
+        self._parts = class_names or output_numbers(metrics)  # classes, or outputs, that have values of their own
         self._keys = LoggedKeys(expected_names(metrics, class_names), prefix, tuple(stages))
         self._best_keys = BestKeys(self._name, self._keys, best or {})
         self.results: dict[str, Tensor] = {}
@@ -142,7 +149,7 @@ class MetricsMonitor(StepsCallback):
         self._epoch = EpochMetrics(self.metrics, self.class_names, curves=self._are_shown)
         every_n_epochs = 0 if isinstance(self.plots, bool) else self.plots
         self._plots = EvaluationPlots(
-            self._history, self._keys, self.class_names or (), every_n_epochs, are_logged=self._are_plotted
+            self._history, self._keys, self._parts, every_n_epochs, are_logged=self._are_plotted
         )
         self._conflicts = KeyConflicts(self._name)
         self._unmeasured = UnmeasuredBatches(self._name, self.stages, has_transform=self.output_transform is not None)
@@ -180,7 +187,7 @@ class MetricsMonitor(StepsCallback):
             ModuleNotFoundError: If matplotlib is missing.
             ValueError: If there are no values of that name.
         """
-        return history_figure(self.history(), metrics, self.class_names or ())
+        return history_figure(self.history(), metrics, self._parts)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start without data, and refuse keys that would be logged twice or never."""
@@ -287,8 +294,8 @@ class MetricsMonitor(StepsCallback):
         """Plot what was not plotted yet, and say the last values, or print them as a table."""
         self._plots.log(trainer)
         if self._history.records() and trainer.is_global_zero:
-            self.show_table(self._history.table(self.best, self.class_names or ()))
-            line = self._history.line(self.best, self._not_for_loggers)
+            self.show_table(self._history.table(self.best, self._parts))
+            line = self._history.line(self.best, lambda names: self._not_for_loggers(names) | self._of_parts(names))
             self.say(line if self.prefix is None else f"{self.prefix}: {line}")
         super().on_fit_end(trainer, pl_module)
 
@@ -301,7 +308,7 @@ class MetricsMonitor(StepsCallback):
         """Return what loggers do not get of the last values, and the data of the plots of the last evaluation."""
         parts: list[ReportPart] = []
         for prefix, values in ({} if self.log_all else self._history.last_values()).items():
-            names = self._seldom_plotted_of(values) - {*per_class_names(values, self.class_names or ())}
+            names = self._seldom_plotted_of(values) - self._of_parts(values)
             facts = [(name, f"{value:.4g}") for name, value in values.items() if name in names]
             if facts:
                 parts.append(Facts(title=f"Other metrics, {self._keys.key(prefix, '')[:-1]}", facts=facts))
@@ -391,9 +398,12 @@ class MetricsMonitor(StepsCallback):
 
     def _not_for_loggers(self, names: Iterable[str]) -> set[str]:
         """Return the names of values that callbacks see, and loggers do not."""
-        of_classes = set() if self.log_classes else set(per_class_names(names, self.class_names or ()))
+        of_parts = set() if self.log_classes else self._of_parts(names)
         show_all = self.log_all or self._function != "fit"
-        return of_classes | (set() if show_all else self._seldom_plotted_of(names))
+        return of_parts | (set() if show_all else self._seldom_plotted_of(names))
+
+    def _of_parts(self, names: Iterable[str]) -> set[str]:
+        return {*per_class_names(names, self._parts)}
 
     def _seldom_plotted_of(self, names: Iterable[str]) -> set[str]:
         keys = self._seldom_plotted

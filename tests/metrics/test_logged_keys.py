@@ -19,14 +19,17 @@ from lightning_tricks import (
     FlopsReport,
     GradientClipping,
     MetricsMonitor,
+    RunReport,
     Tricks,
     TricksMixin,
     VotingClassifier,
     multiclass_metrics,
     regression_metrics,
 )
+from lightning_tricks._shared.report_parts import ClassValues
 from lightning_tricks.metrics import MetricsError
 from lightning_tricks.metrics.core.metric_table import find_name_conflict, per_class_names
+from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
 
@@ -477,17 +480,40 @@ def test_optional_arguments_may_come_and_go():
     assert values["val/acc"] == pytest.approx((scores.argmax(1) == target)[counted].float().mean().item())
 
 
+class Outputs(EvaluatedNet):
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "values": outputs["preds"][:, :2].detach()}
+
+    def validation_step(self, batch, batch_idx):
+        outputs = self.evaluate(batch, batch_idx)
+        return {**outputs, "values": outputs["preds"][:, :2]}
+
+
+@pytest.mark.parametrize("log_classes", [False, True])
+@pytest.mark.parametrize("names", [None, ["x", "y"]])
+def test_loggers_get_single_outputs_where_that_is_asked_for(log_classes, names, tmp_path, lightning_log):
+    monitor = MetricsMonitor(
+        {"task": "regression", "num_outputs": 2}, class_names=names, log_classes=log_classes,
+        output_transform=lambda outputs, batch, stage: {"preds": outputs["values"], "target": outputs["values"] * 2},
+    )  # fmt: skip
+    fitter = trainer(monitor, RunReport(tmp_path / "report"), logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    fitter.fit(Outputs("adamw"), DataLoader(digits(), 20), DataLoader(digits(), 20))
+    (file,) = tmp_path.rglob("metrics.csv")
+    keys = file.read_text().splitlines()[0].split(",")
+    second = "val/mae_y" if names else "val/mae_1"
+    assert "val/mae" in keys
+    assert (second in keys) == log_classes
+    assert second in fitter.callback_metrics
+    (said,) = [line for _, lines in lightning_log for line in lines.splitlines() if "MetricsMonitor" in line]
+    assert "mae_" not in said
+    (values,) = [part for part in read_record(tmp_path / "report").parts if isinstance(part, ClassValues)]
+    assert values.classes == (names or ["0", "1"])
+    assert sorted(values.metrics) == ["mae", "mse", "r2", "rmse"]
+
+
 @pytest.mark.trap("metrics: MLflow's file store has no place for val/f1 beside val/f1/cat")
 def test_no_key_of_the_collection_is_a_folder_of_another():
-    class Outputs(EvaluatedNet):
-        def training_step(self, batch, batch_idx):
-            outputs = super().training_step(batch, batch_idx)
-            return {**outputs, "values": outputs["preds"][:, :2].detach()}
-
-        def validation_step(self, batch, batch_idx):
-            outputs = self.evaluate(batch, batch_idx)
-            return {**outputs, "values": outputs["preds"][:, :2]}
-
     names = [f"digit {number}" for number in range(10)]
     keys = set()
     for optimization in ("adamw", "manual"):

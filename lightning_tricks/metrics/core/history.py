@@ -161,7 +161,7 @@ class History:
             left_out: A function of the names of values that returns those that are not said.
         """
         if best:
-            return ", ".join(f"{key} {_format(value)} at step {step}" for key, (value, step) in best.items())
+            return ", ".join(f"best {key} {_format(value)} at step {step}" for key, (value, step) in best.items())
         last = self.last_values()
         evaluated = [prefix for prefix in last if not prefix.startswith("train")]
         said = []

@@ -100,6 +100,14 @@ def seldom_plotted_keys(metrics: Any) -> set[str]:
     return {f"{key}/{name}" for key, part in inner for name in seldom_plotted_keys(part)}
 
 
+def output_numbers(metrics: Any) -> list[str]:
+    """Return the numbers of the outputs, if all metrics are those of a regression, with several; or nothing."""
+    found = [metric for _, metric in _flat(metrics)]
+    is_regression = all((task := task_of(metric)) is not None and task.kind == "regression" for metric in found)
+    count = max((getattr(metric, "num_outputs", 1) for metric in found), default=1) if is_regression else 1
+    return [*map(str, range(count))] if count > 1 else []
+
+
 def _without_averaging(metric: Metric) -> Metric | None:
     """Return a copy without averaging, if the metric averages over classes and the copy shares its state; or None."""
     is_average = getattr(metric, "average", None) in _AVERAGES
