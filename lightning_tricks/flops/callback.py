@@ -242,5 +242,5 @@ def _totals(count: FlopsCount) -> list[tuple[str, str]]:
     if count.train_step_flops is not None:
         totals.insert(1, ("training step", format_si(count.train_step_flops, "FLOP")))
     if count.trainable_params != count.params:
-        totals.append(("trainable parameters", format_si(count.trainable_params)))
+        totals.append(("trainable at the start", format_si(count.trainable_params)))
     return totals

@@ -148,7 +148,7 @@ class ModelReport(TrickCallback):
 
         self.show_table(self.summary)
         for part in self.report_parts(trainer):
-            self.say(", ".join(f"{name} {size}" for name, size in part.facts))
+            self.say("after the first step: " + ", ".join(f"{name} {size}" for name, size in part.facts))
             for sentence in part.sentences:
                 self.say(sentence)
         if self.path is not None:

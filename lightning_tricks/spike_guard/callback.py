@@ -171,8 +171,9 @@ class SpikeGuard(TrickCallback):
         """Start to watch the steps."""
         if self.mode == "skip" and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise _unskippable("LBFGS, which moves the weights between its losses")
-        band = f" and up to {self.threshold:g} spreads above the median of the last {self.window}"
-        self.say(f"expects a finite {self.monitor}{band * math.isfinite(self.threshold)}")
+        band = f"{self.threshold:g} spreads above the median of the last {self.window}, after {self.warmup_steps} steps"
+        above = f", or more than {band}" * math.isfinite(self.threshold)
+        self.say(f"a spike is a {self.monitor} that is not finite{above}")
         plain = trainer.strategy.optimizer_step
 
         def optimizer_step(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +211,8 @@ class SpikeGuard(TrickCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were left out."""
         left_out, batches = self._counts["left_out"], self._counts["batches"]
-        self.say(f"left out {left_out:,} of {batches:,} batches, for {len(self.spikes):,} spikes")
+        spikes = len(self.spikes)
+        self.say(f"left out {left_out:,} of {batches:,} batches, for {spikes:,} spike{'s' * (spikes != 1)}")
         super().on_fit_end(trainer, pl_module)
 
     def on_exception(self, *_: Any, **__: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_tricks import FlopsReport, ModelReport
+from lightning_tricks import FlopsReport, MetricsMonitor, ModelReport, SpikeGuard, multiclass_metrics
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.console import is_verbose
 from tests.contract.cases import CASES
@@ -97,6 +97,20 @@ def test_tables_are_printed_where_that_is_asked_for(way, tmp_path, capsys, light
     lines, _ = fit(TogetherNet(), loader(), loader(), callbacks, tmp_path, capsys, lightning_log)
     assert any("MACs" in line for line in lines)
     assert any("grad norm" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (ModelReport(graph=False), "after the first step: weights "),  # later, more may train
+        (SpikeGuard(), "not finite, or more than 6 spreads above the median of the last 128, after 64 steps"),
+        (SpikeGuard(threshold=float("inf"), monitor="grad_norm"), "a spike is a grad_norm that is not finite\n"),
+        (MetricsMonitor(multiclass_metrics(10), best={"val/acc": "max"}), "best val/acc "),
+    ],
+)
+def test_lines_say_of_what_their_numbers_are(callback, words, tmp_path, capsys, lightning_log):
+    lines, _ = fit(TogetherNet(), loader(), loader(), [callback], tmp_path, capsys, lightning_log)
+    assert words in "\n".join([*lines, ""])
 
 
 def test_a_wrong_variable_is_named(monkeypatch):
