@@ -199,7 +199,8 @@ class RunFingerprint(TrickCallback):
         if not self._num_rows:
             return []
         path = os.fspath(self.path)
-        facts = [("file", path), ("batches", f"{self._num_rows:,}"), ("detail", self.detail)]
+        batches = self._num_rows - 1  # the first row has the initial weights
+        facts = [("file", path), ("batches", f"{batches:,}"), ("detail", self.detail)]
         said = f"To find the first step at which another run differs: lightning-tricks fingerprint diff {path} OTHER"
         return [Facts(title="Run fingerprint", facts=facts, sentences=[said])]
 

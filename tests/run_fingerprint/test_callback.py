@@ -332,6 +332,8 @@ def test_only_every_nth_step_and_whole_accumulations(tmp_path):
     rows = [(row.step, row.epoch, row.batch_idx, len(row.as_dict())) for row in read_ranks(tmp_path / "a.jsonl")[0]]
     first = [(0, 0, -1, 1), (0, 0, 0, 2), (0, 0, 1, 2), (0, 0, 2, 4), (2, 0, 6, 2), (2, 0, 7, 2), (2, 0, 8, 4)]
     assert rows == [*first, (4, 1, 0, 2), (4, 1, 1, 2), (4, 1, 2, 4), (6, 1, 6, 2), (6, 1, 7, 2), (6, 1, 8, 4)]
+    (part,) = seen.report_parts(trainer)
+    assert ("batches", "12") in part.facts
 
 
 def test_the_batches_of_each_rank_are_compared(tmp_path):

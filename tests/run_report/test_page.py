@@ -156,6 +156,7 @@ def test_curves_that_are_not_shown_are_counted():
 
     for count, figures, note in (
         (4, 4, ""),
+        (5, 5, "1 more curve"),
         (64, 64, "60 more curves"),
         (70, 64, "60 more curves, and 6 that are not shown"),
     ):

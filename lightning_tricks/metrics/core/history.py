@@ -169,7 +169,8 @@ class History:
             unsaid = left_out(last[prefix])
             few = [f"{name} {_format(value)}" for name, value in last[prefix].items() if name not in unsaid]
             said.append(f"{prefix} {', '.join(few[:_MOST_SAID])}")
-        others = [f"{len(evaluated) - len(said)} more loaders"] if len(evaluated) > len(said) else []
+        more = len(evaluated) - len(said)
+        others = [f"{more} more loader{'s' * (more > 1)}"] if more > 0 else []
         return "; ".join([*said, *others])
 
     def last_values(self) -> dict[str, dict[str, float]]:

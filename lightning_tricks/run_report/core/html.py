@@ -176,7 +176,8 @@ def first_and_folded(pictures: Sequence[str], most: int) -> str:
     others = pictures[most : most + _MOST_FOLDED]
     left_out = len(pictures) - most - len(others)
     note = f", and {left_out:,} that are not shown" if left_out > 0 else ""
-    return side_by_side(pictures[:most]) + folded(f"{len(others)} more curves{note}", side_by_side(others))
+    summary = f"{len(others)} more curve{'s' * (len(others) > 1)}{note}"
+    return side_by_side(pictures[:most]) + folded(summary, side_by_side(others))
 
 
 def findings_list(findings: Sequence[Finding]) -> str:

@@ -224,7 +224,7 @@ def _before_section(record: RunRecord, name: str, before: RunRecord) -> str:
         [
             paragraph(f"{when}, {format_seconds(before.seconds)}.", "soft"),
             values_table(runs, names, keys[:_MOST_VALUES]),
-            folded(f"{len(more_keys):,} more values", values_table(runs, names, more_keys)),
+            folded(f"{len(more_keys):,} more value{'s' * (len(more_keys) > 1)}", values_table(runs, names, more_keys)),
             table(columns, settings[:_MOST_SETTINGS], texts=3)
             if settings
             else paragraph("Nothing that is recorded of the settings differs."),
