@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -139,6 +140,26 @@ def test_attention_that_is_compiled_alone_gets_its_prefix():
     _disturb(model)
     assert not torch.allclose(model(x, x, x)[0], before)
     assert torch.equal(model(x, x, x)[0], plain(x, x, x)[0])
+
+
+@pytest.mark.parametrize("name", ["net.layers.0.self_attn", "net.layers.0.linear2", "net.layers.0.linear1"])
+def test_a_forward_of_the_layer_itself_is_refused_where_it_would_hide_what_is_added(name):
+    model, x = _Encoder(), torch.randn(2, 5, 8)
+    layer = model.get_submodule(name)
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    add = partial(add_adapters, settings=AdapterSettings(4, kind="parallel"))
+    if name.endswith("self_attn"):
+        add = partial(add_prefixes, settings=PrefixSettings(3))
+    names = [*model.state_dict()]
+    with pytest.raises(ValueError, match="would never be called, as it has a `forward` of its own"):
+        add(model)
+    assert [*model.state_dict()] == names, "nothing was changed"
+    del layer.forward
+    add(model)
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    before = model(x)
+    _disturb(model)
+    assert not torch.allclose(model(x), before)
 
 
 class _Late(EvaluatedNet):

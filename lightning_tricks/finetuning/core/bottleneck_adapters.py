@@ -25,6 +25,7 @@ from lightning_tricks.finetuning.core.injection import (
     matching,
     parameters_of,
     parts_of,
+    refuse_own_forward,
     select_modules,
     unfuse,
 )
@@ -238,6 +239,7 @@ class AdapterInjection(Injection):
             self.first = {last: self.modules[first] for last, first in pairs.items()} if is_parallel else {}
         else:
             targets = self._by_patterns()
+        refuse_own_forward({**targets, **{f"the first layer before {last}": part for last, part in self.first.items()}})
         self.widths: dict[str, tuple[int, int]] = {}
         for name, module in targets.items():
             (inputs, _), (_, outputs) = (widths_of(part) or (0, 0) for part in (self.first.get(name, module), module))

@@ -332,6 +332,20 @@ def check_targets(targets: Mapping[str, nn.Module]) -> None:
         )
 
 
+def refuse_own_forward(targets: Mapping[str, nn.Module]) -> None:
+    """Refuse modules with a `forward` of their own: it would be called, and never that of the class, which is extended.
+
+    Raises:
+        ValueError: If there is one; the message names it.
+    """
+    own = [f"{name} ({type(target).__name__})" for name, target in targets.items() if "forward" in vars(target)]
+    if own:
+        raise ValueError(
+            f"target_modules: what is added to {list_names(own)} would never be called, as it has a `forward` of its "
+            "own, as `layer.forward = torch.compile(layer.forward)` sets one: use `layer.compile()` instead."
+        )
+
+
 class UnfusedLayer:
     """A mixin for `nn.TransformerEncoderLayer`, which then calls its parts in evaluation mode, too.
 

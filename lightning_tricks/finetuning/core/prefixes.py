@@ -24,6 +24,7 @@ from lightning_tricks.finetuning.core.injection import (
     draw_,
     parameters_of,
     parts_of,
+    refuse_own_forward,
     select_modules,
     unfuse,
 )
@@ -237,6 +238,7 @@ class PrefixInjection(Injection):
         targets = select_modules(
             "target_modules", patterns, self.rest, lambda part: isinstance(part, nn.MultiheadAttention), what
         )
+        refuse_own_forward(targets)
         for name, module in targets.items():
             kind = class_below(module)
             if kind.forward is not nn.MultiheadAttention.forward:
