@@ -48,7 +48,12 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
             args, kwargs = tree_map_only(Tensor, lambda x: _as_input(x, place), (args, kwargs))
             with explained_arguments():
                 logits = found_logits(logits_of(*args, **kwargs))
-            target = torch.as_tensor(target)
+            try:
+                target = torch.as_tensor(target)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"labels must be numbers, class indices or probabilities, got {target!r:.99}."
+                ) from error
             if not 1 <= logits.ndim <= 2 or not target.ndim or len(logits) != len(target):
                 given = f"logits {tuple(logits.shape)} and labels {tuple(target.shape)}"
                 raise ValueError(f"Batch {number} has {given}, but must have logits (B, C) and a label for each row.")

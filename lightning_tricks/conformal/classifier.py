@@ -113,7 +113,10 @@ class ConformalClassifier(ConformalPredictor):
             raise ValueError(f"targets must be class indices, ({n},), got {tuple(target.shape)} of {target.dtype}.")
         target = target.long()
         if len(wrong := target[(target < 0) | (target >= classes)]):
-            raise ValueError(f"class {int(wrong[0])} is not one of the module's {classes} classes, 0 to {classes - 1}.")
+            remedy = "correct it, or leave such rows out of the loader"
+            raise ValueError(
+                f"class {int(wrong[0])} is not one of the module's {classes} classes, 0 to {classes - 1}: {remedy}."
+            )
         place = (order == target.unsqueeze(1)).int().argmax(1, keepdim=True)
         groups = target if self._by_class else self.group_ids(inputs, target)
         sums_to_one = (outputs >= 0).all(1) & ((outputs.float().sum(1) - 1).abs() < 1e-2)

@@ -433,6 +433,7 @@ REFUSED = {
     "a regressor's batch": (LOGITS, "a batch must be", TypeError),
     "a dict without labels": ({"a": LOGITS, "b": LOGITS}, "the labels as one of target, .* got a, b", TypeError),
     "two kinds of labels": ({"x": LOGITS, "y": LABELS, "label": LABELS}, "the labels as one of", TypeError),
+    "words": ((LOGITS, ["cat"] * 60), r"labels must be numbers, .* got \['cat', ", TypeError),
     "indices of rows": ((LOGITS, LABELS, LABELS), "3 were given; a batch must hold what `forward` takes", TypeError),
     "names of files": ({"x": LOGITS, "y": LABELS, "id": ["a"] * 60}, "keyword .*: leave all else out", TypeError),
     "a label out of range": ((LOGITS, LABELS + 1), "Label 3 is not one of the 3 classes 0 to 2", ValueError),

@@ -578,7 +578,7 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"loader": [(X[:5], Y[:5])]}, ValueError, "alpha=0.1 needs at least 9 calibration rows, got 5"),
         ({"alpha": 0.01}, ValueError, "alpha=0.01 needs at least 99 calibration rows, got 30"),
         ({"loader": [(X, Y + 1)]}, ValueError, "class 3 is not one of the module's 3 classes, 0 to 2"),
-        ({"loader": [(X, Y - 1)]}, ValueError, "class -1 is not one of the module's 3 classes"),
+        ({"loader": [(X, Y - 1)]}, ValueError, "class -1 is not .* 0 to 2: correct it, or leave such rows"),
         ({"loader": [(X, Y.float())]}, ValueError, r"targets must be class indices, .* of torch.float32"),
         ({"loader": [(X, Y.unsqueeze(1))]}, ValueError, r"targets must be class indices, \(30,\), got \(30, 1\)"),
         ({"loader": [(X, Y[:7])]}, ValueError, r"targets must be class indices, \(30,\), got \(7,\)"),
