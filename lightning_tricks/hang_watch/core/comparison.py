@@ -30,7 +30,7 @@ class HangReport:
     Attributes:
         ranks: For each rank that wrote a record what is in it, and `frames`: the calls of the thread that trains when
             it stood still, the innermost first; none if it did not, or has moved on. Then they are `earlier`, and
-            `lasted` are the seconds that it stood.
+            `lasted` says how long and at which hook it stood.
         findings: Sentences about the ranks.
     """
 
@@ -102,7 +102,7 @@ def _describe(rank: dict[str, Any]) -> str:
     place = f"batch {rank['batch']} of " * (rank["batch"] >= 0) + f"epoch {rank['epoch']}, step {rank['step']}"
     frame = f", in {_own_frame(rank['frames'])}" if rank["frames"] else ""
     logged = f", last logged {rank['key']!r}" * bool(rank["key"])
-    earlier = f"; before, {rank['lasted']} s in {_own_frame(rank['earlier'])}" if rank["earlier"] else ""
+    earlier = f"; before, {rank['lasted']}, in {_own_frame(rank['earlier'])}" if rank["earlier"] else ""
     return f"  rank {rank['rank']}: {when} {rank['hook']}, {place}{frame}{logged}{earlier}"
 
 
@@ -123,6 +123,6 @@ def _last_stacks(path: Path, thread: int) -> dict[str, Any]:
     threads = re.split(r"^Thread 0x0*", last, flags=re.MULTILINE)
     calls = next((calls for calls in threads if calls.startswith(f"{thread:x} ")), threads[-1])  # the main one is last
     frames = [(name, int(line), function) for name, line, function in _FRAME.findall(calls)]
-    if moved_on := re.search(rf"{MOVED_ON} (\d+) s", last):
-        return {"frames": [], "earlier": frames, "lasted": int(moved_on[1])}
-    return {"frames": frames, "earlier": [], "lasted": 0}
+    if moved_on := re.search(rf"{MOVED_ON} (.*)\.", last):
+        return {"frames": [], "earlier": frames, "lasted": moved_on[1]}
+    return {"frames": frames, "earlier": [], "lasted": ""}

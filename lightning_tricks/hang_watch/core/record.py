@@ -87,7 +87,8 @@ class RankRecord:
         Returns:
             The seconds since the move before, if stacks were written meanwhile; 0 otherwise.
         """
-        self._hook, self._moved, before, self._ticked = hook, time.time(), self._ticked, time.monotonic()
+        place, self._hook, self._moved = self._hook, hook, time.time()
+        before, self._ticked = self._ticked, time.monotonic()
         self.moves += 1
         self._write()
         if self._ticked - self._started < self._slack:
@@ -96,7 +97,7 @@ class RankRecord:
         if self._stacks_size() == self._size:
             return 0.0
         stood = self._ticked - before
-        self._stacks.write(f"\n{MOVED_ON} {stood:.0f} s.\n\n")
+        self._stacks.write(f"\n{MOVED_ON} {stood:.0f} s, at {place}.\n\n")
         self._stacks.flush()
         self._size = self._stacks_size()
         return stood
