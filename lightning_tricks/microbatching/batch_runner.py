@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from lightning_tricks.microbatching.core.batches import (
     versions_in,
 )
 from lightning_tricks.microbatching.core.comparison import Comparison, batch_norms_in, compare_with_parts, part_weights
-
-if TYPE_CHECKING:
-    from lightning_tricks.microbatching.callback import Microbatching
 
 _FITS = 2**62  # a size that no rank needs to shrink
 _FIRST_REPETITION = 32  # batches after the first comparison, whose rows may have been alike
@@ -61,14 +58,15 @@ class BatchRunner:
 
     Args:
         trainer: The Trainer.
-        arguments: The callback, for its arguments.
+        size: The largest number of rows of a microbatch; None finds it when memory runs out.
+        on_mismatch: "raise" or "warn", where the comparison shows another loss or gradient.
         found: Filled in meanwhile.
         logs: Takes what the microbatches log.
     """
 
-    def __init__(self, trainer: Trainer, arguments: Microbatching, found: Found, logs: LogQueue) -> None:
-        self._trainer, self._arguments, self._found, self._logs = trainer, arguments, found, logs
-        self._has_ranks = arguments.size is None and trainer.world_size > 1  # which have to agree on a size
+    def __init__(self, trainer: Trainer, size: int | None, on_mismatch: str, found: Found, logs: LogQueue) -> None:
+        self._trainer, self._size, self._on_mismatch, self._found, self._logs = trainer, size, on_mismatch, found, logs
+        self._has_ranks = size is None and trainer.world_size > 1  # which have to agree on a size
         needs_group = self._has_ranks and torch.distributed.get_backend() != "gloo"
         self._group: Any = torch.distributed.new_group(backend="gloo") if needs_group else None
 
@@ -76,9 +74,9 @@ class BatchRunner:
         """Do the work of a closure."""
         if not step.trains or is_tuning(self._trainer):
             return step.run_whole()
-        if self._arguments.size is None:
+        if self._size is None:
             return self._run_what_fits(step)
-        parts, sizes = self._cut(step, self._arguments.size)
+        parts, sizes = self._cut(step, self._size)
         if len(parts) == 1:
             return step.run_whole()
         with self._logs.keeping():
@@ -181,7 +179,7 @@ class BatchRunner:
                         "loss for others. Return a loss for each, such as one that is multiplied by 0."
                     )
                 extras.append(detach_tensors(extra))
-                if is_last and self._arguments.size is not None:
+                if is_last and self._size is not None:
                     self._logs.flush()  # before gradients are averaged, as on a rank whose batch is not cut
                 if loss is None:
                     continue
@@ -209,7 +207,7 @@ class BatchRunner:
                         module, step.loss_alone, sample, number, known=found.reduction, half_precision=is_half
                     )
             except Exception as error:
-                may_shrink = size > 1 and self._arguments.size is None
+                may_shrink = size > 1 and self._size is None
                 if may_shrink or not memory_that_ran_out(error):
                     raise  # evaluation mode may leave out what saves memory, such as checkpoints of activations
                 outcome = Comparison(problem=f"{number:,} rows at once run out of memory")
@@ -230,7 +228,7 @@ class BatchRunner:
 
     def _report_mismatch(self, problem: str) -> None:
         text = f"Microbatching does not train as with whole batches: {problem}."
-        if self._arguments.on_mismatch == "warn":
+        if self._on_mismatch == "warn":
             rank_zero_warn(text)
             return
         raise MisconfigurationException(

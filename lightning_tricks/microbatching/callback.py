@@ -104,7 +104,7 @@ class Microbatching(TrickCallback):
                 "average gradients. Leave static_graph out."
             )
         logs = LogQueue(trainer, LoggedValues(self._found.sizes_of_whole).merge)
-        runner = BatchRunner(trainer, self, self._found, logs)
+        runner = BatchRunner(trainer, self.size, self.on_mismatch, self._found, logs)
         self._installed.enter_context(logs.installed())
         self._installed.enter_context(batches_run_by(trainer, runner.run))
         self.say(
