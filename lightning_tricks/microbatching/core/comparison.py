@@ -162,7 +162,7 @@ def _gradient_norm(parameters: Sequence[Tensor]) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
     norms = [torch.linalg.vector_norm(gradient.float() if gradient.itemsize < 4 else gradient) for gradient in dense]
-    return math.hypot(*(norm.item() for norm in norms))
+    return math.hypot(*torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()) if norms else 0.0
 
 
 def _tolerance(parameters: Sequence[Tensor], half_precision: bool) -> float:
