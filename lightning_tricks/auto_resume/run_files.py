@@ -46,6 +46,7 @@ _RNG_STATE_FILE = "streams.json"  # the random state before `setup`, which may c
 _PROCESSES_FILE, _JOURNAL_FILE = "processes.json", "files.jsonl"
 _MAX_PROCESSES = 1000
 _SECONDS_TO_APPEAR = 30.0  # for a file of rank zero on the other ranks: network file systems cache directories
+_SECONDS_TO_END = 5.0  # for a killed process, which holds its locks until its memory is freed
 _END_SUFFIX = " at its end"  # of a journal's base: what was written after it is part of the run
 
 
@@ -137,12 +138,17 @@ class RunFiles:
         """Return the processes that used the directory, this one included; set `problem` if it is in use."""
         self.folder.prepare()
         self.root.prepare()
-        recorded = self.root.read_private(_PROCESSES_FILE).get("processes")
-        recorded = recorded if isinstance(recorded, list) else []
-        processes = [process for process in recorded if isinstance(process, dict)]
-        acquired, is_certain = self._lock.acquire(processes[-1] if processes else {})
-        if not acquired:
+        until = time.monotonic() + _SECONDS_TO_END
+        while True:
+            recorded = self.root.read_private(_PROCESSES_FILE).get("processes")
+            recorded = recorded if isinstance(recorded, list) else []
+            processes = [process for process in recorded if isinstance(process, dict)]
             process = processes[-1] if processes else {}
+            acquired, is_certain = self._lock.acquire(process)
+            if acquired or process == this_process() or time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        if not acquired:
             self.problem = (
                 f"AutoResume: the directory {self.root.path} is in use by process {process.get('pid', '?')} on "
                 f"{process.get('host', '?')}: two runs would overwrite each other's checkpoints. Wait for its end, or "

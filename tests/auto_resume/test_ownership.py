@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -184,7 +185,13 @@ class Holds(Callback):
             self.status = run(self.folder, {"validate": "none"})
 
 
-def test_a_second_process_is_refused(tmp_path, capsys):
+@pytest.fixture
+def impatient(monkeypatch):
+    """Not to wait for the end of a process that goes on."""
+    monkeypatch.setattr("lightning_tricks.auto_resume.run_files._SECONDS_TO_END", 0.1)
+
+
+def test_a_second_process_is_refused(tmp_path, capsys, impatient):
     holds = Holds(tmp_path)
     fit(AutoResume(tmp_path / "resume"), holds)
     assert holds.status == 1
@@ -195,7 +202,22 @@ def test_a_second_process_is_refused(tmp_path, capsys):
     assert cli.main(["resume", "status", str(tmp_path / "resume")]) == 0
 
 
-def test_a_second_run_of_two_ranks_is_refused(tmp_path):
+def test_a_killed_process_that_has_not_ended_yet_is_waited_for(tmp_path):
+    """It holds its lock until the operating system has freed its memory."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        CheckpointFolder(tmp_path).prepare()
+        DirectoryLock(CheckpointFolder(tmp_path).private / "lock").acquire({})
+        os.write(writer, b"held")
+        time.sleep(0.5)
+        os._exit(0)
+    assert os.read(reader, 4) == b"held"
+    assert fit(AutoResume(tmp_path), epochs=1).current_epoch == 1
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_second_run_of_two_ranks_is_refused(tmp_path, impatient):
     class HoldsTwo(Holds):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 3:
