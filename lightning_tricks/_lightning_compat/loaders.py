@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def lightning_module_in(module: nn.Module) -> LightningModule | None:
     """Return the LightningModule that a module is, or wraps as its `module`, compiled or not; or None."""
     module = unwrap_model(module)
+    if isinstance(module, LightningModule):
+        return module
     inner = getattr(module, "module", None)
-    if isinstance(module, LightningModule) or not isinstance(inner, nn.Module):
-        return module if isinstance(module, LightningModule) else None
-    return lightning_module_in(inner)
+    return lightning_module_in(inner) if isinstance(inner, nn.Module) else None
 
 
 def transferred_batches(module: LightningModule | None, loader: Any, device: torch.device) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Restore what the copy of a model shares with the original and the rest of the program, after the copy was run."""
+"""Restore what the run of a model, or of a copy that shares something with it and with the program, has changed."""
 
 from __future__ import annotations
 

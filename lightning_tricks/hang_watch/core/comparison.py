@@ -53,10 +53,10 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
         OSError: If there is no record in the folder, or a file cannot be read.
     """
     path = Path(check_path("folder", folder, "a folder")).expanduser()
-    found = {file.with_suffix(STACKS_SUFFIX): read_record(file) for file in path.glob(f"rank*{RECORD_SUFFIX}")}
-    ranks = [{**rank, **_last_stacks(file, rank.get("thread", 0))} for file, rank in found.items()]
     if not path.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}. Give the dirpath of HangWatch.")
+    found = {file.with_suffix(STACKS_SUFFIX): read_record(file) for file in path.glob(f"rank*{RECORD_SUFFIX}")}
+    ranks = [{**rank, **_last_stacks(file, rank.get("thread", 0))} for file, rank in found.items()]
     if not ranks:
         earlier = f" Those of an earlier start are in {path / PREVIOUS}." * (path / PREVIOUS).is_dir()
         raise FileNotFoundError(
