@@ -103,3 +103,9 @@ def _means(places: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> tu
 
 def _error(confidence: Tensor, accuracy: Tensor, weight: Tensor) -> Tensor:
     return ((confidence - accuracy).abs() * weight).sum() if len(weight) else confidence.new_tensor(torch.nan)
+
+
+def are_probabilities(rows: Tensor) -> Tensor:
+    """Return whether each row (N, C), perhaps once rounded to bfloat16, holds the probabilities of C classes, (N,)."""
+    sums = (rows.float() if rows.itemsize < 4 else rows).sum(1)
+    return (rows >= 0).all(1) & ((sums - 1).abs() < 1e-2)

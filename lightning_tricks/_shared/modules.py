@@ -41,6 +41,12 @@ def explained_arguments() -> Iterator[None]:
         raise TypeError(f"{error}; {remedy}.") from error
 
 
+def parts_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts of a model, by name, of which a state dict holds what their `get_extra_state` returns."""
+    own = nn.Module.get_extra_state
+    return {name: part for name, part in model.named_modules() if type(part).get_extra_state is not own}
+
+
 def step_arguments(step: Callable[..., Any], batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """Return the positional arguments with which Lightning calls a `training_step`.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.calibration import METHODS, Calibration, as_columns, calibration_of
-from lightning_tricks._shared.calibration_scores import classification_scores
+from lightning_tricks._shared.calibration_scores import are_probabilities, classification_scores
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 from lightning_tricks._shared.fitting_table import FittingTable
@@ -19,7 +19,6 @@ from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.calibration.core.fitting import fit_calibration
 from lightning_tricks.calibration.held_out_rows import (
-    are_probabilities,
     found_logits,
     held_out_rows,
     target_probabilities,
@@ -191,7 +190,7 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
     columns = as_columns(probabilities.detach().cpu().double())
     if columns.shape != probabilities.shape:
         columns[:, 0] = 1 - columns[:, 1]
-    if not are_probabilities(columns):
+    if not are_probabilities(columns).all():
         found = f"{probabilities.min():.3g} to {probabilities.max():.3g}: call softmax or sigmoid on logits"
         raise ValueError(f"The score needs probabilities, from 0 to 1 and with the sum 1 in each row, got {found}.")
     labels = target_probabilities(target.detach().cpu(), probabilities)

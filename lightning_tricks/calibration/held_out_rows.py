@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
 from lightning_tricks._shared.calibration import as_columns, logits_in
+from lightning_tricks._shared.calibration_scores import are_probabilities
 from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
 from lightning_tricks._shared.modules import explained_arguments
 from lightning_tricks._shared.tensors import gather_objects
@@ -102,7 +103,7 @@ def target_probabilities(target: Tensor, logits: Tensor) -> Tensor:
         target = torch.stack([1 - target, target], 1)
     if target.ndim == 2 and target.shape[1] == classes:
         found = target.double()
-        if are_probabilities(found):
+        if are_probabilities(found).all():
             return found / found.sum(1, keepdim=True)
         raise ValueError(
             "Labels that are probabilities must be at least 0, and have the sum 1 in each row; calibrate a multi-label "
@@ -140,15 +141,10 @@ def _checked(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"The logits are NaN or infinite in {rows}: look for NaN in inputs, or an overflow in fp16.")
     first, last = logits[:, 0], logits[:, -1]
     pairs = torch.stack([1 - last, last], 1)  # of one number for each row, which may be a logit as well
-    alone = logits.shape[1] == 2 and last.any() and not first.any() and are_probabilities(pairs)
+    alone = logits.shape[1] == 2 and last.any() and not first.any() and are_probabilities(pairs).all()
     fits = alone and (pairs - target).square().mean() < (logits.softmax(1) - target).square().mean()
-    if fits or are_probabilities(logits):
+    if fits or are_probabilities(logits).all():
         raise ValueError(
             "The module returns probabilities, and calibrate needs logits: leave out its softmax or sigmoid."
         )
     return logits, target
-
-
-def are_probabilities(rows: Tensor) -> bool:
-    """Whether rows (N, C), perhaps once rounded to bfloat16, are probabilities of C classes."""
-    return bool((rows >= 0).all() and ((rows.sum(1) - 1).abs() < 1e-2).all())

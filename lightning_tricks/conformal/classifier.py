@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.calibration import logits_in
+from lightning_tricks._shared.calibration_scores import are_probabilities
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.conformal.functional import ROUNDING, choose_penalty, needed_rows, rank_penalty, ranked_scores
@@ -119,7 +120,7 @@ class ConformalClassifier(ConformalPredictor):
             )
         place = (order == target.unsqueeze(1)).int().argmax(1, keepdim=True)
         groups = target if self._by_class else self.group_ids(inputs, target)
-        sums_to_one = (outputs >= 0).all(1) & ((outputs.float().sum(1) - 1).abs() < 1e-2)
+        sums_to_one = are_probabilities(outputs)
         tunes = (torch.rand(n, generator=draws, device=draws.device) < self._tuning_share).to(scores.device)
         return scores.gather(1, place)[:, 0], groups, place[:, 0] + 1, sums_to_one, tunes, scores[tunes]
 

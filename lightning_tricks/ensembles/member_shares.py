@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._lightning_compat.ddp import gradients_kept_apart, syncs_batchnorm
 from lightning_tricks._lightning_compat.flavor import DDPStrategy, MisconfigurationException
 from lightning_tricks._lightning_compat.trainer import active_scaler, callbacks_of, overfit_batches_of
+from lightning_tricks._shared.modules import parts_with_extra_state
 from lightning_tricks._shared.tensors import broadcast_tensors, clone_tensors, gather_objects, parameters_of
 from lightning_tricks.ensembles.core.members import Members, refuse_lazy
 from lightning_tricks.ensembles.core.sampling import sampler_of, why_not_reorder
@@ -35,10 +36,6 @@ def member_shares(n_members: int, n_ranks: int) -> list[range]:
         [range(0, 2), range(2, 5)]
     """
     return [range(rank * n_members // n_ranks, (rank + 1) * n_members // n_ranks) for rank in range(n_ranks)]
-
-
-def _has_extra_state(part: nn.Module) -> bool:
-    return type(part).get_extra_state is not nn.Module.get_extra_state
 
 
 class MemberShares(Ensemble):
@@ -201,7 +198,7 @@ class MemberShares(Ensemble):
             for rank, share in enumerate(self._shares):
                 for index in share:
                     broadcast_tensors([*self.estimators_.member_tensors(index).values()], rank)
-            parts = {name: part for name, part in self.estimators_.named_modules() if _has_extra_state(part)}
+            parts = parts_with_extra_state(self.estimators_)
             own = {name: part for name, part in parts.items() if int(name.partition(".")[0]) in self.own_members}
             states = {name: part.get_extra_state() for name, part in own.items()}
             for of_rank in gather_objects(states) if parts else ():

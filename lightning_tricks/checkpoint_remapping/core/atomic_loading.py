@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.modules import parts_with_extra_state
 from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import loads_as_torch_does, set_state_dict_versions, state_dict_versions
@@ -133,7 +134,7 @@ class Snapshot:
         values = [v for _, saved in self._containers for v in (saved.values() if isinstance(saved, dict) else saved)]
         tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         self._tensors = {key: (tensor, tensor.data, tensor.detach().clone()) for key, tensor in tensors.items()}
-        with_state = [part for part in module.modules() if type(part).get_extra_state is not nn.Module.get_extra_state]
+        with_state = parts_with_extra_state(module).values()
         self._extra = [(part, copy.deepcopy(part.get_extra_state())) for part in with_state]
 
     def not_taken(self, own: Mapping[str, Tensor], now: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

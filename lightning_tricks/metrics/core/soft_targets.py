@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_tricks._shared.calibration_scores import are_probabilities
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.counts import not_ignored
 
@@ -16,7 +17,6 @@ _Value = Literal["cross_entropy", "brier", "expected_acc"]
 SOFT_TARGET_VALUES: tuple[_Value, ...] = ("cross_entropy", "brier", "expected_acc")
 SOFT_TARGET = "soft_target"  # the argument of metrics that compare with the probabilities, not with the likeliest class
 _NO_CLASS = -(2**31)  # the class of targets that are no probabilities; a confusion matrix counts it as invalid
-_TOLERANCE = 1e-2  # of a sum of probabilities in bfloat16
 
 
 def is_soft(inputs: Mapping[str, Any]) -> bool:
@@ -37,11 +37,7 @@ def split_soft_target(inputs: Mapping[str, Any]) -> dict[str, Any]:
     if not is_soft(inputs):
         return {**inputs, SOFT_TARGET: target}
     classes = target.argmax(1)
-    return {**inputs, SOFT_TARGET: target, "target": torch.where(_are_probabilities(target), classes, _NO_CLASS)}
-
-
-def _are_probabilities(target: Tensor) -> Tensor:
-    return (target >= 0).all(1) & ((target.float().sum(1) - 1).abs() < _TOLERANCE)
+    return {**inputs, SOFT_TARGET: target, "target": torch.where(are_probabilities(target), classes, _NO_CLASS)}
 
 
 class SoftTargetScore(Metric):
@@ -74,7 +70,7 @@ class SoftTargetScore(Metric):
             return  # which other metrics refuse
         if not preds.is_floating_point() or preds.ndim < 2:
             raise ValueError("soft_targets=True needs scores of shape (N, C, ...): return them, without argmax.")
-        if preds.isfinite().all() and self.from_logits == bool(_are_probabilities(preds).all()):
+        if preds.isfinite().all() and self.from_logits == bool(are_probabilities(preds).all()):
             found, wanted = ("probabilities", "False") if self.from_logits else ("logits", "True")
             raise ValueError(f"the predictions look like {found}: give the preset from_logits={wanted}.")
         if not is_soft({"preds": preds, "target": target}):
@@ -82,7 +78,7 @@ class SoftTargetScore(Metric):
         if preds.shape != target.shape:
             shapes = f"{tuple(preds.shape)}, got {tuple(target.shape)}"
             raise ValueError(f"soft targets need the shape of the scores, {shapes}.")
-        if not _are_probabilities(target).all():
+        if not are_probabilities(target).all():
             sums = target.float().sum(1)
             raise ValueError(
                 "soft targets must be probabilities that sum up to 1 over the classes, got sums from "
