@@ -28,18 +28,23 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
         NotAFileError: If it is a directory, a pipe, a device or a socket.
         OSError: If it does not exist or cannot be read.
     """
-    _check_kind(path, Path(path).stat().st_mode)  # before it is opened, as opening alone makes some devices act
+    check_kind(path, Path(path).stat().st_mode)  # before it is opened, as opening alone makes some devices act
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     handle = os.open(path, flags)
     try:
-        _check_kind(path, os.fstat(handle).st_mode)
+        check_kind(path, os.fstat(handle).st_mode)
     except BaseException:
         os.close(handle)
         raise
     return os.fdopen(handle, "rb")
 
 
-def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
+def check_kind(path: str | os.PathLike[str], mode: int) -> None:
+    """Raise an error if the mode of a path is not that of a regular file.
+
+    Raises:
+        NotAFileError: If it is that of a directory, a pipe, a device or a socket.
+    """
     if stat.S_ISREG(mode):
         return
     kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
@@ -69,7 +74,7 @@ def atomic_write(path: Path, *, flush: Collection[str] = ("file", "directory")) 
     mode = None
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode  # a circle of links raises here
-        _check_kind(path, mode)
+        check_kind(path, mode)
     name = os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
     staged = path.with_name(f".{name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +25,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
-from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
+from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest, UnusableFolderError, main_file
 from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
 from lightning_tricks.auto_resume.core.shards import put_shards, shape_of
 from lightning_tricks.auto_resume.parts import Settings
@@ -60,6 +59,7 @@ class CheckpointSelection:
         self.identity: Mapping[str, Any] = run_identity(module)
         self._stream: IO[bytes] | None = None  # the file of the newest checkpoint, until it is read
         self._kept: KeptCheckpoint | None = None
+        self._announcements: list[tuple[Callable[[str], object], str]] = []
 
     def newest(self, user_path: str | os.PathLike[str] | None) -> tuple[Manifest, Path] | None:
         """Return the newest complete checkpoint of this run, the same on all ranks; None if there is none.
@@ -69,7 +69,8 @@ class CheckpointSelection:
                 this run did not write it, None is returned.
 
         Raises:
-            MisconfigurationException: If the folder holds checkpoints of another model or of a newer release.
+            MisconfigurationException: If the folder holds checkpoints of another model or of another release, or
+                that cannot be read.
         """
         manifest, problem = None, ""
         if self.trainer.is_global_zero:
@@ -78,7 +79,7 @@ class CheckpointSelection:
                     newest = self.folder.open_newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
                     manifest, self._stream = newest or (None, None)
                 problem = self.run_files.problem
-            except NewerFormatError as error:
+            except UnusableFolderError as error:
                 problem = f"AutoResume: {error}"
             if user_path is not None and not problem and self._is_taken(user_path, manifest):
                 manifest = self._stream = None
@@ -86,9 +87,15 @@ class CheckpointSelection:
         raise_for_problem(problem)
         if manifest is None:
             return None
-        path = self.folder.path / manifest.file
+        path = self.folder.path_of(manifest)
         self._check_same_parameters(manifest, path)
         return manifest, path
+
+    def announce(self) -> None:
+        """Say what was chosen; to be called after all that may refuse it."""
+        for say, sentence in self._announcements:
+            say(f"AutoResume: {sentence}")
+        self._announcements.clear()
 
     def load(self, path: Path) -> dict[str, Any]:
         """Return a copy of the checkpoint that `loaded` returns, which hooks may change."""
@@ -148,33 +155,35 @@ class CheckpointSelection:
             )
 
     def _is_taken(self, user_path: str | os.PathLike[str], manifest: Manifest | None) -> bool:
-        """Return whether the user's checkpoint is resumed, and log which one is.
+        """Return whether the user's checkpoint is resumed, and note what is to be said of it.
 
         What this run wrote itself is resumed exactly from its own checkpoints alone.
         """
         position = _position(user_path)
         is_ours = position in self.run_files.written_states(of_all_fits=manifest is not None)
         if manifest is None:
-            if is_ours:
-                rank_zero_warn(
-                    f"AutoResume: this run wrote {str(user_path)!r} before its own first save, and resumes from it as "
-                    "Lightning does, which is not exact. To start again instead, remove the file."
-                )
+            said = (
+                f"this run wrote {str(user_path)!r} before its own first save, and resumes from it as Lightning does, "
+                "which is not exact. To start again instead, remove the file."
+            )
+            self._announcements += [(rank_zero_warn, said)] if is_ours else []
             return True
         try:
             newer = _time_written(user_path) > manifest.written
         except Exception as error:  # of one of fsspec's many libraries
-            rank_zero_warn(
-                f"AutoResume: it cannot be known when {str(user_path)!r} was written ({describe_error(error)}), so "
+            said = (
+                f"it cannot be known when {str(user_path)!r} was written ({describe_error(error)}), so "
                 f"{manifest.file!r} is resumed. To resume the other one, choose another dirpath."
             )
+            self._announcements.append((rank_zero_warn, said))
             return False
         if newer and (is_ours or (position is None and not is_address(user_path))):
             why = "was written by this run" if is_ours else "cannot be read"
-            rank_zero_info(f"AutoResume: {str(user_path)!r} {why}, and {manifest.file!r} is resumed instead.")
-            return False
-        which, other = (str(user_path), manifest.file) if newer else (manifest.file, str(user_path))
-        rank_zero_info(f"AutoResume: {which!r} is newer than {other!r} and is resumed.")
+            said, newer = f"{str(user_path)!r} {why}, and {manifest.file!r} is resumed instead.", False
+        else:
+            which, other = (str(user_path), manifest.file) if newer else (manifest.file, str(user_path))
+            said = f"{which!r} is newer than {other!r} and is resumed."
+        self._announcements.append((rank_zero_info, said))
         return newer
 
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:

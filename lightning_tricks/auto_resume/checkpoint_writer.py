@@ -29,10 +29,11 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.checkpoint_selection import describe_object
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest, main_file
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
-from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
 from lightning_tricks.auto_resume.core.shards import files_of_rank, take_shards, write_shards
+from lightning_tricks.auto_resume.core.tensor_block import pack
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
 from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -131,13 +132,13 @@ class CheckpointWriter:
         shards: dict[str, Tensor] = {}
         knows_all = trainer.is_global_zero or is_sharding(trainer.strategy)
         shared = get_shared_state(checkpoint) if knows_all else {}
-        entry: Any = {"format": FORMAT, "moment": save_point.value, "shared": shared, "ranks": rank_state}
-        checkpoint[CHECKPOINT_KEY] = entry
+        checkpoint[CHECKPOINT_KEY] = {"shared": shared, "ranks": rank_state}
         if is_sharding(trainer.strategy):
             checkpoint, shards = take_shards(checkpoint, self.module)
-            entry = checkpoint[CHECKPOINT_KEY]
-        entry["ranks"] = gather_objects(entry["ranks"])
-        self._warn_unsaved(entry["ranks"])
+        entry = {name: pack(part) for name, part in checkpoint[CHECKPOINT_KEY].items()}
+        entry |= {"format": FORMAT, "moment": save_point.value, "ranks": gather_objects(entry["ranks"])}
+        checkpoint[CHECKPOINT_KEY] = entry
+        self._warn_unsaved([name for rank in entry["ranks"] for name in rank["value"]["not_saved"]])
         known: dict[str, Any] = {"finished": save_point is SavePoint.FIT_END, "run": identity}
 
         def note_position() -> None:
@@ -204,12 +205,9 @@ class CheckpointWriter:
         if not trainer.is_global_zero:
             return
         with suppress(OSError):  # a full disk is reported by the checkpoint that is lost
+            limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
             self.run_files.folder.write_status(
-                state=state,
-                epoch=trainer.current_epoch,
-                step=trainer.global_step,
-                max_epochs=trainer.max_epochs,
-                max_steps=trainer.max_steps,
+                state=state, epoch=trainer.current_epoch, step=trainer.global_step, **limits
             )
 
     def _write(
@@ -238,7 +236,7 @@ class CheckpointWriter:
             self.final_manifest = manifest if manifest.finished else None
             folder.prune(self.settings.keep_last)
             if not self.settings.allow_pickle:
-                problems.append(self._why_not_loadable(checkpoint, folder.path / manifest.main_file))
+                problems.append(self._why_not_loadable(checkpoint, main_file(folder.path_of(manifest))))
 
         return self._failure_of(write) or "".join(problems)
 
@@ -246,10 +244,10 @@ class CheckpointWriter:
         """Write what is sharded; return the files of all ranks with SHA-256 and size, and why it failed, if it did."""
         folder, rank, files = self.run_files.folder, self.trainer.global_rank, dict[str, tuple[str, int]]()
         if not (rank or failure):
-            failure = self._failure_of(folder.prepare_shards)
+            failure = self._failure_of(folder.begin)
         failure = gather_objects(failure, self._group)[0]
-        failure = failure or self._failure_of(lambda: write_shards(folder.shards_in_writing, shards, self._group))
-        failure = failure or self._failure_of(lambda: files.update(files_of_rank(folder.shards_in_writing, rank)))
+        failure = failure or self._failure_of(lambda: write_shards(folder.writing, shards, self._group))
+        failure = failure or self._failure_of(lambda: files.update(files_of_rank(folder.writing, rank)))
         failures, files_of_ranks = zip(*gather_objects((failure, files), self._group), strict=True)
         return {name: of for files in files_of_ranks for name, of in files.items()}, next(filter(None, failures), "")
 
@@ -263,10 +261,9 @@ class CheckpointWriter:
             return f"AutoResume: step {self._saved_step} could not be saved in {folder.path}: {error}. {kept}."
         return ""
 
-    def _warn_unsaved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+    def _warn_unsaved(self, names: Sequence[str]) -> None:
         """Name what a resumed run will lack, each thing once."""
-        found = dict.fromkeys(name for state in ranks for name in state["not_saved"])
-        new = self._not_yet_reported([name for name in found if not name.endswith(IN_THE_FIT)])
+        new = self._not_yet_reported([name for name in dict.fromkeys(names) if not name.endswith(IN_THE_FIT)])
         if new:
             listed = list_names(new, 5)
             rank_zero_warn(

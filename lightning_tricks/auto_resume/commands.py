@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,6 @@ from lightning_tricks._shared.console import make_console, write_json
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
-
-_UNRECORDED = "is not used, as its manifest is missing or damaged"
 
 
 def add_to(commands: Any) -> None:
@@ -39,7 +38,7 @@ def _run(run: Any, arguments: argparse.Namespace) -> int:
     folders = [
         folder
         for folder in fit_folders(arguments.dirpath)
-        if folder.manifests() or folder.unrecorded() or folder.read_status()
+        if folder.manifests() or folder.problems() or folder.read_status()
     ]
     if not folders:
         raise FileNotFoundError(f"{arguments.dirpath} holds no checkpoints of AutoResume. Give the dirpath of a run.")
@@ -56,18 +55,17 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
     for folder in folders:
         status = _last_status(folder)
         if status:
-            try:
+            description = f"{folder.private / 'status.json'} is damaged"
+            with suppress(OverflowError, TypeError, ValueError):
                 description = _describe_status(status)
-            except (OverflowError, TypeError, ValueError):
-                description = f"{folder.private / 'status.json'} is damaged"
             console.print(f"{folder.path}: {description}", markup=False)
         for manifest in folder.manifests():
             progress = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
-            size = sum(size for _, size in manifest.all_files.values())
+            size = sum(size for _, size in manifest.files.values())
             summary = f"step {manifest.step}, {progress}, {format_bytes(size)}, {_describe_age(manifest.written)}"
             console.print(f"  {manifest.file}: {summary}", markup=False)
-        for path in folder.unrecorded():
-            console.print(f"  {path.name}: {_UNRECORDED}", markup=False)
+        for path, problem in folder.problems().items():
+            console.print(f"  {path.name}: {problem}", markup=False)
     return 0
 
 
@@ -79,21 +77,20 @@ def _status_values(folder: CheckpointFolder) -> dict[str, Any]:
         "state": _state(status) if status else None,
         **{name: status.get(name) for name in names},
         "checkpoints": [{name: getattr(each, name) for name in of_checkpoints} for each in folder.manifests()],
-        "unrecorded": [path.name for path in folder.unrecorded()],
+        "damaged": [path.name for path in folder.problems()],
     }
 
 
 def _verify(folders: list[CheckpointFolder], as_json: bool) -> int:
-    console, problems = make_console(soft_wrap=True, highlight=False, quiet=as_json), dict[str, str | None]()
+    problems = dict[str, str | None]()
     for folder in folders:
-        for manifest in folder.manifests():
-            problems[str(folder.path / manifest.file)] = problem = folder.find_problem(manifest) or None
-            console.print(f"{folder.path / manifest.file}: {problem or 'complete'}", markup=False)
-        for path in folder.unrecorded():
-            problems[str(path)] = _UNRECORDED
-            console.print(f"{path}: {_UNRECORDED}", markup=False)
+        found = {folder.private / each.file: folder.find_problem(each) or None for each in folder.manifests()}
+        problems |= {str(path): problem for path, problem in {**found, **folder.problems()}.items()}
     if as_json:
         write_json([{"file": file, "problem": problem} for file, problem in problems.items()])
+    console = make_console(soft_wrap=True, highlight=False, quiet=as_json)
+    for file, problem in problems.items():
+        console.print(f"{file}: {problem or 'complete'}", markup=False)
     return int(any(problems.values()))
 
 

@@ -32,7 +32,7 @@ from lightning_tricks.auto_resume.attribute_parts import AttributeOwners, Attrib
 from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
-from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.model_parts import Buffers, Gradients, LeftOutTensors, Structure, UnsavedOutline
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, Part, Phase, SavedState

@@ -20,7 +20,8 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest
+from lightning_tricks.auto_resume.core.tensor_block import unpack
 
 IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
 
@@ -108,7 +109,7 @@ class SavedState:
                 f"AutoResume: the checkpoints in {path.parent} have format {entry['format']}, and this release writes "
                 f"format {FORMAT}. Choose another dirpath, or finish the run with the release that started it."
             )
-        ranks: Sequence[Mapping[str, Any]] = entry["ranks"]
+        ranks: Sequence[Mapping[str, Any]] = list(map(unpack, entry["ranks"]))
         rank = ranks[trainer.global_rank % len(ranks)]
         world_size_changed = len(ranks) != trainer.world_size
         if world_size_changed:
@@ -131,7 +132,7 @@ class SavedState:
             save_point=SavePoint(entry["moment"]),
             rank=rank,
             rank_zero=ranks[0],
-            shared=entry["shared"],
+            shared=unpack(entry["shared"]),
             world_size=len(ranks),
             world_size_changed=world_size_changed,
             weights=saved if other_precision else {},

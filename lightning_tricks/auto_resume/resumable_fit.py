@@ -34,7 +34,7 @@ from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelectio
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.manifests import Manifest
+from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.fit_state import FitState, report_differences
@@ -109,6 +109,7 @@ class ResumableFit(FitObserver):
             self.configuration.resume_from(saved)
         self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
         if saved is None:
+            self.selection.announce()
             self._restore_after_setup()
             return None
         self._resumed, self._pending, self._checkpoint = manifest, saved, checkpoint
@@ -118,6 +119,7 @@ class ResumableFit(FitObserver):
         resize_to_state_dict(self.module, checkpoint["state_dict"], saved.shared["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
         extended = f", extended {self.configuration.extended}" if self.configuration.extended else ""
+        self.selection.announce()
         position = f"resumes at epoch {manifest.epoch}, step {manifest.step}{extended}"
         is_over = manifest.finished and not extended
         rank_zero_info(f"AutoResume: the run {'had finished' if is_over else position} ({path}).")

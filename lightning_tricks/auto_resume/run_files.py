@@ -34,11 +34,10 @@ from lightning_tricks._shared.file_locks import DirectoryLock, this_process
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import gather_objects, unsharded_class
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, Manifest, fit_folders
 from lightning_tricks.auto_resume.core.configuration import plain
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
-from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.logger_state import LoggerState
 
 _START_FILE = "start.json"  # where the loggers were when a fit started that has no checkpoint yet

@@ -1,16 +1,13 @@
-"""AutoResume in a directory that others use: it touches only files that it wrote, and holds it alone."""
+"""AutoResume in a directory that others use: it touches its own folder in it alone, and nobody else does meanwhile."""
 
 import errno
-import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,76 +22,47 @@ from tests.contract.lab import same
 
 pytestmark = pytest.mark.oldest
 
-KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
-
-
 def tree(folder):
     """All files below a folder with their bytes and times."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
     return {path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def furnish(folder, outside):
-    """Put files of all kinds into a directory, some with names like AutoResume's; return them."""
-    (folder / "fit2").mkdir(parents=True)
-    genuine = CheckpointFolder(outside)
-    genuine.prepare()
-    manifest = genuine.save({"weights": torch.ones(3)}, **KNOWN)
-    record = (outside / f"{manifest.file}.json").read_text()
-    files = {
-        "best.ckpt": "last month's",
-        "last.ckpt": "Lightning's",
-        "epoch=1-step=2.ckpt": "ModelCheckpoint's",
-        "00000012-epoch=1-step=2.ckpt": "named alike",
-        "000013-epoch=1-step=2.ckpt": "named alike, with a record that is none",
-        "000013-epoch=1-step=2.ckpt.json": '{"mine": true}',
-        "000014-best.ckpt": "numbered",
-        "000015-epoch=1-step=2.ckpt": "with a record of another file",
-        "000015-epoch=1-step=2.ckpt.json": record.replace(manifest.file, "../outside.ckpt"),
-        "000016-epoch=1-step=2.ckpt.json": record.replace(manifest.file, str(outside / manifest.file)),
-        "000017-epoch=1-step=2.ckpt.json": record,
-        "000018-epoch=1-step=2.ckpt.json": "[" * 100_000,
-        "٣-epoch=1-step=2.ckpt": "a number of another script",
-        "-.ckpt": "no number",
-        "config.json": "{}",
-        "status.json": '{"mine": true}',
-        "train.log": "mine\n",
-        ".best.ckpt.7.partial": "being written by another process",
-        "notes.partial": "",
-        "old.ckpt.corrupt": "",
-        "fit2/best.ckpt": "of another fit",
-    }
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    os.mkfifo(folder / "000019-epoch=1-step=2.ckpt.json")  # whoever reads it waits forever
-    return files
+NAMES = (
+    "best.ckpt",
+    "last.ckpt",
+    "epoch=1-step=2.ckpt",
+    "000018-epoch=1-step=2.ckpt",
+    "000018-epoch=1-step=2.ckpt.json",
+    "000019-epoch=1-step=2/meta.pt",
+    "config.json",
+    "status.json",
+    "train.log",
+    ".best.ckpt.7.partial",
+    "old.ckpt.corrupt",
+    "writing/meta.pt",
+    "fit2/best.ckpt",
+)
 
 
-def test_only_its_own_files_are_touched(tmp_path):
-    folder, outside = tmp_path / "runs", tmp_path / "outside"
-    names = furnish(folder, outside)
-    (folder / "000019-epoch=1-step=2.ckpt.json").unlink()
-    before, away = tree(folder), tree(outside)
+def test_only_its_own_folder_is_touched(tmp_path):
+    """Whatever else lies beside it, also with names like AutoResume's."""
+    folder = tmp_path / "runs"
+    for name in NAMES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"mine": true}')
+    before = tree(folder)
     stop(AutoResume(folder, every_n_train_steps=3, keep_last=1))
     resumed = fit(AutoResume(folder, every_n_train_steps=3, keep_last=1))
     assert same(weights(resumed), weights(fit()))
-    after = tree(folder)
-    assert {name: after.get(name) for name in before} == before
-    assert tree(outside) == away
-    own = {name for name in after if name not in names and not name.startswith(".auto_resume/")}
-    assert len(own) == 2, "a checkpoint and its manifest"
-    assert min(int(name[:6]) for name in own) > 18, "numbers continue after names of others"
-
-
-def test_a_pipe_where_a_record_is_looked_for(tmp_path):
-    os.mkfifo(tmp_path / "000019-epoch=1-step=2.ckpt.json")
-    assert CheckpointFolder(tmp_path).manifests() == []
+    after = {name: what for name, what in tree(folder).items() if not name.startswith(".auto_resume/")}
+    assert after == before
+    assert len(CheckpointFolder(folder).manifests()) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("step", ["save_last", "named"])
-def test_a_model_checkpoint_in_the_same_directory(tmp_path, step):
-    options = {"save_last": True} if step == "save_last" else {"filename": "000001-{epoch}-{step}", "save_top_k": -1}
+def test_a_model_checkpoint_in_the_same_directory(tmp_path):
+    options = {"filename": "000001-{epoch}-{step}", "save_top_k": -1, "save_last": True}
     whole = ModelCheckpoint(tmp_path / "whole", every_n_train_steps=4, **options)
     fit(whole, enable_checkpointing=True)
     guarded = ModelCheckpoint(tmp_path / "runs", every_n_train_steps=4, **options)
@@ -102,73 +70,7 @@ def test_a_model_checkpoint_in_the_same_directory(tmp_path, step):
     guarded = ModelCheckpoint(tmp_path / "runs", every_n_train_steps=4, **options)
     fit(AutoResume(tmp_path / "runs", keep_last=1), guarded, enable_checkpointing=True)
     theirs = {path.name for path in (tmp_path / "whole").iterdir()}
-    ours = {manifest.file for manifest in CheckpointFolder(tmp_path / "runs").manifests()}
-    assert {path.name for path in (tmp_path / "runs").glob("*.ckpt")} == theirs | ours
-
-
-def test_a_file_that_took_the_place_of_a_checkpoint_is_somebody_elses(tmp_path):
-    folder = CheckpointFolder(tmp_path)
-    replaced, said = [folder.save({"step": step}, **KNOWN) for step in range(3)], []
-    for manifest in replaced[1:]:
-        torch.save({"mine": 1}, tmp_path / manifest.file)
-    assert folder.newest(said.append) == replaced[0]
-    folder.prune(0)
-    assert len(said) == 2
-    assert {path.name for path in tmp_path.glob("*.ckpt")} == {manifest.file for manifest in replaced[1:]}
-
-
-def test_a_copied_directory_is_its_own(tmp_path):
-    """Copied without its times, by its bytes."""
-    (tmp_path / "a").mkdir()
-    CheckpointFolder(tmp_path / "a").save({"step": 1}, **KNOWN)
-    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
-    folder = CheckpointFolder(tmp_path / "b")
-    folder.prune(0)
-    assert not list(folder.path.glob("0*"))
-
-
-@pytest.mark.parametrize("where", ["before the file", "before the manifest", "in removing"])
-def test_killed_between_a_checkpoint_and_its_manifest(tmp_path, monkeypatch, where):
-    """What was written whole is finished; what is left of one to be removed goes."""
-    folder = CheckpointFolder(tmp_path)
-    kept = folder.save({"step": 1}, **KNOWN)
-    (tmp_path / "000009-epoch=3-step=4.ckpt").write_bytes((tmp_path / kept.file).read_bytes())
-    killed = {
-        "before the file": ("lightning_tricks._shared.files.os.fsync", lambda: folder.save({"step": 2}, **KNOWN)),
-        "before the manifest": ("pathlib.Path.replace", lambda: folder.save({"step": 2}, **KNOWN)),
-        "in removing": (f"{CheckpointFolder.__module__}.CheckpointFolder._remove_recorded", lambda: folder.prune(0)),
-    }[where]
-    pid = os.fork()
-    if pid == 0:
-        try:
-            move = Path.replace
-
-            def dies(*args):
-                if where == "before the manifest" and args[0].name != "writing.json":
-                    return move(*args)
-                return os.kill(os.getpid(), signal.SIGKILL)
-
-            monkeypatch.setattr(killed[0], dies)
-            killed[1]()
-        finally:
-            os._exit(0)  # or this process would run the other tests as well
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    folder.clean_up()
-    wanted = {"before the file": 1, "before the manifest": 2, "in removing": 0}[where]
-    assert [folder.find_problem(manifest) for manifest in folder.manifests()] == [""] * wanted
-    names = {manifest.file for manifest in folder.manifests()} | {"000009-epoch=3-step=4.ckpt"}
-    assert {path.name for path in tmp_path.glob("*.ckpt")} == names
-    assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_output_of_a_hangup_goes_to_a_file_of_its_own(tmp_path):
-    (tmp_path / "resume").mkdir()
-    (tmp_path / "resume" / "train.log").write_text("mine\n")
-    folder = CheckpointFolder(tmp_path / "resume")
-    assert [folder.log_path().name for _ in range(2)] == ["train-2.log"] * 2
-    assert (tmp_path / "resume" / "train.log").read_text() == "mine\n"
-    assert CheckpointFolder(tmp_path).log_path().name == "train.log"
-    assert CheckpointFolder(tmp_path).log_path().name == "train.log", "the second time as well"
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == theirs | {".auto_resume"}
 
 
 # -- the lock
@@ -340,11 +242,10 @@ def test_the_home_directory(tmp_path, monkeypatch, capsys):
 def test_a_record_that_names_a_logger_elsewhere_is_passed_over(tmp_path):
     """As somebody may have made it: nothing is written where it says."""
     stop(AutoResume(tmp_path / "runs"))
-    newest = CheckpointFolder(tmp_path / "runs").manifests()[0]
-    path = tmp_path / "runs" / f"{newest.file}.json"
+    folder = CheckpointFolder(tmp_path / "runs")
     (tmp_path / "metrics.csv").write_text("mine\n")
     record = {"kind": "csv", "version": "../../..", "rows": 0, "header": None, "directory": str(tmp_path), "inode": 0}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "loggers": [record, 7, {"kind": []}]}))
+    folder.rewrite_manifest(folder.manifests()[0], loggers=[record, 7, {"kind": []}])
     from lightning.pytorch.loggers import CSVLogger
 
     fit(AutoResume(tmp_path / "runs"), logger=CSVLogger(tmp_path / "logs" / "a"), log_every_n_steps=1)

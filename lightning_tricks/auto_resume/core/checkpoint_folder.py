@@ -1,19 +1,23 @@
-"""A directory of numbered checkpoints, which are verified before they are used."""
+"""A directory of numbered checkpoints: each a folder with a manifest, which gets its name once it is complete."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import json
 import os
+import platform
 import re
 import shutil
+import stat
 import tempfile
 import time
-import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,40 +25,119 @@ import torch
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.file_locks import this_process
-from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
+from lightning_tricks._shared.files import PARTIAL_SUFFIX, check_kind, flush_directory, open_file
 from lightning_tricks._shared.host_copies import stage_on_host
-from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
-from lightning_tricks.auto_resume.core.manifests import (
-    CHECKPOINT_KEY,
-    CHECKPOINT_NAME,
-    FORMAT,
-    MAIN_SHARD,
-    Manifest,
-    NewerFormatError,
-    installed_versions,
-    load_json,
-    load_manifest,
-)
-from lightning_tricks.auto_resume.core.safe_loading import load_plain_data
+from lightning_tricks._shared.lightning_name import lightning_package
+from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically, write_flushed
 
-PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints, the folder of AutoResume's own files
-_CORRUPT_SUFFIX = ".corrupt"
-_MANIFEST_SUFFIX = ".json"
-_STAGED_NAME = re.compile(rf"\.{CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL_SUFFIX)}")
+FORMAT = 3  # of the manifests and of what AutoResume adds to a checkpoint; every release reads the one before, too
+CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
+MAIN_FILE = "meta.pt"  # what is not sharded; so Lightning names it in a folder of shards
+PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints; nobody else writes there
+_MANIFEST, _REMOVING, _CORRUPT_SUFFIX = "manifest.json", "removing-", ".corrupt"
+_CHECKPOINT_NAME = re.compile(r"\d{6,}-epoch=\d+-step=\d+")
+_SHARD_NAME = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
+_DAMAGE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)  # what a damaged record raises
+_DAMAGED_OR_MISSING = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # others may pass, such as a lack of permission
+_MAX_JSON_BYTES = 1 << 24
 _MAX_BYTES_IN_MEMORY = 2**28  # of a file that is read at once; of a larger one, the bytes are compared first
-_MAX_THREADS = 4
-_LOG_HEADER = b"AutoResume: the terminal of this run is gone.\n"  # the first line of a log
-# In the private folder: the manifest of the checkpoint that is being written, which is moved beside it when that is
-# there, and of the one that is being removed
-_WRITING_RECORD, _REMOVING_RECORD = "writing.json", "removing.json"
+
+
+class UnusableFolderError(Exception):
+    """There are checkpoints that this release or this user cannot read, and which may not be passed over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is known of a checkpoint without reading it: a JSON file in its folder, which is the last one written.
+
+    Attributes:
+        file: Name of the folder.
+        sha256: SHA-256 of the bytes of its main file, as hexadecimal digits.
+        bytes: Size of that file.
+        epoch: Number of completed epochs.
+        step: Number of optimizer steps (`trainer.global_step`).
+        batches: Number of batches of the current epoch that were trained on.
+        finished: Whether the fit was complete.
+        written: Time of the save, in seconds since the Unix epoch.
+        loggers: Positions of the run's loggers, one record each.
+        run: What distinguishes this run from others: names -> plain values.
+        versions: Versions of Python and the libraries.
+        shards: The files beside the main one: names -> SHA-256 and size.
+        format: Format of the checkpoint. Any later one has a `checksum`, too.
+    """
+
+    file: str
+    sha256: str
+    bytes: int
+    epoch: int
+    step: int
+    batches: int
+    finished: bool
+    written: float
+    loggers: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    run: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    shards: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def number(self) -> int:
+        """Number of the checkpoint in its directory; a later one has a larger number."""
+        return _number(self.file)
+
+    @property
+    def files(self) -> dict[str, tuple[str, int]]:
+        """The files in the folder beside the manifest, the main one last: names -> SHA-256 and size."""
+        return {**self.shards, MAIN_FILE: (self.sha256, self.bytes)}
+
+    def record(self) -> dict[str, Any]:
+        """Return what its file holds: the fields, and a checksum of them."""
+        values = json.loads(json.dumps(vars(self), default=dict))
+        return {**values, "checksum": _checksum(values)}
+
+
+def load_manifest(checkpoint: Path) -> Manifest:
+    """Read the manifest in the folder of a checkpoint.
+
+    Raises:
+        OSError: If it cannot be read.
+        UnusableFolderError: If a later release wrote it.
+        ValueError: If it is damaged, or names a file that cannot be in the folder.
+    """
+    try:
+        values = load_json(checkpoint / _MANIFEST)
+        is_intact = values.pop("checksum") == _checksum(values)
+        if is_intact and values["format"] > FORMAT:
+            raise UnusableFolderError(
+                f"{checkpoint} has format {values['format']}, written by lightning_tricks "
+                f"{values['versions'].get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. Install "
+                "that release, or choose another dirpath to start again."
+            )
+        manifest = Manifest(**{known.name: values[known.name] for known in fields(Manifest) if known.name in values})
+        digests, sizes = zip(*manifest.files.values(), strict=True)
+        kinds = {"finished": bool, "run": dict, "versions": dict, "loggers": list, "written": int | float}
+        counts = (manifest.epoch, manifest.step, manifest.batches, *sizes)
+        is_intact = (
+            is_intact
+            and manifest.file == checkpoint.name
+            and all(_SHARD_NAME.fullmatch(name) for name in manifest.shards)
+            and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+            and all(type(count) is int and count >= 0 for count in counts)
+            and all(isinstance(getattr(manifest, name), kind) for name, kind in kinds.items())
+        )
+    except _DAMAGE:
+        is_intact = False
+    if not is_intact:
+        raise ValueError(f"{_MANIFEST} is damaged")
+    return manifest
 
 
 class CheckpointFolder:
-    """A directory of numbered checkpoints, each with a manifest; other programs may write files there, too.
+    """The checkpoints in `<path>/.auto_resume`: folders such as `000012-epoch=3-step=900`, with `manifest.json`.
 
-    A checkpoint is complete once it has a manifest, which is written after it. A file is removed or renamed only if a
-    manifest lists it with the bytes that it has: its name alone does not tell that it was written here. A checkpoint of
-    shards is a folder, as Lightning writes it, which appears under its name once all is in it.
+    Each is written as `writing` and renamed once it is complete and on the disk. What is in it is never changed, except
+    that a manifest is replaced.
 
     Args:
         path: Path of the directory; `~` is the home directory. `prepare` creates the directory.
@@ -65,58 +148,61 @@ class CheckpointFolder:
         self.private = self.path / PRIVATE_DIR
 
     def prepare(self) -> None:
-        """Create the directory, and check that it can be written.
+        """Create the directory, and check that it can be written and holds files and folders only.
 
         Raises:
-            OSError: If it cannot be created or written.
+            OSError: If it cannot be created, read or written, or there is a pipe, for example, in place of a file.
         """
         self.private.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.path):
+        for path in self.private.iterdir():
+            with suppress(FileNotFoundError):  # another process has removed it
+                mode = path.stat().st_mode
+                if not stat.S_ISDIR(mode) or path.suffix not in ("", _CORRUPT_SUFFIX):
+                    check_kind(path, mode)
+        with tempfile.TemporaryFile(dir=self.private):
             pass
 
     def manifests(self) -> list[Manifest]:
-        """Return the manifests of all checkpoints, newest first; other files are ignored."""
-        found = []
-        for path in self.path.glob(f"*.ckpt{_MANIFEST_SUFFIX}"):
-            try:
-                found.append(load_manifest(path, path.name.removesuffix(_MANIFEST_SUFFIX)))
-            except (OSError, RecursionError, TypeError, ValueError):  # truncated, or written by another program
-                continue
-        return sorted(found, key=lambda manifest: manifest.number, reverse=True)
+        """Return the manifests of all checkpoints, newest first; see `problems` for those that cannot be read."""
+        return [found for found in self._manifests().values() if isinstance(found, Manifest)]
 
-    def unrecorded(self) -> list[Path]:
-        """Return the checkpoints whose manifest is missing or damaged.
+    def problems(self) -> dict[Path, str]:
+        """Return what is wrong with the checkpoints whose manifests cannot be read."""
+        return {path: found for path, found in self._manifests().items() if isinstance(found, str)}
 
-        Files of other programs may bear such names: without a manifest, only those with AutoResume's part count.
-        """
-        known = {manifest.file for manifest in self.manifests()}
-        found = []
-        for path in sorted(self.path.glob("*.ckpt")):
-            if CHECKPOINT_NAME.fullmatch(path.name) and path.name not in known:
-                manifest = path.with_name(f"{path.name}{_MANIFEST_SUFFIX}")
-                main = main_file(path)
-                is_damaged = manifest.is_file() and (not _is_json(manifest) or _is_whole_archive(main))
-                if is_damaged or _has_own_part(main):
-                    found.append(path)
+    def _manifests(self) -> dict[Path, Manifest | str]:
+        found: dict[Path, Manifest | str] = {}
+        with suppress(OSError):  # of the directory itself, which `prepare` raises
+            for path in self._checkpoints():
+                try:
+                    found[path] = load_manifest(path)
+                except (OSError, UnusableFolderError, ValueError) as error:
+                    found[path] = _describe(error)
         return found
 
+    def _checkpoints(self) -> list[Path]:
+        """Return what has the name of a checkpoint, newest first."""
+        names = os.listdir(self.private) if self.private.exists() else []
+        named = filter(_CHECKPOINT_NAME.fullmatch, names)
+        return [self.private / name for name in sorted(named, key=_number, reverse=True)]
+
     @property
-    def shards_in_writing(self) -> Path:
-        """The folder for the shards of the checkpoint that `save` writes next."""
+    def writing(self) -> Path:
+        """The folder of the checkpoint that `save` writes next; other ranks put their shards there before."""
         return self.private / "writing"
 
-    def prepare_shards(self) -> None:
-        """Create `shards_in_writing`, empty."""
-        shutil.rmtree(self.shards_in_writing, ignore_errors=True)
-        self.shards_in_writing.mkdir(parents=True)
+    def begin(self) -> None:
+        """Create `writing`, empty."""
+        _remove(self.writing)
+        self.writing.mkdir(parents=True)
 
     def save(self, checkpoint: Mapping[str, Any], **known: Any) -> Manifest:
-        """Write a checkpoint and then its manifest; both are on the disk when this returns.
+        """Write a checkpoint and its manifest; they are on the disk when this returns.
 
         Args:
             checkpoint: What `torch.save` writes.
-            **known: The fields of `Manifest` that are not computed from the file. With `shards`, these files are in
-                `shards_in_writing`, and on the disk.
+            **known: The fields of `Manifest` that are not computed here. With `shards`, these files are in `writing`,
+                and on the disk.
 
         Returns:
             The manifest.
@@ -124,84 +210,64 @@ class CheckpointFolder:
         Raises:
             OSError: If the disk is full; the checkpoints before are kept.
         """
-        name = self._next_name(known["epoch"], known["step"])
-        self.private.mkdir(exist_ok=True)
-        staged_values = stage_on_host(dict(checkpoint))
-        made: list[Manifest] = []
-
-        def write_record(staged: Path, digest: str, size: int) -> None:
-            modified = staged.stat().st_mtime_ns
-            made.append(
-                Manifest(
-                    file=name,
-                    sha256=digest,
-                    bytes=size,
-                    modified=modified,
-                    written=time.time(),
-                    versions=installed_versions(),
-                    **known,
-                )
-            )
-            # tells after a kill that the file, which then lacks only its manifest, was written here
-            self._write_json(f"{PRIVATE_DIR}/{_WRITING_RECORD}", vars(made[0]), flush=("file",))
-
-        target = self.shards_in_writing / MAIN_SHARD if known.get("shards") else self.path / name
-        write_atomically(target, lambda stream: torch.save(staged_values, stream), write_record, flush=("file",))
-        if target.parent != self.path:
-            flush_directory(target.parent)
-            target.parent.replace(self.path / name)
+        if not known.get("shards"):
+            self.begin()
+        numbers = (_number(name.removeprefix(_REMOVING)) for name in os.listdir(self.private))
+        name = f"{max(numbers, default=0) + 1:06d}-epoch={known['epoch']}-step={known['step']}"
         try:
-            (self.private / _WRITING_RECORD).replace(self.path / f"{name}{_MANIFEST_SUFFIX}")
-        except BaseException:  # a checkpoint without a manifest would never be removed
-            self._remove_files(made[0])
+            staged = stage_on_host(dict(checkpoint))
+            digest, size = write_flushed(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream))
+            made = {"file": name, "sha256": digest, "bytes": size, "written": time.time()}
+            manifest = Manifest(**made, versions=installed_versions(), **known)
+            write_flushed(self.writing / _MANIFEST, lambda stream: stream.write(_json(manifest.record())))
+            flush_directory(self.writing)
+            self.writing.rename(self.private / name)
+        except BaseException:  # what is written of it may fill the disk
+            _remove(self.writing)
             raise
-        flush_directory(self.path)  # both names at once
-        return made[0]
+        flush_directory(self.private)
+        return manifest
 
     def rewrite_manifest(self, manifest: Manifest, **known: Any) -> None:
         """Write a manifest again, with new values in some fields."""
-        self._write_json(f"{manifest.file}{_MANIFEST_SUFFIX}", vars(replace(manifest, **known)))
+        self.write_private(f"{manifest.file}/{_MANIFEST}", replace(manifest, **known).record())
 
-    def _next_name(self, epoch: int, step: int) -> str:
-        names = {path.name for path in self.path.iterdir()}
-        matches = [CHECKPOINT_NAME.match(name) for name in names]
-        number = max((int(match[1]) for match in matches if match), default=0)
-        while True:
-            number += 1
-            name = f"{number:06d}-epoch={epoch}-step={step}.ckpt"
-            if not {name, f"{name}{_MANIFEST_SUFFIX}"} & names:
-                return name
+    def path_of(self, manifest: Manifest) -> Path:
+        """Return the path of a checkpoint for `torch.load`; or that of its folder, as Lightning reads one of shards."""
+        folder = self.private / manifest.file
+        return folder if manifest.shards else folder / MAIN_FILE
 
     def find_problem(self, manifest: Manifest) -> str:
-        """Return what is wrong with a checkpoint's file; empty if it has the bytes that were written."""
-        problem, stream = self._open(manifest)
-        if stream is not None:
-            stream.close()
-        return problem
+        """Return what is wrong with the files of a checkpoint; empty if they have the bytes that were written."""
+        try:
+            self._open(manifest).close()
+        except (OSError, ValueError) as error:
+            return _describe(error)
+        return ""
 
-    def _open(self, manifest: Manifest) -> tuple[str, IO[bytes] | None]:
-        """Return what is wrong with a checkpoint's file; or "", and the file with the bytes that were written."""
-
-        def problem_of(shard: str) -> str:
-            problem, stream = _open_intact(self.path / manifest.file / shard, *manifest.shards[shard])
-            if stream is not None:
-                stream.close()
-            return problem and f"has a shard {shard} that {problem}"
-
-        if manifest.shards:
-            with ThreadPoolExecutor(_MAX_THREADS) as threads:  # digests are computed without Python's lock
-                for problem in filter(None, threads.map(problem_of, manifest.shards)):
-                    return problem, None
-        return _open_intact(self.path / manifest.main_file, manifest.sha256, manifest.bytes)
-
-    def newest(self, warn: Callable[[str], object]) -> Manifest | None:
-        """Return the manifest of the newest intact checkpoint, and quarantine the damaged ones that are newer.
-
-        Args:
-            warn: Called with a sentence for each newer checkpoint that is damaged, or whose manifest is.
+    def _open(self, manifest: Manifest) -> IO[bytes]:
+        """Open the main file of a checkpoint, all of whose files have the bytes that were written.
 
         Raises:
-            NewerFormatError: If a checkpoint was written by a later release.
+            OSError: If a file cannot be read.
+            ValueError: If a file has other bytes.
+        """
+        *shards, main = ((self.private / manifest.file / name, *of) for name, of in manifest.files.items())
+        if shards:
+            with ThreadPoolExecutor(4) as threads:  # digests are computed without Python's lock
+                for stream in threads.map(_open_intact, *zip(*shards, strict=True)):
+                    stream.close()
+        return _open_intact(*main)
+
+    def newest(self, warn: Callable[[str], object]) -> Manifest | None:
+        """Return the manifest of the newest intact checkpoint, and rename newer ones that are damaged.
+
+        Args:
+            warn: Called with a sentence for each newer checkpoint that is damaged.
+
+        Raises:
+            UnusableFolderError: If a checkpoint was written by another release, or cannot be read for another reason
+                than its damage, such as a lack of permission.
         """
         manifest, stream = self.open_newest(warn) or (None, None)
         if stream is not None:
@@ -209,115 +275,54 @@ class CheckpointFolder:
         return manifest
 
     def open_newest(self, warn: Callable[[str], object]) -> tuple[Manifest, IO[bytes]] | None:
-        """Return what `newest` does, and the file, open, whose bytes were compared."""
-        unrecorded, found = self.unrecorded(), self._open_newest_intact(warn)
-        used = "the run starts again" if found is None else f"{found[0].file} is used"
-        for path in unrecorded:
-            if found is None or int(path.name.partition("-")[0]) > found[0].number:
-                warn(
-                    f"{path} is not used, as its manifest is missing or damaged and it cannot be verified: {used}. "
-                    "Remove the file if you do not need it."
-                )
+        """Return what `newest` does, and its main file, open, whose bytes were compared."""
+        problems: dict[Path, str] = {}
+        found = None
+        for path in self._checkpoints() or self._refuse_old_format():
+            try:
+                manifest = load_manifest(path)
+                found = manifest, self._open(manifest)
+                break
+            except (OSError, ValueError) as error:
+                if getattr(error, "errno", None) not in _DAMAGED_OR_MISSING:
+                    raise UnusableFolderError(
+                        f"{path}: {_describe(error)}, and may be intact. Make it readable and run the same command "
+                        "again, or choose another dirpath to start again."
+                    ) from error
+                problems[path] = _describe(error)
+        used = "no other one is intact" if found is None else f"{found[0].file} is the newest one now"
+        for path, problem in problems.items():
+            if path.is_dir():  # else another program has put it there
+                path.replace(path.with_name(f"{path.name}{_CORRUPT_SUFFIX}"))
+                problem += f". It was renamed to *{_CORRUPT_SUFFIX}"
+            warn(f"the checkpoint {path} cannot be used: {problem}; {used}.")
         return found
 
-    def _open_newest_intact(self, warn: Callable[[str], object]) -> tuple[Manifest, IO[bytes]] | None:
-        for manifest in self.manifests():
-            if manifest.format > FORMAT:
-                raise NewerFormatError(
-                    f"{self.path / manifest.file} has format {manifest.format}, written by lightning_tricks "
-                    f"{manifest.versions.get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. "
-                    "Install that release, or choose another dirpath to start again."
-                )
-            problem, stream = self._open(manifest)
-            if stream is not None:
-                return manifest, stream
-            self.quarantine(manifest)
-            name = self.path / manifest.file
-            warn(f"{name} {problem}: it was renamed to *{_CORRUPT_SUFFIX}; the checkpoint before it is used.")
-        return None
-
-    def quarantine(self, manifest: Manifest) -> None:
-        """Rename a manifest, and its checkpoint unless another program replaced it by an intact one."""
-        path = self.path / manifest.main_file
-        names = [f"{manifest.file}{_MANIFEST_SUFFIX}"]
-        if path.is_file() and (self.is_own(manifest) or not _is_whole_archive(path)):
-            names.append(manifest.file)
-        for name in names:
-            target = self.path / f"{name}{_CORRUPT_SUFFIX}"
-            if os.path.lexists(self.path / name) and not os.path.lexists(target):
-                (self.path / name).replace(target)
-
-    def is_own(self, manifest: Manifest) -> bool:
-        """Whether a manifest's file is the one that was written with it."""
-        try:
-            state = (self.path / manifest.main_file).stat()
-        except OSError:
-            return False
-        if state.st_size == manifest.bytes and state.st_mtime_ns == manifest.modified:
-            return True
-        return not self.find_problem(manifest)
+    def _refuse_old_format(self) -> list[Path]:
+        """Raise an error if there are checkpoints as releases before format 3 wrote them; else return nothing."""
+        for path in self.path.glob("*.ckpt.json"):
+            with suppress(OSError, *_DAMAGE):
+                if {"sha256", "format"} <= load_json(path).keys():
+                    raise UnusableFolderError(
+                        f"{path.with_suffix('')} was written by an older release, in a format that this one does not "
+                        "read. Choose another dirpath to start again, or finish the run with that release."
+                    )
+        return []
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep`."""
-        for manifest in self.manifests()[keep:]:
-            self.private.mkdir(exist_ok=True)
-            (self.path / f"{manifest.file}{_MANIFEST_SUFFIX}").replace(self.private / _REMOVING_RECORD)
-            self._remove_recorded()
-
-    def _remove_recorded(self) -> None:
-        """Remove the checkpoint whose manifest was moved to the private folder, and then the manifest."""
-        record = self.private / _REMOVING_RECORD
-        with suppress(OSError, RecursionError, TypeError, ValueError):
-            manifest = load_manifest(record)
-            if self.is_own(manifest):
-                self._remove_files(manifest)
-        record.unlink(missing_ok=True)
-
-    def _remove_files(self, manifest: Manifest) -> None:
-        for name in manifest.all_files:  # the main one last, by which the others are known after a kill
-            (self.path / name).unlink(missing_ok=True)
-        if manifest.shards:
-            with suppress(OSError):  # somebody else has put a file there
-                (self.path / manifest.file).rmdir()
+        for path in list(filter(Path.is_dir, self._checkpoints()))[keep:]:
+            _remove(path.replace(path.with_name(f"{_REMOVING}{path.name}")))
 
     def clean_up(self) -> None:
-        """Remove temporary files of killed processes, and complete a checkpoint that lacks only its manifest.
-
-        No other process may write checkpoints here meanwhile.
-        """
-        staged = [path for path in self.path.glob(f".*{PARTIAL_SUFFIX}") if _STAGED_NAME.fullmatch(path.name)]
-        for path in (*staged, *self.private.glob(f".*{PARTIAL_SUFFIX}")):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.shards_in_writing, ignore_errors=True)
-        self._remove_recorded()
-        writing = self.private / _WRITING_RECORD
-        with suppress(OSError, RecursionError, TypeError, ValueError):
-            manifest = load_manifest(writing)
-            target = self.path / f"{manifest.file}{_MANIFEST_SUFFIX}"
-            if not os.path.lexists(target) and not self.find_problem(manifest):
-                writing.replace(target)
-        writing.unlink(missing_ok=True)
-
-    def log_path(self) -> Path:
-        """Return the path of the log in this directory, which is created unless it exists."""
-        number = 0
-        while True:
-            number += 1
-            path = self.path / f"train{f'-{number}' if number > 1 else ''}.log"
-            try:
-                with path.open("xb") as file:
-                    file.write(_LOG_HEADER)
-            except FileExistsError:
-                with path.open("rb") as file:
-                    if file.read(len(_LOG_HEADER)) != _LOG_HEADER:
-                        continue
-            return path
+        """Remove what killed processes left behind; no other process may write checkpoints here meanwhile."""
+        for path in (self.writing, *self.private.glob(f"{_REMOVING}*"), *self.private.glob(f".*{PARTIAL_SUFFIX}")):
+            _remove(path)
 
     def write_status(self, **status: Any) -> None:
         """Record the progress of a run for `read_status`, with the process and the time."""
-        self.private.mkdir(parents=True, exist_ok=True)
         values = {**this_process(), "time": time.time(), **status}
-        self._write_json(f"{PRIVATE_DIR}/status.json", values, flush=())  # only people read it
+        self.write_private("status.json", values, flush=())  # only people read it
 
     def read_status(self) -> dict[str, Any]:
         """Return what `write_status` wrote last; empty if nothing was written."""
@@ -327,16 +332,14 @@ class CheckpointFolder:
         """Return what a file of the private folder holds; empty if it cannot be read."""
         try:
             return load_json(self.private / name)
-        except (OSError, RecursionError, TypeError, ValueError):
+        except (OSError, *_DAMAGE):
             return {}
 
-    def write_private(self, name: str, values: Mapping[str, Any]) -> None:
+    def write_private(
+        self, name: str, values: Mapping[str, Any], flush: Sequence[str] = ("file", "directory")
+    ) -> None:
         """Write a JSON file to the private folder, for `read_private`."""
-        self._write_json(f"{PRIVATE_DIR}/{name}", values)
-
-    def _write_json(self, name: str, values: Mapping[str, Any], flush: Collection[str] = ("file", "directory")) -> None:
-        text = json.dumps(values, indent=1, default=dict) + "\n"
-        write_atomically(self.path / name, lambda stream: stream.write(text.encode()), flush=flush)
+        write_atomically(self.private / name, lambda stream: stream.write(_json(values)), flush=flush)
 
 
 def fit_folders(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
@@ -344,58 +347,76 @@ def fit_folders(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
     first = CheckpointFolder(path)
     yield first
     later = [folder for folder in first.path.glob("fit*") if folder.name[3:].isdecimal() and folder.is_dir()]
-    for folder in sorted(later, key=lambda folder: int(folder.name[3:])):
-        yield CheckpointFolder(folder)
+    yield from map(CheckpointFolder, sorted(later, key=lambda folder: int(folder.name[3:])))
 
 
 def main_file(checkpoint: Path) -> Path:
     """Return the file of a checkpoint that is read first: the checkpoint itself, or what a folder has beside shards."""
-    return checkpoint / MAIN_SHARD if checkpoint.is_dir() else checkpoint
+    return checkpoint / MAIN_FILE if checkpoint.is_dir() else checkpoint
 
 
-def _open_intact(path: Path, digest: str, size: int) -> tuple[str, IO[bytes] | None]:
-    """Return what is wrong with a file; or "", and the file with the bytes that were written."""
-    try:
-        found = path.stat().st_size
-        if found != size:
-            return f"has {found} bytes instead of {size}", None
-        stream: IO[bytes] = path.open("rb")
-        if size <= _MAX_BYTES_IN_MEMORY:
-            with stream:
-                stream = io.BytesIO(stream.read())
-        if file_digest(stream).hexdigest() == digest:
-            stream.seek(0)
-            return "", stream
+def load_json(path: Path) -> dict[str, Any]:
+    """Read the mapping that a JSON file of limited size holds."""
+    with open_file(path) as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
+    values = json.loads(data)
+    if len(data) > _MAX_JSON_BYTES or not isinstance(values, dict):
+        raise ValueError("it is too large, or holds no mapping")
+    return values
+
+
+@cache
+def installed_versions() -> Mapping[str, str]:
+    """Return the versions on which exact results depend: of Python, torch, Lightning and this package."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name, package in (("lightning", lightning_package()), ("lightning_tricks", "lightning_tricks")):
+        with suppress(PackageNotFoundError):
+            found[name] = version(package)
+    return found
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=1, default=dict) + "\n").encode()
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _number(name: str) -> int:
+    """Return the number that the name of a checkpoint begins with; 0 for another name."""
+    digits = name.partition("-")[0]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _describe(error: Exception) -> str:
+    is_of_system = isinstance(error, OSError) and error.errno is not None
+    return f"{Path(error.filename or 'a file').name} cannot be read ({error.strerror})" if is_of_system else str(error)
+
+
+def _open_intact(path: Path, digest: str, size: int) -> IO[bytes]:
+    """Open a file that has the bytes that were written.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it has other bytes.
+    """
+    stream: IO[bytes] = open_file(path)
+    if size <= _MAX_BYTES_IN_MEMORY:
+        with stream:
+            stream = io.BytesIO(stream.read(size + 1))
+    if file_digest(stream).hexdigest() != digest:
         stream.close()
-        return "has other bytes than were written (SHA-256 differs)", None
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})", None
-
-
-def _is_json(path: Path) -> bool:
-    """Whether a file holds JSON, and is not one that was damaged."""
-    try:
-        load_json(path)
-    except TypeError:  # it holds no mapping
-        return True
-    except (OSError, RecursionError, ValueError):
-        return False
-    return True
-
-
-def _has_own_part(path: Path) -> bool:
-    """Whether a checkpoint has what AutoResume adds to those of a Trainer."""
-    try:
-        return CHECKPOINT_KEY in load_plain_data(path)
-    except Exception:  # of the file system, of torch, or of a file that is something else
-        return False
-
-
-def _is_whole_archive(path: Path) -> bool:
-    """Whether a file is an intact archive, as `torch.save` writes it: stored records with valid checksums."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
-            return not stored or archive.testzip() is None
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError):
-        return False
+        raise ValueError(f"{path.name} has other bytes than were written (its SHA-256 differs)")
+    stream.seek(0)
+    return stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
+
+_BUFFER_SIZE = 1 << 20
 
 
 def write_durably(
@@ -55,12 +58,18 @@ def write_atomically(
 ) -> tuple[str, int]:
     """Replace a file as `write_durably` does, and flush to the disk what `atomic_write` is told to flush."""
     with atomic_write(Path(check_path("path", path, "a file")), flush=flush) as staged:
-        with staged.open("wb") as file:
-            hashing_stream = _HashingStream(file)
-            hashing_stream.write_with(write)
+        digest, size = _write(staged, write, flushes=False)
         if before_replace is not None:
-            before_replace(staged, hashing_stream.digest.hexdigest(), hashing_stream.size)
-    return hashing_stream.digest.hexdigest(), hashing_stream.size
+            before_replace(staged, digest, size)
+    return digest, size
+
+
+def write_flushed(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[str, int]:
+    """Write a file, flush its bytes to the disk, and return what `write_durably` does.
+
+    It is for a folder that nobody reads before it is complete.
+    """
+    return _write(path, write, flushes=True)
 
 
 def save_durably(
@@ -90,30 +99,38 @@ def file_digest(file: IO[bytes]) -> Any:
     return digest
 
 
-class _HashingStream:
-    """A stream that writes to a file and computes the digest and the size of what it wrote."""
+def _write(path: Path, write: Callable[[IO[bytes]], object], *, flushes: bool) -> tuple[str, int]:
+    with path.open("wb", buffering=0) as file:
+        hashing = _HashingFile(file)
+        stream = io.BufferedWriter(hashing, _BUFFER_SIZE)  # or each small write of `torch.save` would be hashed alone
+        try:
+            write(stream)
+            stream.flush()
+        except RuntimeError:
+            if hashing.error is not None:  # where the disk is full, `torch.save` raises a misleading error
+                raise hashing.error from None
+            raise
+        if flushes:
+            os.fsync(file.fileno())
+    return hashing.digest.hexdigest(), hashing.size
 
-    def __init__(self, file: IO[bytes]) -> None:
+
+class _HashingFile(io.RawIOBase):
+    """Writes to a file, and computes the digest and the size of what it wrote."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
         self.file, self.size, self.digest = file, 0, hashlib.sha256()
         self.error: OSError | None = None
 
-    def write_with(self, write: Callable[[IO[bytes]], object]) -> None:
-        """Let a function write to the stream; where the disk is full, `torch.save` would raise a misleading error."""
-        try:
-            write(self)  # type: ignore[arg-type]
-        except RuntimeError:
-            if self.error is not None:
-                raise self.error from None
-            raise
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.size += len(data)
         try:
-            return self.file.write(data)
+            written = self.file.write(data) or 0
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        self.file.flush()
+        self.digest.update(memoryview(data)[:written])
+        self.size += written
+        return written

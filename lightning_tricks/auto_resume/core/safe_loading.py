@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks._torch_compat.tensors import tensor_version
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
 
@@ -117,8 +118,10 @@ class KeptCheckpoint:
 
     def copy(self) -> dict[str, Any]:
         """Return a copy of all containers, with tensors of their own that share their memory."""
-        others = deepcopy(self._others, {id(tensor): tensor.detach() for tensor, _ in self._versions})
-        return {key: self._arguments[key] if key in self._arguments else others[key] for key in self._values}
+        shared = {**self._arguments, CHECKPOINT_KEY: self._values.get(CHECKPOINT_KEY)}  # what only AutoResume reads
+        copied = {key: value for key, value in self._values.items() if key not in shared}
+        others = deepcopy(copied, {id(tensor): tensor.detach() for tensor, _ in self._versions})
+        return {key: shared[key] if key in shared else others[key] for key in self._values}
 
 
 class _ObjectPickler(pickle.Pickler):
