@@ -188,7 +188,7 @@ def taking_up(share: float, data: DataLoader[Any], rounds: int) -> dict[str, dic
 
 def note_checkpoints(event: str, args: tuple[Any, ...]) -> None:
     """Note the checkpoints that are opened to be read."""
-    if event == "open" and str(args[0]).endswith(".ckpt") and (args[1] or "r").startswith("r"):
+    if event == "open" and str(args[0]).endswith((".ckpt", "meta.pt")) and (args[1] or "r").startswith("r"):
         opened.append(str(args[0]))
 
 

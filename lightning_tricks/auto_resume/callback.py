@@ -339,7 +339,7 @@ def _detach_from_terminal(dirpath: str | os.PathLike[str]) -> None:
 
     def log_path() -> Path:
         folder.prepare()
-        return folder.private / "train.log"
+        return folder.path / "train.log"
 
     redirect_output(log_path)
 

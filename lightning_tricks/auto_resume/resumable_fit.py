@@ -109,7 +109,6 @@ class ResumableFit(FitObserver):
             self.configuration.resume_from(saved)
         self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
         if saved is None:
-            self.selection.announce()
             self._restore_after_setup()
             return None
         self._resumed, self._pending, self._checkpoint = manifest, saved, checkpoint
@@ -119,7 +118,6 @@ class ResumableFit(FitObserver):
         resize_to_state_dict(self.module, checkpoint["state_dict"], saved.shared["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
         extended = f", extended {self.configuration.extended}" if self.configuration.extended else ""
-        self.selection.announce()
         position = f"resumes at epoch {manifest.epoch}, step {manifest.step}{extended}"
         is_over = manifest.finished and not extended
         rank_zero_info(f"AutoResume: the run {'had finished' if is_over else position} ({path}).")
@@ -236,6 +234,7 @@ class ResumableFit(FitObserver):
 
     def on_train_start(self) -> None:
         """Continue after the end of a fit that was given more epochs."""
+        self.selection.announce()
         if (saved := self._finished) is not None:
             self._pending = None
             clear_restart_flags(self.trainer)
@@ -354,6 +353,7 @@ class ResumableFit(FitObserver):
 
     def on_fit_end(self) -> None:
         """Note what was logged after the end; restore the random state of a fit that had finished before."""
+        self.selection.announce()
         if self.writer.final_manifest is not None and self.trainer.is_global_zero:
             self.run_files.on_fit_end(self.writer.final_manifest)
         if self._pending is not None:

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_tricks import AutoResume
-from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting, same
 
@@ -50,8 +49,8 @@ def verify(lab: Lab, setting: Setting, callback: type = AutoResume) -> None:
         assert resumed.steps == undisturbed.steps[-len(resumed.steps) :]
         for what in ("weights", "optimizers", "metrics", "rng"):
             assert same(getattr(resumed, what), getattr(undisturbed, what)), f"{what} differ"
-    newest = sorted(runs.glob("*.ckpt"))[-1]
-    assert torch.load(main_file(newest), weights_only=True)["auto_resume"]["moment"] == "at the end"
+    newest = max(runs.glob(".auto_resume/0*/meta.pt"))
+    assert torch.load(newest, weights_only=True)["auto_resume"]["moment"] == "at the end"
 
 
 CASES = (

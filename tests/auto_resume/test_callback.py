@@ -39,7 +39,7 @@ from lightning_tricks import (
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core import signals
-from lightning_tricks.auto_resume.core.manifests import FORMAT
+from lightning_tricks.auto_resume.core.checkpoint_folder import FORMAT
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
@@ -174,7 +174,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
 def test_a_file_may_be_rewritten_while_a_run_continues_from_it(tmp_path):
     class Overwrites(Callback):
         def on_train_start(self, trainer, pl_module):
-            (path,) = folder.glob("*.ckpt")
+            (path,) = folder.glob(".auto_resume/0*/meta.pt")
             size = path.stat().st_size
             with path.open("r+b") as file:
                 file.write(b"\x3f" * size)
@@ -232,8 +232,8 @@ def test_arguments_of_any_plain_kind_are_compared(tmp_path):
 
 def test_a_later_release_is_refused(tmp_path):
     stop(AutoResume(tmp_path))
-    path = tmp_path / f"{CheckpointFolder(tmp_path).manifests()[0].file}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    folder = CheckpointFolder(tmp_path)
+    folder.rewrite_manifest(folder.manifests()[0], format=FORMAT + 1)
     with pytest.raises(MisconfigurationException, match=f"has format {FORMAT + 1}, written by lightning_tricks"):
         fit(AutoResume(tmp_path))
 
@@ -241,16 +241,16 @@ def test_a_later_release_is_refused(tmp_path):
 def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(tmp_path):
     whole = fit()
     stop(AutoResume(tmp_path, every_n_train_steps=5))
-    newest = CheckpointFolder(tmp_path).manifests()[0]
-    with (tmp_path / newest.file).open("r+b") as file:
+    newest, before = CheckpointFolder(tmp_path).manifests()
+    with CheckpointFolder(tmp_path).path_of(newest).open("r+b") as file:
         file.seek(newest.bytes // 2)
         file.write(b"broken")
     with pytest.warns(
-        UserWarning, match=r"SHA-256 differs\): it was renamed to \*.corrupt; the checkpoint before it is used"
+        UserWarning, match=rf"SHA-256 differs\)\. It was renamed to \*.corrupt; {before.file} is the newest one now"
     ):
         resumed = fit(AutoResume(tmp_path))
     assert same(weights(resumed), weights(whole))
-    assert len(list(tmp_path.glob("*.corrupt"))) == 2
+    assert len(list(tmp_path.glob(".auto_resume/*.corrupt"))) == 1
 
 
 @pytest.mark.trap("resume: an OnExceptionCheckpoint that resumes suppresses the default ModelCheckpoint")
@@ -299,7 +299,7 @@ def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log):
     stop(guard, step=3, ckpt_path=given)
     trainer = fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
     said = [line for _, line in lightning_log if "is resumed" in line]
-    assert re.search(r"'\d+-epoch=1-step=13.ckpt' is newer than '.*given.ckpt' and is resumed", said[-1])
+    assert re.search(r"'\d+-epoch=1-step=13' is newer than '.*given.ckpt' and is resumed", said[-1])
     assert trainer.global_step == 20
 
     os.utime(given, (2**32, 2**32))
@@ -314,11 +314,11 @@ def test_a_given_checkpoint_at_an_address_and_its_own(tmp_path, lightning_log):
     fit(epochs=1).save_checkpoint(given)
     fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
     assert re.search(
-        r"'memory:.*given.ckpt' is newer than '\d+-epoch=1-step=13.ckpt' and is resumed", str(lightning_log)
+        r"'memory:.*given.ckpt' is newer than '\d+-epoch=1-step=13' and is resumed", str(lightning_log)
     )
     time.sleep(0.01)
     fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
-    assert re.search(r"'\d+-epoch=2-step=20.ckpt' is newer than 'memory:.*given.ckpt'", str(lightning_log))
+    assert re.search(r"'\d+-epoch=2-step=20' is newer than 'memory:.*given.ckpt'", str(lightning_log))
     with pytest.warns(
         UserWarning, match="it cannot be known when 'nowhere://given.ckpt' was written .ValueError: .*step=20"
     ):
@@ -387,10 +387,10 @@ def test_what_others_wrote_in_the_run_is_not_taken(tmp_path, writer, end):
     with pytest.raises(RuntimeError if end == "crashed" else SystemExit):
         script(Crashes() if end == "crashed" else Interrupts(17))
     assert list((tmp_path / "files").glob("*.ckpt"))
-    newest = max((tmp_path / "runs").glob("*.ckpt"))
+    newest = max((tmp_path / "runs").glob(".auto_resume/0*/meta.pt"))
     if end == "damaged":
         os.truncate(newest, 100)
-        with pytest.warns(UserWarning, match="100 bytes instead of"):
+        with pytest.warns(UserWarning, match="has other bytes than were written"):
             assert same(weights(script()), weights(whole))
     else:
         assert same(weights(script()), weights(whole))
@@ -411,7 +411,7 @@ def test_a_file_that_cannot_be_read_and_one_from_before_the_first_save(tmp_path,
     os.truncate(tmp_path / "on_exception.ckpt", 100)
     fit(*callbacks(), enable_checkpointing=True)
     said = [line for _, line in lightning_log if "is resumed instead" in line]
-    assert re.search(r"on_exception.ckpt' cannot be read, and '\d+-epoch=1-step=19.ckpt' is resumed instead", said[-1])
+    assert re.search(r"on_exception.ckpt' cannot be read, and '\d+-epoch=1-step=19' is resumed instead", said[-1])
 
 
 def test_the_second_fit_resumes_the_second_fit(tmp_path):
@@ -625,12 +625,12 @@ def test_commands(tmp_path, capsys):
     assert cli.main(["resume", "status", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"stopped, epoch 1 of 2, step 13, process \d+ on .*ago", said)
-    assert re.search(r"-epoch=1-step=13.ckpt: step 13, batch 3 of epoch 1, .* KiB, \d+ s ago", said)
+    assert re.search(r"-epoch=1-step=13: step 13, batch 3 of epoch 1, .* KiB, \d+ s ago", said)
     assert cli.main(["resume", "verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count(": complete") == 2
-    os.truncate(next(Path(tmp_path).glob("*13.ckpt")), 10)
+    os.truncate(next(Path(tmp_path).glob(".auto_resume/*13/meta.pt")), 10)
     assert cli.main(["resume", "verify", str(tmp_path)]) == 1
-    assert "has 10 bytes instead of" in capsys.readouterr().out
+    assert "meta.pt has other bytes than were written" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["resume", "status", str(tmp_path / "nothing")])
     assert "holds no checkpoints of AutoResume. Give the dirpath of a run." in capsys.readouterr().err
@@ -659,7 +659,7 @@ def test_logs_where_it_resumes(tmp_path, lightning_log):
     fit(AutoResume(tmp_path))
     said = [line for _, line in lightning_log if line.startswith("AutoResume")]
     assert said[0] == "AutoResume: stopped by SIGTERM at step 13. Run the same command again to resume."
-    assert re.fullmatch(r"AutoResume: the run resumes at epoch 1, step 13 \(.*step=13.ckpt\).", said[1])
+    assert re.fullmatch(r"AutoResume: the run resumes at epoch 1, step 13 \(.*step=13/meta.pt\).", said[1])
 
 
 def test_a_fast_dev_run_is_left_alone(tmp_path, lightning_log):

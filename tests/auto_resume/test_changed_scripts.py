@@ -668,7 +668,7 @@ def test_all_ranks_refuse_and_take_what_changed(ranks, tmp_path):
     with pytest.raises(Exception, match=r"SGD\.lr: 0\.1 -> 0\.01"):
         run(tmp_path, **ways, epochs=1, lr=0.01)
     run(tmp_path, **ways, epochs=2, lr=0.01, on_change="new")
-    newest = torch.load(max(tmp_path.glob("*.ckpt")), weights_only=True)
+    newest = torch.load(max(tmp_path.glob(".auto_resume/0*/meta.pt")), weights_only=True)
     assert newest["global_step"] == 12
     assert newest["optimizer_states"][0]["param_groups"][0]["lr"] == 0.01
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
+from lightning_tricks.auto_resume import AutoResume
 from lightning_tricks.auto_resume.core.attributes.user_code import reads_gradients
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import Net, same
@@ -237,9 +237,8 @@ class Logs(Dropped):
 
 
 def saved_gradients(folder):
-    newest = CheckpointFolder(folder).manifests()[0]
-    checkpoint = torch.load(folder / newest.file, weights_only=True)
-    return set(checkpoint["auto_resume"]["ranks"][0]["gradients"])
+    newest = max(folder.glob(".auto_resume/0*/meta.pt"))
+    return set(torch.load(newest, weights_only=True)["auto_resume"]["ranks"][0]["value"]["gradients"])
 
 
 @pytest.mark.parametrize("module", [Dropped, Logs, Outside])

@@ -141,7 +141,7 @@ def test_a_foreign_checkpoint_runs_nothing(tmp_path, monkeypatch, place):
     stop(AutoResume(tmp_path))
     folder = CheckpointFolder(tmp_path)
     newest = folder.manifests()[0]
-    poisoned = {**torch.load(tmp_path / newest.file, weights_only=True), place: {"x": RunsCode()}}
+    poisoned = {**torch.load(folder.path_of(newest), weights_only=True), place: {"x": RunsCode()}}
     folder.save(poisoned, epoch=1, step=13, batches=3, finished=False, run=newest.run)
     with pytest.raises(MisconfigurationException, match=r"asks for a call of .*mkdir"):
         fit(AutoResume(tmp_path))

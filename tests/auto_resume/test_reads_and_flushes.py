@@ -3,7 +3,6 @@
 import collections
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -34,8 +33,8 @@ def checkpoints_read(work):
 
         def note(event, arguments):
             reads = event == "open" and (arguments[1] or "r").startswith("r")
-            if reads and str(arguments[0]).endswith(".ckpt"):
-                names.append(Path(arguments[0]).name)
+            if reads and str(arguments[0]).endswith("meta.pt"):
+                names.append(Path(arguments[0]).parent.name)
 
         def child():
             sys.addaudithook(note)
@@ -102,23 +101,24 @@ def test_a_save_reads_nothing_back(tmp_path, module, times):
 def test_each_file_is_flushed_once_before_an_older_one_is_removed(tmp_path, monkeypatch):
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("the name of an open file is known on Linux alone")
-    folder, events, flush, remove = CheckpointFolder(tmp_path), [], os.fsync, os.unlink
-    folder.save({"step": 0}, **KNOWN)
+    folder, events, flush, rename = CheckpointFolder(tmp_path), [], os.fsync, os.rename
+    older = folder.save({"step": 0}, **KNOWN)
 
     def flushed(number):
-        name = Path(f"/proc/self/fd/{number}").readlink().name
-        events.append(re.sub(r"^\.|\.(ckpt|json)\..*$", "", name))
+        events.append(Path(f"/proc/self/fd/{number}").readlink().name)
         flush(number)
 
-    def removed(path, **options):
-        events.extend(["removed"] * Path(path).exists())
-        remove(path, **options)
+    def renamed(path, target, **options):
+        events.append(f"{Path(path).name} -> {Path(target).name}")
+        rename(path, target, **options)
 
     monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(os, "unlink", removed)
-    folder.save({"step": 1}, **KNOWN)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "replace", renamed)
+    newer = folder.save({"step": 1}, **KNOWN)
     folder.prune(1)
-    assert events == ["writing", "000002-epoch=1-step=2", tmp_path.name, "removed", "removed"]
+    written = ["meta.pt", "manifest.json", "writing", f"writing -> {newer.file}", ".auto_resume"]
+    assert events == [*written, f"{older.file} -> removing-{older.file}"]
 
 
 class Saves(Callback):
@@ -130,7 +130,7 @@ class Saves(Callback):
 
 
 @pytest.mark.parametrize("others", [[], [Saves()]], ids=["alone", "with another"])
-def test_a_save_of_a_fit_flushes_three_times(tmp_path, monkeypatch, others):
+def test_a_save_of_a_fit_flushes_four_times(tmp_path, monkeypatch, others):
     """What another callback saves is noted on the disk before; what AutoResume saves has a manifest of its own."""
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("the name of an open file is known on Linux alone")
@@ -147,7 +147,7 @@ def test_a_save_of_a_fit_flushes_three_times(tmp_path, monkeypatch, others):
         flushed.clear()
         fit(AutoResume(tmp_path / f"runs{steps}", every_n_train_steps=1), *others, max_steps=steps)
         counts.append(len(flushed))
-    assert counts[1] - counts[0] == 2 * 3
+    assert counts[1] - counts[0] == 2 * 4
     assert ("files.jsonl" in flushed) == bool(others)
 
 

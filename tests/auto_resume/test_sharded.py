@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, LoRA, TrainableCheckpoint, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
-from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
 from lightning_tricks.auto_resume.core.shards import _MetadataUnpickler
 from tests.auto_resume.killing import STOPPED, differences, kill_at, resumed_at, run
 from tests.auto_resume.training import ON_FILES
@@ -80,9 +79,8 @@ def test_killed_and_resumed_is_as_undisturbed(tmp_path, case):
     assert differences(tmp_path / "killed", tmp_path / "whole") == []
     assert kill[0] == ON_FILES or resumed_at(tmp_path / "killed")[0] > 0
     assert "AutoResume: " not in _warnings(tmp_path / "killed/output.txt")
-    left = {path.suffix for path in (tmp_path / "killed/resume").iterdir() if path.name != ".auto_resume"}
-    assert left == {".ckpt", ".json"}
-    assert not (tmp_path / "killed/resume/.auto_resume/writing").exists()
+    folder = CheckpointFolder(tmp_path / "killed/resume")
+    assert {path.name for path in folder.private.iterdir() if path.is_dir()} == {one.file for one in folder.manifests()}
 
 
 def _warnings(file: Path) -> str:
@@ -198,7 +196,7 @@ def test_attributes_that_hold_shards_are_restored(tmp_path):
 def test_lightning_evaluates_the_checkpoint(tmp_path):
     """It is a folder as Lightning's own strategy writes it."""
     saved = fit(tmp_path, note=whole_weights)
-    newest = sorted((tmp_path / "runs").glob("*.ckpt"))[-1]
+    newest = max((tmp_path / "runs").glob(".auto_resume/0*"))
 
     def work(rank):
         warnings.simplefilter("always")
@@ -238,21 +236,27 @@ def test_another_strategy(tmp_path):
     fork(goes_on, 1)
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "meta.pt"])
-def test_a_set_with_a_damaged_file_is_set_aside(tmp_path, file):
+@pytest.mark.parametrize(
+    ("file", "harm"), [("__1_0.distcp", "a bit"), (".metadata", "a bit"), ("meta.pt", "a bit"), (".metadata", "a pipe")]
+)
+def test_a_set_with_a_damaged_file_is_set_aside(tmp_path, file, harm):
     """All of it, and the one before is used."""
     fit(tmp_path, 4, every_n_train_steps=2)
     folder = CheckpointFolder(tmp_path / "runs")
     newest = folder.manifests()[0]
-    data = bytearray((folder.path / newest.file / file).read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder.path / newest.file / file).write_bytes(data)
+    path = folder.path_of(newest) / file
+    if harm == "a pipe":  # whoever opens it waits for ever
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
     assert folder.find_problem(newest)
     fit(tmp_path)
     said = (tmp_path / "said.txt").read_text()
-    assert f"{newest.file} has " in said
-    assert "the checkpoint before it is used" in said
-    assert (folder.path / f"{newest.file}.corrupt").is_dir()
+    assert f"{path} is a pipe" in said if harm == "a pipe" else f"{file} has other bytes than were written" in said
+    assert (folder.private / f"{newest.file}.corrupt").is_dir()
 
 
 def test_a_rank_that_cannot_write_costs_one_save(tmp_path, monkeypatch):
@@ -284,7 +288,7 @@ def test_lora_is_resumed(tmp_path, leaves_out):
     wanted = fit(tmp_path / "whole", note=whole_weights, **lora)
     fit(tmp_path, 4, **lora)
     saved = CheckpointFolder(tmp_path / "runs").manifests()[0]
-    stored = FileSystemReader(tmp_path / "runs" / saved.file).read_metadata().state_dict_metadata
+    stored = FileSystemReader(CheckpointFolder(tmp_path / "runs").path_of(saved)).read_metadata().state_dict_metadata
     found = fit(tmp_path, note=whole_weights, **lora)
     assert any("lora" in name for name in found[0])
     assert all(torch.equal(found[0][name], value) for name, value in wanted[0].items())
@@ -313,14 +317,3 @@ def test_metadata_are_read_without_running_their_code(tmp_path):
     with file.open("rb") as stream, pytest.raises(pickle.UnpicklingError, match="mkdir"):
         _MetadataUnpickler(stream).load()
     assert not (tmp_path / "called").exists()
-
-
-def test_a_folder_keeps_what_others_put_into_it(tmp_path):
-    """Where an old checkpoint is removed."""
-    fit(tmp_path, 2, keep_last=1)
-    (first,) = CheckpointFolder(tmp_path / "runs").manifests()
-    (tmp_path / "runs" / first.file / "notes.txt").write_text("mine")
-    fit(tmp_path, keep_last=1)
-    assert [path.name for path in (tmp_path / "runs" / first.file).iterdir()] == ["notes.txt"]
-    (last,) = CheckpointFolder(tmp_path / "runs").manifests()
-    assert main_file(tmp_path / "runs" / last.file).name == "meta.pt"

@@ -44,7 +44,7 @@ def _demo(folder, options):
 
 
 def _kill_when_saved(out):
-    while not list(out.glob("resume/*.json")):
+    while not list(out.glob("resume/.auto_resume/0*")):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -92,7 +92,7 @@ def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
     _, undisturbed, _ = two_runs
     out = tmp_path / "out"
     assert _fork(tmp_path / "killed", out, kill=True)[0] == -9
-    assert list(out.glob("resume/*.json"))
+    assert list(out.glob("resume/.auto_resume/0*"))
     status, printed = _fork(tmp_path / "resumed", out)
     assert status == 0, printed
     tables = [_table(text) for text in (printed, undisturbed.stdout)]

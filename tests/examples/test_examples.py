@@ -176,7 +176,7 @@ def test_a_killed_command_resumes_and_its_configuration_runs_again(tmp_path):
 
 
 def _weights_at_end(folder):
-    newest = max(folder.glob("runs/digits/resume/*.ckpt"))
+    newest = max(folder.glob("runs/digits/resume/.auto_resume/0*/meta.pt"))
     return torch.load(newest, weights_only=True)["state_dict"]
 
 

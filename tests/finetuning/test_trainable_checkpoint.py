@@ -260,7 +260,7 @@ def test_auto_resume_anywhere(options, tmp_path):
     with pytest.raises(SystemExit):
         fit(tmp_path, Tuned(**options), AutoResume(guard), Interrupts(13))
     released = {"net.0.0.weight", "net.0.0.bias"} if "release" in options else set()
-    for path in (files := list(guard.glob("*.ckpt"))):
+    for path in (files := list(guard.glob(".auto_resume/0*/meta.pt"))):
         assert lacks(path) == _FROZEN - released
     assert files
     resumed = fit(tmp_path, Tuned(**options), AutoResume(guard))
@@ -357,7 +357,7 @@ def test_with_checkpoint_remapping_and_auto_resume(tmp_path):
     guard = tmp_path / "guard"
     with pytest.raises(SystemExit):
         fit(tmp_path, Tuned(seed=2), remapping(), AutoResume(guard), Interrupts(13))
-    assert {frozenset(lacks(path)) for path in guard.glob("*.ckpt")} == {frozenset(_FROZEN)}
+    assert {frozenset(lacks(path)) for path in guard.glob(".auto_resume/0*/meta.pt")} == {frozenset(_FROZEN)}
     assert_same_run(fit(tmp_path, Tuned(seed=3), remapping(), AutoResume(guard)), whole)
 
 

@@ -201,7 +201,7 @@ _JSON = {
     "resume status": (
         "run",
         {
-            "": "folder state epoch max_epochs step max_steps pid host time unrecorded",
+            "": "folder state epoch max_epochs step max_steps pid host time damaged",
             "checkpoints": _CHECKPOINT,
         },
     ),
@@ -253,8 +253,7 @@ def more_files(recorded):
     folder = CheckpointFolder("run")
     folder.prepare()
     saved = folder.save({"auto_resume": {}}, epoch=0, step=1, batches=1, finished=False)
-    shutil.copy(folder.path / saved.file, folder.path / "000009-epoch=1-step=9.ckpt")
-    (folder.path / "000009-epoch=1-step=9.ckpt.json").write_text("{")
+    shutil.copytree(folder.private / saved.file, folder.private / "000009-epoch=1-step=9")
 
 
 def test_every_listing_is_there_and_has_json():
@@ -286,7 +285,7 @@ def test_json_has_the_values(more_files, capsys):
     assert (bias["a"]["shape"], bias["b"]["shape"]) == ([1], [3])
     whole, damaged = values("resume", "verify", "run")
     assert whole["problem"] is None
-    assert damaged["problem"] == "is not used, as its manifest is missing or damaged"
+    assert damaged["problem"] == "manifest.json is damaged", "it is that of another one"
     rows = values("schedule", "--total", "10", "--lr", "0.5", "--kind", "constant")["rows"]
     assert [(row["step"], row["factor"], row["lr"]) for row in rows] == [(step, 1.0, 0.5) for step in range(11)]
     assert values("fingerprint", "diff", "a.jsonl", "b.jsonl")["divergence"]["step"] == 5

@@ -53,7 +53,7 @@ def test_each_file_is_written_by_one_rank(undisturbed):
     assert {"flops.json", "report/report.json", "logs/lightning_logs/version_0/metrics.csv"} <= first
     assert {"record.jsonl"} == {name for name in first if name.startswith("record")}
     assert second == {"record.rank1.jsonl"}
-    assert list((folder / "nodes" / "run").glob("*.ckpt"))
+    assert list((folder / "nodes" / "run").glob(".auto_resume/0*"))
 
 
 def test_after_one_node_is_lost_both_resume_to_the_same_bits(undisturbed, tmp_path):

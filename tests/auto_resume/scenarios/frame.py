@@ -52,7 +52,7 @@ class Scenario:
     def __call__(self, folder: Path, options: dict[str, Any]) -> None:
         """Run it in a folder, as a new process does: with random numbers that are others at each start that resumes."""
         starts = folder / "starts"
-        resumes = any((folder / "resume").glob("*.ckpt"))  # else it begins anew, as the undisturbed run did
+        resumes = any((folder / "resume").glob(".auto_resume/0*"))  # else it begins anew, as the undisturbed run did
         number = len(starts.read_text()) if resumes else 0
         starts.write_text("." * (number + 1))
         random.seed(number)
