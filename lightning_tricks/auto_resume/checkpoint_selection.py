@@ -59,7 +59,7 @@ class CheckpointSelection:
         self.identity: Mapping[str, Any] = run_identity(module)
         self._stream: IO[bytes] | None = None  # the file of the newest checkpoint, until it is read
         self._kept: KeptCheckpoint | None = None
-        self._announcements: list[tuple[Callable[[str], object], str]] = []
+        self._announcement: tuple[Callable[[str], object], str] | None = None
 
     def newest(self, user_path: str | os.PathLike[str] | None) -> tuple[Manifest, Path] | None:
         """Return the newest complete checkpoint of this run, the same on all ranks; None if there is none.
@@ -93,9 +93,10 @@ class CheckpointSelection:
 
     def announce(self) -> None:
         """Say what was chosen; to be called after all that may refuse it."""
-        for say, sentence in self._announcements:
-            say(f"AutoResume: {sentence}")
-        self._announcements.clear()
+        if self._announcement is not None:
+            say, sentence = self._announcement
+            say(sentence)
+        self._announcement = None
 
     def load(self, path: Path) -> dict[str, Any]:
         """Return a copy of the checkpoint that `loaded` returns, which hooks may change."""
@@ -161,30 +162,29 @@ class CheckpointSelection:
         """
         position = _position(user_path)
         is_ours = position in self.run_files.written_states(of_all_fits=manifest is not None)
+        given, is_taken = repr(str(user_path)), False
+        say: Callable[[str], object] = rank_zero_info
         if manifest is None:
-            said = (
-                f"this run wrote {str(user_path)!r} before its own first save, and resumes from it as Lightning does, "
-                "which is not exact. To start again instead, remove the file."
+            is_taken, say = True, rank_zero_warn
+            said = is_ours and (
+                f"this run wrote {given} before its own first save, and resumes from it as Lightning does, which is "
+                "not exact. To start again instead, remove the file."
             )
-            self._announcements += [(rank_zero_warn, said)] if is_ours else []
-            return True
-        try:
-            newer = _time_written(user_path) > manifest.written
-        except Exception as error:  # of one of fsspec's many libraries
+        elif isinstance(time := _time_written(user_path), str):
+            say = rank_zero_warn
             said = (
-                f"it cannot be known when {str(user_path)!r} was written ({describe_error(error)}), so "
-                f"{manifest.file!r} is resumed. To resume the other one, choose another dirpath."
+                f"it cannot be known when {given} was written ({time}), so {manifest.file!r} is resumed. To resume the "
+                "other one, choose another dirpath."
             )
-            self._announcements.append((rank_zero_warn, said))
-            return False
-        if newer and (is_ours or (position is None and not is_address(user_path))):
+        elif time <= manifest.written:
+            said = f"{manifest.file!r} is newer than {given} and is resumed."
+        elif is_ours or (position is None and not is_address(user_path)):
             why = "was written by this run" if is_ours else "cannot be read"
-            said, newer = f"{str(user_path)!r} {why}, and {manifest.file!r} is resumed instead.", False
+            said = f"{given} {why}, and {manifest.file!r} is resumed instead."
         else:
-            which, other = (str(user_path), manifest.file) if newer else (manifest.file, str(user_path))
-            said = f"{which!r} is newer than {other!r} and is resumed."
-        self._announcements.append((rank_zero_info, said))
-        return newer
+            is_taken, said = True, f"{given} is newer than {manifest.file!r} and is resumed."
+        self._announcement = (say, f"AutoResume: {said}") if said else None
+        return is_taken
 
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
         if manifest.run.get("parameters") == self.identity["parameters"]:
@@ -210,15 +210,17 @@ def _position(path: str | os.PathLike[str]) -> tuple[Any, Any] | None:
         return None
 
 
-def _time_written(path: str | os.PathLike[str]) -> float:
-    """Return when a checkpoint was written, in seconds since the epoch; it may be at an address."""
+def _time_written(path: str | os.PathLike[str]) -> float | str:
+    """Return when a checkpoint, maybe at an address, was written, in seconds since the epoch; or why that is unknown."""
     from fsspec.core import url_to_fs
 
-    files, name = url_to_fs(str(path))
     try:
+        files, name = url_to_fs(str(path))
         return float(files.modified(name).timestamp())
     except FileNotFoundError:
         return -math.inf
+    except Exception as error:  # of one of fsspec's many libraries
+        return describe_error(error)
 
 
 def _load_plain_data_or_raise(path: Path, stream: IO[bytes] | None) -> dict[str, Any]:
@@ -245,15 +247,12 @@ def _describe_owner(trainer: Trainer, module: LightningModule, key_path: Sequenc
     datamodule = datamodule_of(trainer)
     if datamodule is not None and key == type(datamodule).__qualname__:
         return f"the state_dict of {key}"
-    hook_owners: list[Any] = [
-        part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)
+    hook_owners = [
+        type(part).__name__
+        for part in (module, datamodule, *callbacks)
+        if part is not None and is_overridden("on_save_checkpoint", part) and not isinstance(part, TrickCallback)
     ]
-    hook_owners += [
-        callback
-        for callback in callbacks
-        if is_overridden("on_save_checkpoint", callback) and not isinstance(callback, TrickCallback)
-    ]
-    return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hook_owners) or 'a hook'}"
+    return f"on_save_checkpoint of {' or '.join(hook_owners) or 'a hook'}"
 
 
 def _shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: int = 5) -> list[str]:

@@ -135,10 +135,11 @@ class CheckpointWriter:
         checkpoint[CHECKPOINT_KEY] = {"shared": shared, "ranks": rank_state}
         if is_sharding(trainer.strategy):
             checkpoint, shards = take_shards(checkpoint, self.module)
-        entry = {name: pack(part) for name, part in checkpoint[CHECKPOINT_KEY].items()}
-        entry |= {"format": FORMAT, "moment": save_point.value, "ranks": gather_objects(entry["ranks"])}
+        packed = {name: pack(part) for name, part in checkpoint[CHECKPOINT_KEY].items()}
+        ranks = gather_objects(packed["ranks"])
+        entry = {"format": FORMAT, "moment": save_point.value, "shared": packed["shared"], "ranks": ranks}
         checkpoint[CHECKPOINT_KEY] = entry
-        self._warn_unsaved([name for rank in entry["ranks"] for name in rank["value"]["not_saved"]])
+        self._warn_unsaved([name for rank in ranks for name in rank["value"]["not_saved"]])
         known: dict[str, Any] = {"finished": save_point is SavePoint.FIT_END, "run": identity}
 
         def note_position() -> None:
@@ -265,12 +266,10 @@ class CheckpointWriter:
         """Name what a resumed run will lack, each thing once."""
         new = self._not_yet_reported([name for name in dict.fromkeys(names) if not name.endswith(IN_THE_FIT)])
         if new:
-            listed = list_names(new, 5)
             rank_zero_warn(
-                f"AutoResume: these values changed in this fit, and cannot be saved: {listed}. A resumed run "
-                "starts with their initial values, or what a mapped file holds. Keep plain values, tensors or objects "
-                "with a state_dict there, or "
-                "save them in on_save_checkpoint."
+                f"AutoResume: these values changed in this fit, and cannot be saved: {list_names(new, 5)}. A resumed "
+                "run starts with their initial values, or what a mapped file holds. Keep plain values, tensors or "
+                "objects with a state_dict there, or save them in on_save_checkpoint."
             )
 
     def _why_not_loadable(self, checkpoint: Mapping[str, Any], path: Path) -> str:

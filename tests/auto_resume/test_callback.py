@@ -313,9 +313,7 @@ def test_a_given_checkpoint_at_an_address_and_its_own(tmp_path, lightning_log):
     stop(AutoResume(tmp_path / "runs"), step=13)
     fit(epochs=1).save_checkpoint(given)
     fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
-    assert re.search(
-        r"'memory:.*given.ckpt' is newer than '\d+-epoch=1-step=13' and is resumed", str(lightning_log)
-    )
+    assert re.search(r"'memory:.*given.ckpt' is newer than '\d+-epoch=1-step=13' and is resumed", str(lightning_log))
     time.sleep(0.01)
     fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
     assert re.search(r"'\d+-epoch=2-step=20' is newer than 'memory:.*given.ckpt'", str(lightning_log))

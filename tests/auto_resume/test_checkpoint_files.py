@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 from dataclasses import replace
@@ -16,10 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_tricks import cli
+from lightning_tricks import AutoResume, cli
 from lightning_tricks._shared.files import NotAFileError, open_file
 from lightning_tricks.auto_resume import CheckpointFolder, save_durably, write_durably
 from lightning_tricks.auto_resume.core.checkpoint_folder import FORMAT, UnusableFolderError, _checksum, fit_folders
+from tests.auto_resume import stored_format
 from tests.auto_resume.killing import die_after
 from tests.auto_resume.training import signal_at_change
 
@@ -101,7 +103,7 @@ def test_a_hundred_kills_leave_only_intact_checkpoints(tmp_path, monkeypatch):
 
 
 def test_killed_before_each_change_of_a_file(tmp_path):
-    """Of a save and the removal of the oldest checkpoint: there are one or two whole ones, and the next start tidies up."""
+    """Of a save and a removal: there are one or two whole checkpoints, and the next start tidies up."""
     moments = 0
     while True:
         folder = CheckpointFolder(tmp_path / str(moments))
@@ -153,7 +155,10 @@ DAMAGE = {
     "a flipped bit": (flip, {"meta.pt": "other bytes than were written", "manifest.json": "is damaged"}),
     "truncated": (lambda path: os.truncate(path, 90), {"meta.pt": "other bytes", "manifest.json": "is damaged"}),
     "empty": (lambda path: os.truncate(path, 0), {"meta.pt": "other bytes", "manifest.json": "is damaged"}),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"1"), {"meta.pt": "other bytes", "manifest.json": "is damaged"}),
+    "longer": (
+        lambda path: path.write_bytes(path.read_bytes() + b"1"),
+        {"meta.pt": "other bytes", "manifest.json": "is damaged"},
+    ),
     "missing": (Path.unlink, "cannot be read (No such file or directory)"),
     "deep": (lambda path: path.write_text("[" * 100_000), {"meta.pt": "other bytes", "manifest.json": "is damaged"}),
     "no mapping": (lambda path: path.write_text("[]"), {"meta.pt": "other bytes", "manifest.json": "is damaged"}),
@@ -200,7 +205,7 @@ def test_a_bit_that_flips_in_a_manifest_is_damage(tmp_path):
     for place in range(len(data)):
         path.write_bytes(bytes([*data[:place], data[place] ^ 1 << place % 7, *data[place + 1 :]]))
         assert folder.manifests() in ([], [manifest])
-        assert folder.manifests() == [] or place > 0 and data[place : place + 1].isspace()
+        assert folder.manifests() == [] or (place > 0 and data[place : place + 1].isspace())
 
 
 @pytest.mark.parametrize(
@@ -246,7 +251,8 @@ def test_a_later_release_is_refused(tmp_path):
     values.pop("checksum")
     path.write_text(json.dumps({**values, "checksum": _checksum(values)}))
     with pytest.raises(
-        UnusableFolderError, match=rf"has format {FORMAT + 1}, written by .*formats up to {FORMAT}. Install that release"
+        UnusableFolderError,
+        match=rf"has format {FORMAT + 1}, written by .*formats up to {FORMAT}. Install that release",
     ):
         folder.newest(pytest.fail)
     assert folder.problems().keys() == {path.parent}
@@ -261,7 +267,8 @@ def test_an_older_format_is_refused_unless_there_is_one_of_this(tmp_path):
     record.write_text(json.dumps({"file": "000001-epoch=1-step=2.ckpt", "sha256": "0" * 64, "format": 2}))
     os.mkfifo(tmp_path / "000002-epoch=1-step=2.ckpt.json")
     with pytest.raises(
-        UnusableFolderError, match=r"000001-epoch=1-step=2.ckpt was written by an older release.* Choose another dirpath"
+        UnusableFolderError,
+        match=r"000001-epoch=1-step=2.ckpt was written by an older release.* Choose another dirpath",
     ):
         folder.newest(pytest.fail)
     kept = folder.save(checkpoint(), **KNOWN)
@@ -349,3 +356,15 @@ def test_folders_of_later_fits(tmp_path):
     for name in ("fit10", "fit2", "fitted"):
         (tmp_path / name).mkdir()
     assert [folder.path.name for folder in fit_folders(tmp_path)] == [tmp_path.name, "fit2", "fit10"]
+
+
+@pytest.mark.parametrize("number", [FORMAT])
+def test_a_folder_that_is_stored_is_resumed(tmp_path, number, caplog):
+    """Of this format, and from the next one on of the one before, too: what the release of then wrote, bit by bit."""
+    shutil.copytree(stored_format.STORED / str(number), tmp_path / "runs")
+    caplog.set_level("INFO", "lightning.pytorch")
+    resumed, whole = stored_format.train(AutoResume(tmp_path / "runs")), stored_format.train()
+    assert f"resumes at epoch 1, step {stored_format.STOPPED_AT} " in caplog.text
+    assert len(resumed.losses) == len(whole.losses) == 9
+    assert torch.allclose(torch.tensor(resumed.losses), torch.tensor(whole.losses), rtol=1e-4)
+    assert resumed.seen == whole.seen == 36

@@ -22,6 +22,7 @@ from tests.contract.lab import same
 
 pytestmark = pytest.mark.oldest
 
+
 def tree(folder):
     """All files below a folder with their bytes and times."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())

@@ -111,8 +111,8 @@ def load_manifest(checkpoint: Path) -> Manifest:
         if is_intact and values["format"] > FORMAT:
             raise UnusableFolderError(
                 f"{checkpoint} has format {values['format']}, written by lightning_tricks "
-                f"{values['versions'].get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. Install "
-                "that release, or choose another dirpath to start again."
+                f"{values['versions'].get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. "
+                "Install that release, or choose another dirpath to start again."
             )
         manifest = Manifest(**{known.name: values[known.name] for known in fields(Manifest) if known.name in values})
         digests, sizes = zip(*manifest.files.values(), strict=True)
@@ -182,9 +182,9 @@ class CheckpointFolder:
 
     def _checkpoints(self) -> list[Path]:
         """Return what has the name of a checkpoint, newest first."""
-        names = os.listdir(self.private) if self.private.exists() else []
-        named = filter(_CHECKPOINT_NAME.fullmatch, names)
-        return [self.private / name for name in sorted(named, key=_number, reverse=True)]
+        paths = self.private.iterdir() if self.private.exists() else ()
+        named = (path for path in paths if _CHECKPOINT_NAME.fullmatch(path.name))
+        return sorted(named, key=lambda path: _number(path.name), reverse=True)
 
     @property
     def writing(self) -> Path:
@@ -212,13 +212,13 @@ class CheckpointFolder:
         """
         if not known.get("shards"):
             self.begin()
-        numbers = (_number(name.removeprefix(_REMOVING)) for name in os.listdir(self.private))
+        numbers = (_number(path.name.removeprefix(_REMOVING)) for path in self.private.iterdir())
         name = f"{max(numbers, default=0) + 1:06d}-epoch={known['epoch']}-step={known['step']}"
         try:
             staged = stage_on_host(dict(checkpoint))
             digest, size = write_flushed(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream))
-            made = {"file": name, "sha256": digest, "bytes": size, "written": time.time()}
-            manifest = Manifest(**made, versions=installed_versions(), **known)
+            known |= {"file": name, "sha256": digest, "bytes": size, "written": time.time()}
+            manifest = Manifest(**known, versions=installed_versions())
             write_flushed(self.writing / _MANIFEST, lambda stream: stream.write(_json(manifest.record())))
             flush_directory(self.writing)
             self.writing.rename(self.private / name)
@@ -269,10 +269,10 @@ class CheckpointFolder:
             UnusableFolderError: If a checkpoint was written by another release, or cannot be read for another reason
                 than its damage, such as a lack of permission.
         """
-        manifest, stream = self.open_newest(warn) or (None, None)
-        if stream is not None:
-            stream.close()
-        return manifest
+        if (found := self.open_newest(warn)) is None:
+            return None
+        found[1].close()
+        return found[0]
 
     def open_newest(self, warn: Callable[[str], object]) -> tuple[Manifest, IO[bytes]] | None:
         """Return what `newest` does, and its main file, open, whose bytes were compared."""
@@ -336,9 +336,7 @@ class CheckpointFolder:
         except (OSError, *_DAMAGE):
             return {}
 
-    def write_private(
-        self, name: str, values: Mapping[str, Any], flush: Sequence[str] = ("file", "directory")
-    ) -> None:
+    def write_private(self, name: str, values: Mapping[str, Any], flush: Sequence[str] = ("file", "directory")) -> None:
         """Write a JSON file to the private folder, for `read_private`."""
         write_atomically(self.private / name, lambda stream: stream.write(_json(values)), flush=flush)
 
@@ -401,8 +399,9 @@ def _remove(path: Path) -> None:
 
 
 def _describe(error: Exception) -> str:
-    is_of_system = isinstance(error, OSError) and error.errno is not None
-    return f"{Path(error.filename or 'a file').name} cannot be read ({error.strerror})" if is_of_system else str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{Path(error.filename or 'a file').name} cannot be read ({error.strerror})"
+    return str(error)
 
 
 def _open_intact(path: Path, digest: str, size: int) -> IO[bytes]:

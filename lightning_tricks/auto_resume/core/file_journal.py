@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
-from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
 from lightning_tricks.auto_resume.core.checkpoint_folder import _SHARD_NAME as SHARD_NAME
 from lightning_tricks.auto_resume.core.checkpoint_folder import MAIN_FILE as MAIN_SHARD
+from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
 
 _BACKUP_SUFFIX = ".before"  # the suffix of files that were replaced or removed since the last save
 _MAX_JOURNAL_BYTES = 1 << 24  # bytes

@@ -100,9 +100,8 @@ class KeptCheckpoint:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        self._arguments, self._others = split_arguments(values)
         pickler = _ObjectPickler(io.BytesIO())
-        pickler.dump(self._others)
+        pickler.dump(split_arguments(values)[1])
         self._versions = [(tensor, tensor_version(tensor)) for tensor in pickler.tensors]
         self._can_be_kept = not pickler.found and not any(tensor.requires_grad for tensor in pickler.tensors)
 
@@ -118,10 +117,9 @@ class KeptCheckpoint:
 
     def copy(self) -> dict[str, Any]:
         """Return a copy of all containers, with tensors of their own that share their memory."""
-        shared = {**self._arguments, CHECKPOINT_KEY: self._values.get(CHECKPOINT_KEY)}  # what only AutoResume reads
+        shared = (*_ARGUMENTS, CHECKPOINT_KEY)  # of the latter, AutoResume makes containers of its own
         copied = {key: value for key, value in self._values.items() if key not in shared}
-        others = deepcopy(copied, {id(tensor): tensor.detach() for tensor, _ in self._versions})
-        return {key: shared[key] if key in shared else others[key] for key in self._values}
+        return {**self._values, **deepcopy(copied, {id(tensor): tensor.detach() for tensor, _ in self._versions})}
 
 
 class _ObjectPickler(pickle.Pickler):

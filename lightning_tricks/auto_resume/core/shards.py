@@ -17,6 +17,11 @@ from lightning_tricks.auto_resume.core.durable_writing import file_digest
 
 _KEY = "lightning_tricks.shards"  # of the place of a tensor that was taken out: under which key the shards are stored
 _WEIGHTS = "state_dict"  # all of its tensors are stored as shards: then Lightning evaluates the checkpoint, too
+_PLACEMENTS: dict[str, tuple[str, ...]] = {
+    "Replicate": (),
+    "Shard": ("dim",),
+    "_StridedShard": ("dim", "split_factor"),
+}  # and their arguments
 _CHECKPOINT = "torch.distributed.checkpoint"
 _METADATA_MODULES = (f"{_CHECKPOINT}.metadata", f"{_CHECKPOINT}.filesystem", "torch", "torch.serialization", "pathlib")
 
@@ -71,10 +76,7 @@ def put_shards(values: Any, folder: Path, module: nn.Module) -> Any:
     def put(value: Any) -> Any:
         if isinstance(value, dict):
             if _KEY in value:
-                key = value[_KEY]
-                if key not in wanted:
-                    wanted[key] = _empty(value, meshes)
-                return wanted[key]
+                return wanted.setdefault(value[_KEY], _empty(value, meshes))
             for key, part in value.items():
                 value[key] = put(part)
         elif isinstance(value, list):
@@ -139,20 +141,16 @@ def _meshes(module: nn.Module) -> list[Any]:
 
 def _described(placement: Any) -> list[Any]:
     kind = type(placement).__name__
-    arguments = {"Replicate": (), "Shard": ("dim",), "_StridedShard": ("dim", "split_factor")}
-    if kind not in arguments:
+    if kind not in _PLACEMENTS:
         raise ValueError(f"tensors that are placed as {placement} cannot be saved")
-    return [kind, *(getattr(placement, name) for name in arguments[kind])]
+    return [kind, *(getattr(placement, name) for name in _PLACEMENTS[kind])]
 
 
 def _placement(description: Sequence[Any]) -> Any:
     from torch.distributed.tensor import placement_types
 
     kind, *values = description
-    if kind not in ("Replicate", "Shard", "_StridedShard"):
-        raise ValueError(f"{description} is no placement")
-    made = getattr(placement_types, kind)
-    return made(values[0], split_factor=values[1]) if len(values) > 1 else made(*values)
+    return getattr(placement_types, kind)(**dict(zip(_PLACEMENTS[kind], values, strict=True)))
 
 
 def _empty(place: Mapping[str, Any], meshes: Sequence[Any]) -> Tensor:

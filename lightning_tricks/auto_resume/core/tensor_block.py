@@ -58,12 +58,14 @@ def unpack(packed: Mapping[str, Any]) -> Any:
         ValueError: If the description is not that of the block.
     """
     block, start, tensors = packed["block"], 0, dict[str, Iterator[Tensor]]()
+    unbind_copy: Any = torch.unbind_copy  # which torch declares to return nothing
     for place, name, shape, count in packed["kinds"]:
-        end = start + count * math.prod(shape) * _DTYPES[name].itemsize
-        if any(type(number) is not int or number < 1 for number in (count, *shape)) or end > block.numel():
+        is_known = name in _DTYPES and all(type(number) is int and number > 0 for number in (count, *shape))
+        end = start + count * math.prod(shape) * _DTYPES[name].itemsize if is_known else 0
+        if not start < end <= block.numel():
             raise ValueError("the small tensors of the checkpoint are not where it says")
         of_kind = block[start:end].view(_DTYPES[name]).view(count, *shape)
-        start, tensors[place] = end, iter(torch.unbind_copy(of_kind))
+        start, tensors[place] = end, iter(unbind_copy(of_kind))
 
     def tensor_at(mark: Any) -> Any:
         if type(mark) is not str or mark not in tensors:
