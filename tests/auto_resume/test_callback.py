@@ -1,6 +1,7 @@
 """AutoResume as users meet it: what it refuses, what it says, and what it leaves alone."""
 
 import enum
+import errno
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ from lightning_tricks import (
     cli,
     seed_everything,
 )
+from lightning_tricks._shared.files import open_file
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core import signals
@@ -238,6 +241,35 @@ def test_a_later_release_is_refused(tmp_path):
         fit(AutoResume(tmp_path))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_cannot_be_read_is_refused_by_all_ranks(tmp_path, monkeypatch, ranks):
+    """It may be intact: another start finds it as it was."""
+    stop(AutoResume(tmp_path, every_n_train_steps=5))
+    newest = CheckpointFolder(tmp_path).manifests()[0]
+
+    def denies(path):
+        if path.name == "meta.pt" and newest.file in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path)
+
+    options = {"strategy": "ddp_fork", "devices": 2} if ranks == 2 else {}
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_tricks.auto_resume.core.checkpoint_folder.open_file", denies)
+        with pytest.raises(
+            Exception, match=rf"{newest.file}: meta.pt cannot be read \(Permission denied\), and may be"
+        ):
+            fit(AutoResume(tmp_path), **options)
+    assert CheckpointFolder(tmp_path).manifests()[0] == newest
+    assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
+
+
+def test_a_run_of_an_older_release_is_refused(tmp_path):
+    record = {"file": "000001-epoch=1-step=2.ckpt", "sha256": "0" * 64, "format": 2}
+    (tmp_path / "000001-epoch=1-step=2.ckpt.json").write_text(json.dumps(record))
+    with pytest.raises(MisconfigurationException, match=r"step=2\.ckpt was written by an older release, in a format"):
+        fit(AutoResume(tmp_path))
+
+
 def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(tmp_path):
     whole = fit()
     stop(AutoResume(tmp_path, every_n_train_steps=5))
@@ -306,6 +338,16 @@ def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log):
     fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
     said = [line for _, line in lightning_log if "is resumed" in line]
     assert "given.ckpt' is newer than" in said[-1]
+
+
+def test_nothing_is_announced_before_a_refusal(tmp_path, lightning_log):
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    fit(epochs=1).save_checkpoint(tmp_path / "given.ckpt")
+    fit(AutoResume(tmp_path / "runs"))
+    lightning_log.clear()
+    with pytest.raises(MisconfigurationException, match="another model"):
+        fit(AutoResume(tmp_path / "runs"), module=lambda: Net(hidden=8), ckpt_path=tmp_path / "given.ckpt")
+    assert not [line for _, line in lightning_log if "resumed" in line or "had finished" in line]
 
 
 def test_a_given_checkpoint_at_an_address_and_its_own(tmp_path, lightning_log):
@@ -585,6 +627,23 @@ def test_cadence(tmp_path):
     assert [one.step for one in CheckpointFolder(tmp_path / "b").manifests()] == [20, 20]
     fit(AutoResume(tmp_path / "c", every_n_epochs=2, keep_last=9), epochs=5)
     assert [one.epoch for one in CheckpointFolder(tmp_path / "c").manifests()] == [5, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"), [(None, [3, 6, 9, 12, 15, 18, 20]), (5, [3, 5, 8, 10, 13, 15, 18, 20, 20])]
+)
+def test_time_counts_from_the_last_save_whatever_asked_for_it(tmp_path, monkeypatch, steps, wanted):
+    seconds = [0.0]
+
+    class Takes(Callback):
+        def on_train_batch_end(self, *args):
+            seconds[0] += 1
+
+    clock = SimpleNamespace(monotonic=lambda: seconds[0])
+    monkeypatch.setattr("lightning_tricks.auto_resume.checkpoint_writer.time", clock)
+    often = {"train_time_interval": {"seconds": 3}, "every_n_train_steps": steps, "every_n_epochs": None}
+    fit(AutoResume(tmp_path, **often, keep_last=20), Takes())
+    assert [one.step for one in reversed(CheckpointFolder(tmp_path).manifests())] == wanted
 
 
 def test_cadence_where_a_batch_has_several_steps(tmp_path):

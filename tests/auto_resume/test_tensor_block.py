@@ -24,10 +24,12 @@ TENSORS = st.builds(
 )
 VALUES = st.recursive(
     TENSORS | st.integers() | st.text(max_size=3) | st.none(),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(st.text(max_size=2), inner, max_size=4)
-    | st.dictionaries(st.integers(), inner, max_size=3).map(OrderedDict),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=4)
+        | st.dictionaries(st.integers(), inner, max_size=3).map(OrderedDict)
+    ),
     max_leaves=20,
 )
 
