@@ -49,6 +49,7 @@ from lightning_tricks import (
     isolated_rng,
     summarize_model,
 )
+from lightning_tricks.auto_resume.core.tensor_block import unpack
 from lightning_tricks.cli import main
 from lightning_tricks.devices import Gpu
 from lightning_tricks.devices.core.device_summary import QUANTITIES
@@ -280,17 +281,20 @@ def _of_auto_resume(folder: Path) -> Iterator[str]:
             try:
                 trainer.fit(_Changing(), _Data())
             except SystemExit:
-                newest = max(directory.glob("*.ckpt"))
+                newest = max(directory.glob(".auto_resume/0*/meta.pt"))
                 yield from _added_to(newest)
-                if not list(directory.glob("*.corrupt*")):
+                if not list(directory.glob(".auto_resume/*.corrupt")):
                     newest.write_bytes(newest.read_bytes()[:-100])
-    yield from _added_to(max(directory.glob("*.ckpt")))
+    yield from _added_to(max(directory.glob(".auto_resume/0*/meta.pt")))
     yield from (f"dirpath/{name}" for name in {*lists.names(), *files_in(directory)})
     yield from (f"beside ModelCheckpoint's files/{name}" for name in files_in(folder / "mine") if "/" in name)
 
 
 def _added_to(checkpoint: Path) -> Iterator[str]:
     values = torch.load(checkpoint, weights_only=True)
+    if (own := values.get("auto_resume")) is not None:
+        yield from (f"checkpoint.auto_resume.shared.{name}" for name in own["shared"])
+        values["auto_resume"] = {**own, "shared": unpack(own["shared"]), "ranks": [unpack(one) for one in own["ranks"]]}
     added = {key: value for key, value in values.items() if key not in _OF_LIGHTNING and "lightning" not in key}
     of_callbacks = {key: state for key, state in values["callbacks"].items() if "ModelCheckpoint" not in key}
     found = paths_in({**added, **({"callbacks": of_callbacks} if of_callbacks else {})}, "checkpoint")
@@ -308,11 +312,11 @@ def _state_of_callbacks(folder: Path) -> Iterator[str]:
         try:
             lab.fit([callback, AutoResume(directory), Interrupts(3)], probe=False)
         except SystemExit:
-            (checkpoint,) = directory.glob("*.ckpt")
+            (checkpoint,) = directory.glob(".auto_resume/0*/meta.pt")
         states = torch.load(checkpoint, weights_only=True)
         yield f"{type(callback).__name__}: state_key {callback.state_key}"
         yield from (name for name in paths_in(states["callbacks"], "callbacks") if name != "callbacks")
-        for rank in states["auto_resume"]["ranks"]:
+        for rank in map(unpack, states["auto_resume"]["ranks"]):
             yield from (name for name in paths_in(rank["callbacks"], "ranks[].callbacks") if name.count("."))
         yield from paths_in(callback.state_dict(), f"{type(callback).__name__}.state_dict()")
 
