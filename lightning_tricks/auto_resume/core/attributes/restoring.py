@@ -95,6 +95,7 @@ class _Restoration(Decoder):
         self._roots, self._skipped = roots, skipped
         self._owner: Any = None
         self.walk, self._is_outdated = ObjectWalk.from_roots(roots, skipped, with_code=True), False
+        self.names = self.walk.references
         self.failed = dict[str, str]()
 
     def attempt(self, restore: Callable[[str, Any], None], path: str, change: Any) -> None:

@@ -43,10 +43,11 @@ _NEVER_WALKED = (
     ctypes.c_int.__mro__[-2],
 )
 _NAMESPACE_TYPES = (
-    *(types.SimpleNamespace, argparse.Namespace, queue.Queue),
+    *(types.SimpleNamespace, argparse.Namespace, queue.Queue, threading.local),
+    *(threading.Semaphore, threading.Event, threading.Condition, threading.Barrier),
     *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
 )
-_WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.")
+_WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.", "torch.quasirandom")
 # packages whose objects are handles to something else, or are saved in ways of their own
 _FOREIGN_NAMES = (
     "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL plotly wandb "
@@ -113,7 +114,8 @@ def can_be_rebuilt(kind: type, owner: Any) -> bool:
         return False
     if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
         return False  # a base is written in C, and may hold more than attributes
-    modules = [sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_module(part.__module__)]
+    bases = type(owner).__mro__
+    modules = [sys.modules.get(part.__module__) for part in bases if not is_known_library(part.__module__)]
     modules += [owner] if type(owner) is types.ModuleType else []
     names = [named for module in modules if module is not None for named in vars(module).values()]
     return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)

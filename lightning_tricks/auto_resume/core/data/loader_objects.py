@@ -14,7 +14,12 @@ from lightning_tricks._shared.rng import loader_generators
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.tracking import (
+    AttributeChanges,
+    AttributeTracker,
+    all_values,
+    summarized,
+)
 from lightning_tricks.auto_resume.core.data.rng_state import (
     global_states,
     pack_rng_state,
@@ -130,7 +135,7 @@ class LoaderObjects:
                 skipped = _skip_other_parts(objects, objects[name])
                 failed = restore_changes({name: objects[name]}, changes, skipped=skipped)
                 others = {path: why for path, why in self.failed.items() if path not in changes["values"]}
-                self.failed = others | failed | _without_handles(changes["lost"])
+                self.failed = summarized(others | failed | _without_handles(changes["lost"]))
 
     def add_unsaved(self, unsaved: Mapping[str, str]) -> None:
         """Add changes in a worker that cannot be saved: path -> type or reason."""
@@ -138,7 +143,11 @@ class LoaderObjects:
 
     def new_unsaved(self) -> dict[str, str]:
         """Return changes that cannot be saved and were not returned before: path -> type or reason."""
-        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
+        new = {
+            path: kind
+            for path, kind in summarized(_without_handles(self._unsaved)).items()
+            if path not in self._reported
+        }
         self._reported |= new.keys()
         return new
 

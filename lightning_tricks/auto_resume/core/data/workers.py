@@ -21,7 +21,7 @@ from lightning_tricks._torch_compat.loaders import call_on_iteration_start
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
-from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
+from lightning_tricks.auto_resume.core.attributes.value_kinds import num_bytes
 from lightning_tricks.auto_resume.core.data.rng_state import record_dtype, unpack_rng_state, write_rng_state
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
