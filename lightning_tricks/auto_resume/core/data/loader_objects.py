@@ -1,20 +1,27 @@
-"""The objects that a DataLoader reads from: how their attributes change, and snapshots with the random states."""
+"""What a DataLoader reads from: how its objects change, digests of data and order, snapshots with the random states."""
 
 from __future__ import annotations
 
+import marshal
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from hashlib import blake2b
+from itertools import islice
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_tricks._shared.rng import loader_generators
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
 from lightning_tricks.auto_resume.core.data.rng_state import (
     global_states,
     pack_rng_state,
@@ -27,6 +34,8 @@ _DATA_HANDLE_PACKAGES = frozenset(
     {"h5py", "lmdb", "zarr", "PIL", "pandas", "pyarrow", "polars", "cv2", "fsspec", "s3fs", "boto3", "sqlalchemy"}
 )
 _MAX_PATHS = 500  # of a fingerprint
+_MAX_REMEMBERED_BYTES = 2**20  # of one attribute
+_MAX_ENTRIES = 1_000  # of a container that is compared after each batch, or remembered
 DATA_PARTS = ("dataset", "collate_fn")
 
 
@@ -71,7 +80,8 @@ class LoaderObjects:
         _, self.fingerprint = found["dataset"]
         self.failed = dict[str, str]()
         self._unsaved, self._reported = dict[str, str](), set[str]()
-        self._values: dict[str, AttributeChanges] = {}  # of all attributes, once they are remembered
+        self._values: dict[str, AttributeChanges] = {}  # of attributes, once they are remembered
+        self._large_names = set[str]()  # of those that are too large for that
 
     def _objects(self) -> dict[str, Any]:
         """Return the loader's dataset, samplers and collate function, each once."""
@@ -83,11 +93,21 @@ class LoaderObjects:
         return found
 
     def remember_values(self) -> None:
-        """Keep copies of all attributes as they are now, before anything changes them, for `undo_changes`."""
+        """Keep copies of attributes as they are now, before anything changes them, for `undo_changes`.
+
+        Data that take more than 1 MiB are not kept: a hook that sets them sets them before the loader is created.
+        """
         objects = self._objects()
         for name, value in objects.items():
-            skipped = _skip_other_parts(objects, value)
-            self._values[name] = all_values({name: value}, skipped=skipped)
+            of_others = _skip_other_parts(objects, value)
+
+            def skipped(owner: Any, of_others: SkippedNames = of_others) -> list[str]:
+                large = [name for name, part in attributes(owner) if is_large(part, _MAX_REMEMBERED_BYTES)]
+                self._large_names.update(large)
+                return [*of_others(owner), *large]
+
+            if not is_large(value, _MAX_REMEMBERED_BYTES):
+                self._values[name] = all_values({name: value}, skipped=skipped)
 
     def undo_changes(self, kept: Mapping[str, Any]) -> None:
         """Undo the changes since `remember_values`, except those that `changes` returned as `kept`."""
@@ -97,7 +117,7 @@ class LoaderObjects:
             undone = {
                 path: before["values"].get(path, {**change, "value": {"kind": "deleted"}})
                 for path, change in changed.items()
-                if path not in known
+                if path not in known and (path in before["values"] or change["name"] not in self._large_names)
             }
             if undone:
                 self.restore_changes({name: {"values": undone, "lost": {}}})
@@ -206,6 +226,63 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
 def value_digest(batch: Any) -> str:
     """Return a digest of a batch or another value; of a large one, a sample counts."""
     return f"{int(ValueDigest.of(batch, same_process=False)):016x}"
+
+
+class OrderDigest:
+    """A running digest of the indices that a sampler gave: equal digests mean equal orders.
+
+    Args:
+        max_ahead: Batches that the sampler may be ahead of training.
+
+    Examples:
+        >>> first, second = OrderDigest(), OrderDigest()
+        >>> for indices in ([1, 2], [3, 4]):
+        ...     first.add(indices)
+        >>> second.add([1, 2])
+        >>> first.digest(1) == second.digest(1) != first.digest(2)
+        True
+    """
+
+    def __init__(self, max_ahead: int = 0) -> None:
+        self.count = 0
+        self._hash, self._max_recent = blake2b(digest_size=8), max_ahead + 4
+        self._recent = deque[bytes]()  # the last batches, which are not in the hash yet
+
+    def add(self, indices: Any) -> None:
+        """Add the indices of a batch."""
+        self.count += 1
+        self._recent.append(_encode_indices(indices))
+        if len(self._recent) > self._max_recent:
+            self._hash.update(self._recent.popleft())
+
+    def digest(self, count: int) -> str:
+        """Return the digest of the first `count` batches; empty if it is no longer known."""
+        num_recent = count - self.count + len(self._recent)
+        if not 0 <= num_recent <= len(self._recent):
+            return ""
+        found = self._hash.copy()
+        for encoded in islice(self._recent, num_recent):
+            found.update(encoded)
+        return found.hexdigest()
+
+
+def _encode_indices(indices: Any) -> bytes:
+    if isinstance(indices, Tensor):
+        indices = indices.tolist()
+    try:
+        return marshal.dumps(indices, 2)  # later versions also encode which objects are identical
+    except ValueError:
+        parts = indices if isinstance(indices, list | tuple) else [indices]
+        return repr([part.tolist() if isinstance(part, Tensor) else type(part) for part in parts]).encode()
+
+
+def is_large(value: Any, max_bytes: int) -> bool:
+    """Whether a value takes more than so many bytes, or is a container of more than 1,000 entries."""
+    kind = type(value)
+    if not is_subclass(kind, list, tuple, dict, set, frozenset):
+        return num_bytes(value) > max_bytes
+    parts = value.values() if is_subclass(kind, dict) else value
+    return len(value) > _MAX_ENTRIES or sum(map(num_bytes, parts)) > max_bytes
 
 
 def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
