@@ -28,7 +28,8 @@ from torch.utils.data import (
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_warn
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks.auto_resume.core.data.loader_objects import LoaderSnapshot, OrderDigest
+from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
+from lightning_tricks.auto_resume.core.data.rng_state import LoaderSnapshot
 from lightning_tricks.auto_resume.core.data.tracked_loader import LEFT_KEY, MOVED_KEY, POSITION_KEY, num_shares
 from lightning_tricks.auto_resume.parts import SavedState, Settings
 

@@ -1,33 +1,26 @@
-"""What a DataLoader reads from: how its objects change, digests of data and order, snapshots with the random states."""
+"""What a DataLoader reads from: how its objects change, the order and the samples that they give, and digests."""
 
 from __future__ import annotations
 
 import marshal
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_tricks._shared.rng import loader_generators
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
-from lightning_tricks.auto_resume.core.data.rng_state import (
-    global_states,
-    pack_rng_state,
-    set_global_states,
-    unpack_rng_state,
-)
+from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws
 
 # packages whose objects are handles to data, which a fresh process opens again
 _DATA_HANDLE_PACKAGES = frozenset(
@@ -163,49 +156,6 @@ class LoaderObjects:
         return new
 
 
-class LoaderSnapshot:
-    """The global random state of the process, a loader's generators and its objects, at one moment.
-
-    Args:
-        loader: The loader whose generators are captured.
-        objects: The objects of the loader; None leaves them out.
-        report_unsaved: See `LoaderObjects.changes`.
-    """
-
-    def __init__(
-        self, loader: DataLoader[Any], objects: LoaderObjects | None = None, report_unsaved: bool = True
-    ) -> None:
-        self._packed: torch.Tensor | None = None
-        self._global_states: Any = global_states()
-        self.generators = [generator.get_state() for generator in loader_generators(loader)]
-        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes(report_unsaved=report_unsaved)
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> LoaderSnapshot:
-        """Return the snapshot that `as_dict` wrote."""
-        snapshot = cls.__new__(cls)
-        snapshot._packed, snapshot._global_states, snapshot.generators = saved["process"], None, saved["generators"]
-        snapshot.objects = saved.get("objects", {})
-        return snapshot
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the snapshot as tensors and plain values."""
-        if self._packed is None:  # packed only if the snapshot is saved: few of the snapshots of an epoch are
-            self._packed = pack_rng_state(self._global_states)
-        return {"process": self._packed, "generators": self.generators, "objects": self.objects}
-
-    def restore(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
-        """Restore the global random state, the generators and, if they are given, the objects."""
-        if objects is not None:
-            objects.restore_changes(self.objects)
-        if self._packed is None:
-            set_global_states(self._global_states)
-        else:
-            unpack_rng_state(self._packed)
-        for generator, state in zip(loader_generators(loader), self.generators, strict=False):
-            generator.set_state(state)
-
-
 def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
     """Return a digest of each attribute that is the same in every process.
 
@@ -274,6 +224,80 @@ def _encode_indices(indices: Any) -> bytes:
     except ValueError:
         parts = indices if isinstance(indices, list | tuple) else [indices]
         return repr([part.tolist() if isinstance(part, Tensor) else type(part) for part in parts]).encode()
+
+
+class _WatchedPart:
+    """Calls a part of an iterator in the training process.
+
+    Args:
+        draws: Watches the calls; None where they draw nothing, or once for all.
+
+    Attributes:
+        exhausted: Whether it was asked for more than it had.
+    """
+
+    def __init__(self, draws: GlobalDraws | None) -> None:
+        self._draws, self.exhausted = draws, False
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function() if self._draws is None else self._draws.call(function)
+        except StopIteration:
+            self.exhausted = True
+            raise
+
+
+class TrackedFetcher(_WatchedPart):
+    """Makes batches as the given fetcher does, and reports the first one.
+
+    Args:
+        fetcher: The fetcher of the iterator.
+        draws: Watches the calls.
+        on_first_batch: Called with the first batch.
+    """
+
+    def __init__(self, fetcher: Any, draws: GlobalDraws | None, on_first_batch: Callable[[Any], object]) -> None:
+        super().__init__(draws)
+        self._fetcher, self._on_first_batch = fetcher, on_first_batch
+        self.is_first = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def fetch(self, indices: Any) -> Any:
+        """Return the batch of some indices."""
+        batch = self._call(lambda: self._fetcher.fetch(indices))
+        if self.is_first:
+            self.is_first = False
+            self._on_first_batch(batch)
+        return batch
+
+
+class TrackedIndices(_WatchedPart):
+    """The indices that a sampler gives, whose order is recorded.
+
+    Args:
+        iterator: The iterator that gives the indices.
+        draws: Watches the calls.
+        order: Takes the indices.
+    """
+
+    def __init__(self, iterator: Iterator[Any], draws: GlobalDraws | None, order: OrderDigest) -> None:
+        super().__init__(draws)
+        self._iterator, self._order = iterator, order
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        indices = self._call(self._iterator.__next__)
+        self._order.add(indices)
+        return indices
+
+    def skip(self, count: int) -> None:
+        """Skip so many batches, or as many as there are."""
+        for indices in islice(self._iterator, count):
+            self._order.add(indices)
 
 
 def is_large(value: Any, max_bytes: int) -> bool:

@@ -1,15 +1,21 @@
-"""The global random state of a process: as one row of bytes, and whether what is repeated later draws from it."""
+"""The random state of a process: as one row of bytes, with that of a loader, and whether data draw from it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_tricks._shared.rng import loader_generators
+
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects
 
 RNG_STATE_KEY = "streams"  # under which packed states are saved; part of the format of checkpoints and files
 _NUM_WATCHED = 32  # of the first calls all are watched, and later two after each so many: a look takes microseconds
@@ -85,6 +91,49 @@ def write_rng_state(record: Any, states: Any = None) -> None:
     record["python_has_gauss"], record["python_gauss"] = gauss is not None, gauss or 0.0
     _, record["numpy"], record["numpy_place"], record["numpy_has_gauss"], record["numpy_gauss"] = numpy_state
     record["torch"] = torch_state.numpy()
+
+
+class LoaderSnapshot:
+    """The global random state of the process, a loader's generators and its objects, at one moment.
+
+    Args:
+        loader: The loader whose generators are captured.
+        objects: The objects of the loader; None leaves them out.
+        report_unsaved: See `LoaderObjects.changes`.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], objects: LoaderObjects | None = None, report_unsaved: bool = True
+    ) -> None:
+        self._packed: Tensor | None = None
+        self._global_states: Any = global_states()
+        self.generators = [generator.get_state() for generator in loader_generators(loader)]
+        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes(report_unsaved=report_unsaved)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> LoaderSnapshot:
+        """Return the snapshot that `as_dict` wrote."""
+        snapshot = cls.__new__(cls)
+        snapshot._packed, snapshot._global_states, snapshot.generators = saved["process"], None, saved["generators"]
+        snapshot.objects = saved.get("objects", {})
+        return snapshot
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the snapshot as tensors and plain values."""
+        if self._packed is None:  # packed only if the snapshot is saved: few of the snapshots of an epoch are
+            self._packed = pack_rng_state(self._global_states)
+        return {"process": self._packed, "generators": self.generators, "objects": self.objects}
+
+    def restore(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
+        """Restore the global random state, the generators and, if they are given, the objects."""
+        if objects is not None:
+            objects.restore_changes(self.objects)
+        if self._packed is None:
+            set_global_states(self._global_states)
+        else:
+            unpack_rng_state(self._packed)
+        for generator, state in zip(loader_generators(loader), self.generators, strict=False):
+            generator.set_state(state)
 
 
 class GlobalDraws:

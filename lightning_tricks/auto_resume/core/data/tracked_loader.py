@@ -6,7 +6,7 @@ restored. An iterable dataset is read again up to the position, as only it knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
@@ -21,14 +21,15 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import patche
 from lightning_tricks.auto_resume.core.data.loader_objects import (
     DATA_PARTS,
     LoaderObjects,
-    LoaderSnapshot,
     ObjectBaselines,
     OrderDigest,
+    TrackedFetcher,
+    TrackedIndices,
     changed_paths,
     has_persistent_workers,
     value_digest,
 )
-from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws
+from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, LoaderSnapshot
 from lightning_tricks.auto_resume.core.data.workers import RecordingCollate, WorkerInit, WorkerPositions
 from lightning_tricks.auto_resume.core.signals import StopRequest
 
@@ -82,80 +83,6 @@ class DeferredSampler:
     def __iter__(self) -> Iterator[Any]:
         self.iterator = iter(self.sampler)
         return iter(())
-
-
-class _WatchedPart:
-    """Calls a part of an iterator in the training process.
-
-    Args:
-        draws: Watches the calls; None where they draw nothing, or once for all.
-
-    Attributes:
-        exhausted: Whether it was asked for more than it had.
-    """
-
-    def __init__(self, draws: GlobalDraws | None) -> None:
-        self._draws, self.exhausted = draws, False
-
-    def _call(self, function: Callable[[], Any]) -> Any:
-        try:
-            return function() if self._draws is None else self._draws.call(function)
-        except StopIteration:
-            self.exhausted = True
-            raise
-
-
-class TrackedFetcher(_WatchedPart):
-    """Makes batches as the given fetcher does, and reports the first one.
-
-    Args:
-        fetcher: The fetcher of the iterator.
-        draws: Watches the calls.
-        on_first_batch: Called with the first batch.
-    """
-
-    def __init__(self, fetcher: Any, draws: GlobalDraws | None, on_first_batch: Callable[[Any], object]) -> None:
-        super().__init__(draws)
-        self._fetcher, self._on_first_batch = fetcher, on_first_batch
-        self.is_first = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fetcher, name)
-
-    def fetch(self, indices: Any) -> Any:
-        """Return the batch of some indices."""
-        batch = self._call(lambda: self._fetcher.fetch(indices))
-        if self.is_first:
-            self.is_first = False
-            self._on_first_batch(batch)
-        return batch
-
-
-class TrackedIndices(_WatchedPart):
-    """The indices that a sampler gives, whose order is recorded.
-
-    Args:
-        iterator: The iterator that gives the indices.
-        draws: Watches the calls.
-        order: Takes the indices.
-    """
-
-    def __init__(self, iterator: Iterator[Any], draws: GlobalDraws | None, order: OrderDigest) -> None:
-        super().__init__(draws)
-        self._iterator, self._order = iterator, order
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        indices = self._call(self._iterator.__next__)
-        self._order.add(indices)
-        return indices
-
-    def skip(self, count: int) -> None:
-        """Skip so many batches, or as many as there are."""
-        for indices in islice(self._iterator, count):
-            self._order.add(indices)
 
 
 class TrackedDataLoader:
