@@ -34,7 +34,14 @@ from lightning_tricks.auto_resume.core.attributes.encoding import differing_path
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
-from lightning_tricks.auto_resume.model_parts import Buffers, Gradients, LeftOutTensors, Structure, UnsavedOutline
+from lightning_tricks.auto_resume.model_parts import (
+    CommunicationHooks,
+    Gradients,
+    LeftOutTensors,
+    RankTensors,
+    Structure,
+    UnsavedOutline,
+)
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, Part, Phase, SavedState
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
 from lightning_tricks.auto_resume.trainer_parts import (
@@ -45,11 +52,11 @@ from lightning_tricks.auto_resume.trainer_parts import (
     WeightAveraging,
 )
 
-# The loops' results before the attributes: they refer to metrics, whose states are attributes. Buffers after the
+# The loops' results before the attributes: they refer to metrics, whose states are attributes. Tensors after the
 # attributes: some belong to metrics that were added. States of callbacks after the weights and buffers that they refer
 # to. The configuration, which is what another start changed in optimizers, after the attributes: wrappers of optimizers
 # keep old options there. The random states last: all else may draw.
-_STEP = ("trainer", "attributes", "buffers", "gradients", "callbacks", "configuration", "rng")
+_STEP = ("trainer", "attributes", "rank_tensors", "gradients", "communication", "callbacks", "configuration", "rng")
 # Weights that hooks left out of the checkpoint after the pruning masks, which replace parameters
 _STRUCTURE = ("settings", "structure", "left_out")
 # Which parts are restored in a phase, in which order
@@ -59,7 +66,7 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
     Phase.LIMITS_GIVEN: ("settings",),
     Phase.LOADERS_CREATED: ("settings",),
     # no batch follows that needs the rest
-    Phase.RESULTS: (*_STRUCTURE, "trainer", "attributes", "buffers", "callbacks", "averaging"),
+    Phase.RESULTS: (*_STRUCTURE, "trainer", "attributes", "rank_tensors", "callbacks", "averaging"),
     # code that creates loaders may have set attributes
     Phase.RESULTS_WITH_LOADERS: ("attributes",),
     # the structure before the attributes: lists of modules have grown, and attributes lie in the new modules
@@ -112,8 +119,9 @@ class FitState:
             self.settings,
             LeftOutTensors(trainer, module),
             LoopResults(trainer, module),
-            Buffers(trainer, module),
-            Gradients(trainer, module, self._owners),
+            RankTensors(trainer, module),
+            CommunicationHooks(trainer, module),
+            Gradients(trainer, module),
             CallbackStates(trainer, module),
             WeightAveraging(trainer, module),
             self.outline,

@@ -338,7 +338,7 @@ def _values(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for found in changes.values():
         for path, change in found["values"].items():
             value = change["value"]
-            if not (isinstance(value, dict) and value.get("kind") in ("same", "clock", "deleted", "module")):
+            if not (isinstance(value, dict) and value.get("kind") in ("same", "clock", "deleted")):
                 yield path, value
 
 
