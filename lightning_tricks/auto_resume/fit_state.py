@@ -35,7 +35,7 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import restore
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.model_parts import (
-    CommunicationHooks,
+    Communication,
     Gradients,
     LeftOutTensors,
     RankTensors,
@@ -120,7 +120,7 @@ class FitState:
             LeftOutTensors(trainer, module),
             LoopResults(trainer, module),
             RankTensors(trainer, module),
-            CommunicationHooks(trainer, module),
+            Communication(trainer, module),
             Gradients(trainer, module),
             CallbackStates(trainer, module),
             WeightAveraging(trainer, module),

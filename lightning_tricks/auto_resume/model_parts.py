@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_tricks._lightning_compat.flavor import LightningModule, StochasticWeightAveraging, Trainer, is_overridden
 from lightning_tricks._lightning_compat.results import named_callbacks
-from lightning_tricks._lightning_compat.trainer import callbacks_of_type
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, model_averager
 from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.tensors import is_sharded, local_part
 from lightning_tricks._torch_compat.modules import communication_hooks, hooks_of
@@ -247,33 +247,35 @@ class RankTensors(ComparedPart):
             setattr(self.trainer.model, _SYNC_ATTRIBUTE, syncs)
 
 
-class CommunicationHooks(ComparedPart):
-    """The numbers in the states of DDP's communication hooks, such as the iterations of post-local SGD."""
+class Communication(ComparedPart):
+    """The numbers that DDP's communication hooks and averages of replicas count, such as their iterations."""
 
     name = "communication"
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
-        """Return the numbers of each state."""
+        """Return the numbers of each object."""
         return {self.name: [{name: value for name, value in own if _is_number(value)} for own in self._attributes()]}
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
-        """Return the states that hold more: buckets of gradients are others in a process that has just begun."""
-        hooks = communication_hooks(self.trainer.model)
+        """Return the states of hooks that hold more, by bucket: a process that begins has other buckets."""
         return [
-            f"the state of the communication hook {getattr(hook, '__name__', type(hook).__name__)} (a {kind})"
-            for (hook, state), own in zip(hooks, self._attributes(), strict=True)
-            if (kind := type(state).__name__) and any(_may_change(value) for _, value in own)
+            f"the {type(state).__name__} of a communication hook"
+            for state, own in zip(self._objects(), self._attributes(), strict=True)
+            if any(_may_change(value) for _, value in own)
         ]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the numbers."""
-        states = [state for _, state in communication_hooks(self.trainer.model)]
-        for state, numbers in zip(states, saved.rank[self.name], strict=False):
+        for counting, numbers in zip(self._objects(), saved.rank[self.name], strict=False):
             for name, value in numbers.items():
-                setattr(state, name, value)
+                setattr(counting, name, value)
+
+    def _objects(self) -> list[Any]:
+        found = [state for _, state in communication_hooks(self.trainer.model)]
+        return [value for value in (*found, model_averager(self.trainer)) if value is not None]
 
     def _attributes(self) -> list[list[tuple[str, Any]]]:
-        return [attributes(state) for _, state in communication_hooks(self.trainer.model)]
+        return [attributes(value) for value in self._objects()]
 
 
 class Gradients(ComparedPart):

@@ -43,7 +43,10 @@ _NAMESPACE_TYPES = (
     *(types.SimpleNamespace, argparse.Namespace, queue.Queue),
     *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
 )
-_WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.")
+_WALKED_TORCH_MODULES = (
+    *("torch.utils.data.", "torch.distributions.", "torch.quasirandom"),
+    "torch.distributed.algorithms.model_averaging.",
+)
 # packages whose objects are handles to something else, or are saved in ways of their own
 _FOREIGN_NAMES = (
     "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL plotly wandb "
