@@ -150,9 +150,13 @@ class LoaderObjects:
         self._unsaved |= {f"{path} in a worker": kind for path, kind in unsaved.items()}
 
     def new_unsaved(self) -> dict[str, str]:
-        """Return changes that cannot be saved and were not returned before: path -> type or reason."""
-        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
-        self._reported |= new.keys()
+        """Return changes that cannot be saved, unless others in the same attribute were returned before.
+
+        Returns:
+            Path -> type or reason.
+        """
+        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if _top(path) not in self._reported}
+        self._reported.update(map(_top, new))
         return new
 
 
@@ -309,23 +313,24 @@ def is_large(value: Any, max_bytes: int) -> bool:
     return len(value) > _MAX_ENTRIES or sum(map(num_bytes, parts)) > max_bytes
 
 
+def _top(path: str) -> str:
+    """Return the path of the attribute in which something lies."""
+    return ".".join(path.split(".")[:2])
+
+
 def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
     """Leave out what reads the data: the first sample opens it again."""
     return {path: kind for path, kind in lost.items() if kind.partition(".")[0] not in _DATA_HANDLE_PACKAGES}
 
 
 def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
-    """Merge digests with a common beginning of their paths until there are at most 500."""
-    depth = max((path.count(".") for path in digests), default=0)
-    while len(digests) > _MAX_PATHS and depth:
-        merged: dict[str, list[int]] = {}
-        for path, digest in digests.items():
-            merged.setdefault(".".join(path.split(".")[:depth]), []).append(digest)
-        digests = {
-            path: found[0] if len(found) == 1 else int(value_digest(found), 16) for path, found in merged.items()
-        }
-        depth -= 1
-    return digests
+    """Merge the digests of what lies in one attribute; all, if there are more than 500 attributes."""
+    merged: dict[str, list[int]] = {}
+    for path, digest in digests.items():
+        merged.setdefault(_top(path), []).append(digest)
+    if len(merged) > _MAX_PATHS:
+        merged = {"dataset": [*digests.values()]}
+    return {path: int(value_digest(found), 16) for path, found in merged.items()}
 
 
 def changed_paths(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
