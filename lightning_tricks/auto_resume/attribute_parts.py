@@ -28,8 +28,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
 )
 from lightning_tricks._lightning_compat.results import named_callbacks
-from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._torch_compat.modules import hooks_of
+from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths, is_clock_reading
@@ -37,7 +36,6 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import optimiz
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, summarized
-from lightning_tricks.auto_resume.core.attributes.user_code import is_callable_with_state
 from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_generator, kind_of
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
@@ -100,17 +98,6 @@ class AttributeOwners:
     def walk(self) -> ObjectWalk:
         """Return a walk over the module, the datamodule and the callbacks."""
         return ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
-
-    def called_in_steps(self, walk: ObjectWalk) -> list[object]:
-        """Return what a training step may call: the objects with attributes, others of the Trainer, and functions."""
-        trainer = self.trainer
-        found = [slot.value for slot in walk.slots.values() if is_callable_with_state(type(slot.value))]
-        found += [hook for part in self.module.modules() for hook in hooks_of(part)]
-        for optimizer in trainer.optimizers:
-            found += [*hooks_of(optimizer), optimizer.step]  # which may have been replaced
-        found += [config.scheduler for config in trainer.lr_scheduler_configs]
-        found += [trainer.strategy, trainer.precision_plugin, *trainer.loggers, *callbacks_of(trainer)]
-        return [*walk.owners.values(), *found]
 
     def _update_restored_by_others(self) -> None:
         """Gather the optimizers, the schedulers and the averaged weights that Lightning saves."""

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from torchmetrics import MetricTracker
+
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
     SCALARS,
@@ -30,7 +32,6 @@ from lightning_tricks.auto_resume.core.attributes.encoding import (
     encode,
     is_clock_reading,
 )
-from lightning_tricks.auto_resume.core.attributes.model_structure import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     STATE_KEY,
     InPlaceOptimizerState,
@@ -399,21 +400,15 @@ class AttributeTracker:
     def _compare_modules(self, found: _FoundChanges) -> None:
         """Find modules that were added and removed.
 
-        A module without weights is an object like others, and is made again from its attributes. What is not plain data
-        in it has to come from this process: so it is made as a copy of a sibling of its type.
+        A metric that a MetricTracker added is made as a copy: what is not plain data in it comes from this process.
         """
         walk = found.walk
-        for path, (parent, name) in walk.modules.items():
-            module, kind = walk.owners[path], type_name(type(walk.owners[path]))
+        for path, (parent, _) in walk.modules.items():
+            kind = type_name(type(walk.owners[path]))
             if parent not in self._owners or self._owners.get(path) == kind:
                 continue
-            same_kind = {other: walk.modules[other] for other in walk.modules if self._owners.get(other) == kind}
-            siblings = {name: walk.owners[at] for at, (owner, name) in same_kind.items() if owner == parent}
-            has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
-            like = "" if has_tensors or path in self._owners else find_template(siblings)
-            if like:
-                found.add(path, (parent, name), {"kind": "module", "type": kind, "like": like})
-                found.copied.append(path)
+            if is_subclass(type(walk.owners[parent]), MetricTracker) and path not in self._owners:
+                found.copied.append(path)  # `restore_tracker_steps` makes it again
             else:
                 found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
         for path in self._modules - walk.modules.keys():
