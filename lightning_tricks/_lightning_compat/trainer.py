@@ -52,6 +52,11 @@ def overfit_batches_of(trainer: Trainer) -> float:
     return batches
 
 
+def model_averager(trainer: Trainer) -> Any:
+    """Return what averages the replicas of local SGD from time to time; None in other fits."""
+    return getattr(trainer.strategy, "_model_averager", None)  # only DDPStrategy has it
+
+
 @needs_private("A check of a module")
 def is_compiled_by_lightning(module: LightningModule) -> bool:
     """Whether `torch.compile(module)` was passed to a Trainer, which then calls the compiled steps of the module."""

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 
@@ -155,3 +156,9 @@ def hooks_of(owner: nn.Module | Tensor | Optimizer) -> list[Any]:
         registered = [getattr(owner, name) for name in (_OF_TENSORS if isinstance(owner, Tensor) else _OF_MODULES)]
     # tensors have None until a hook is registered
     return [hook for hooks in registered for hook in (hooks or {}).values() if not isinstance(hook, BasePruningMethod)]
+
+
+@needs_private("AutoResume")
+def communication_hooks(model: Any) -> list[tuple[Any, Any]]:
+    """Return the communication hooks that were registered with a DistributedDataParallel, with their states."""
+    return list(model._comm_hooks) if isinstance(model, DistributedDataParallel) else []

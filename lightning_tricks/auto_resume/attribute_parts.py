@@ -28,16 +28,14 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
 )
 from lightning_tricks._lightning_compat.results import named_callbacks
-from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._torch_compat.modules import hooks_of
+from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths, is_clock_reading
 from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
-from lightning_tricks.auto_resume.core.attributes.user_code import is_callable_with_state
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, summarized
 from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_generator, kind_of
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
@@ -101,17 +99,6 @@ class AttributeOwners:
         """Return a walk over the module, the datamodule and the callbacks."""
         return ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
 
-    def called_in_steps(self, walk: ObjectWalk) -> list[object]:
-        """Return what a training step may call: the objects with attributes, others of the Trainer, and functions."""
-        trainer = self.trainer
-        found = [slot.value for slot in walk.slots.values() if is_callable_with_state(type(slot.value))]
-        found += [hook for part in self.module.modules() for hook in hooks_of(part)]
-        for optimizer in trainer.optimizers:
-            found += [*hooks_of(optimizer), optimizer.step]  # which may have been replaced
-        found += [config.scheduler for config in trainer.lr_scheduler_configs]
-        found += [trainer.strategy, trainer.precision_plugin, *trainer.loggers, *callbacks_of(trainer)]
-        return [*walk.owners.values(), *found]
-
     def _update_restored_by_others(self) -> None:
         """Gather the optimizers, the schedulers and the averaged weights that Lightning saves."""
         trainer = self.trainer
@@ -141,6 +128,7 @@ class Attributes(Part):
         )
         self._optimizer_tracker: AttributeTracker | None = None  # once there are optimizers
         self._had_optimizer_extras = False
+        self._drawn = self._unseeded_values()  # what changes later is saved or named
         self.failed: list[str] = []
 
     def note(self, phase: Phase) -> None:
@@ -169,11 +157,11 @@ class Attributes(Part):
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the changes, and digests of what random numbers may have made."""
-        return {"attributes": self.changes(), "drawable": self._unseeded_values()}
+        return {"attributes": self.changes(), "drawable": {**self._drawn, **_unseeded_buffers(walk)}}
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
         """Return the attributes that changed and are not data."""
-        return [f"{path} ({kind})" for path, kind in captured["attributes"]["lost"].items()]
+        return [f"{path} ({kind})" for path, kind in summarized(captured["attributes"]["lost"]).items()]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the attributes as they were at the save; before the hooks of an epoch's start, as they were there."""
@@ -197,7 +185,8 @@ class Attributes(Part):
         removed_callbacks = {
             path for path in failed if path.startswith("callbacks.") and path not in owners and path.count(".") == 1
         }
-        self.failed = [f"{path} ({why})" for path, why in failed.items() if path not in removed_callbacks]
+        failed = {path: why for path, why in failed.items() if path not in removed_callbacks}
+        self.failed = [f"{path} ({why})" for path, why in summarized(failed).items()]
 
     def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterator[str]:
         """Yield what was not restored, and the attributes that changed in both processes, and to different values."""
@@ -211,7 +200,7 @@ class Attributes(Part):
 
     def drawn_anew(self, saved: SavedState) -> list[str]:
         """Return the attributes that had other values in the saved run, and were not saved, as they did not change."""
-        before, now = saved.rank.get("drawable", {}), self._unseeded_values()
+        before, now = saved.rank.get("drawable", {}), {**self._drawn, **_unseeded_buffers(self._owners.walk())}
         known = (*saved.rank["attributes"]["values"], *saved.rank["attributes"]["lost"])
         others = [path for path in before if path in now and before[path] != now[path]]
         return [path for path in others if not any(f"{path}.".startswith(f"{parent}.") for parent in known)]
@@ -320,12 +309,18 @@ def unseeded_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing
     """
     walk = ObjectWalk.from_roots(roots, skipped)
     found = {path: slot.value for path, slot in walk.slots.items() if not slot.target and _may_be_drawn(slot.value)}
+    return {path: _digest(value) for path, value in found.items()} | _unseeded_buffers(walk)
+
+
+def _unseeded_buffers(walk: ObjectWalk) -> dict[str, int]:
+    """Return a digest of each buffer that no state dict holds."""
+    found = dict[str, int]()
     for path, owner in walk.owners.items():
-        if is_subclass(type(owner), nn.Module):
-            unsaved = owner._non_persistent_buffers_set
-            buffers = {name: value for name, value in owner._buffers.items() if name in unsaved and value is not None}
-            found |= {f"{path}.{name}": value for name, value in buffers.items()}
-    return {path: _digest(value) for path, value in found.items()}
+        if is_subclass(type(owner), nn.Module) and owner._non_persistent_buffers_set:
+            names = [name for name in owner._buffers if name in owner._non_persistent_buffers_set]
+            buffers = {name: owner._buffers[name] for name in names}
+            found |= {f"{path}.{name}": _digest(value) for name, value in buffers.items() if value is not None}
+    return found
 
 
 def _may_be_drawn(value: Any, depth: int = 0) -> bool:

@@ -29,12 +29,19 @@ from lightning_tricks._shared.tensors import gather_objects, is_sharded
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners, Attributes, DatasetHolders
-from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
+from lightning_tricks.auto_resume.core.attributes.attribute_access import patched, type_name
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
-from lightning_tricks.auto_resume.model_parts import Buffers, Gradients, LeftOutTensors, Structure, UnsavedOutline
+from lightning_tricks.auto_resume.model_parts import (
+    Communication,
+    Gradients,
+    LeftOutTensors,
+    RankTensors,
+    Structure,
+    UnsavedOutline,
+)
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, Part, Phase, SavedState
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
 from lightning_tricks.auto_resume.trainer_parts import (
@@ -45,11 +52,11 @@ from lightning_tricks.auto_resume.trainer_parts import (
     WeightAveraging,
 )
 
-# The loops' results before the attributes: they refer to metrics, whose states are attributes. Buffers after the
+# The loops' results before the attributes: they refer to metrics, whose states are attributes. Tensors after the
 # attributes: some belong to metrics that were added. States of callbacks after the weights and buffers that they refer
 # to. The configuration, which is what another start changed in optimizers, after the attributes: wrappers of optimizers
 # keep old options there. The random states last: all else may draw.
-_STEP = ("trainer", "attributes", "buffers", "gradients", "callbacks", "configuration", "rng")
+_STEP = ("trainer", "attributes", "rank_tensors", "gradients", "communication", "callbacks", "configuration", "rng")
 # Weights that hooks left out of the checkpoint after the pruning masks, which replace parameters
 _STRUCTURE = ("settings", "structure", "left_out")
 # Which parts are restored in a phase, in which order
@@ -59,7 +66,7 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
     Phase.LIMITS_GIVEN: ("settings",),
     Phase.LOADERS_CREATED: ("settings",),
     # no batch follows that needs the rest
-    Phase.RESULTS: (*_STRUCTURE, "trainer", "attributes", "buffers", "callbacks", "averaging"),
+    Phase.RESULTS: (*_STRUCTURE, "trainer", "attributes", "rank_tensors", "callbacks", "averaging"),
     # code that creates loaders may have set attributes
     Phase.RESULTS_WITH_LOADERS: ("attributes",),
     # the structure before the attributes: lists of modules have grown, and attributes lie in the new modules
@@ -75,6 +82,7 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
     # the hooks of the end were called again and may have drawn
     Phase.FIT_END: ("averaging", "rng"),
 }
+_MAX_OF_DATA = 3  # sentences
 # Entries of a checkpoint that are not compared, as each save writes new ones
 _NOT_COMPARED_ENTRIES = (
     CHECKPOINT_KEY,
@@ -112,8 +120,9 @@ class FitState:
             self.settings,
             LeftOutTensors(trainer, module),
             LoopResults(trainer, module),
-            Buffers(trainer, module),
-            Gradients(trainer, module, self._owners),
+            RankTensors(trainer, module),
+            Communication(trainer, module),
+            Gradients(trainer, module),
             CallbackStates(trainer, module),
             WeightAveraging(trainer, module),
             self.outline,
@@ -123,6 +132,7 @@ class FitState:
             configuration,
         )
         self._parts = {part.name: part for part in parts}
+        self._noted: tuple[SavedState, Sequence[str], Sequence[str], Sequence[str]] | None = None
 
     def note(self, phase: Phase) -> None:
         """Note what there is in a phase; all that has changed up to then is saved, even if it is changed back."""
@@ -210,38 +220,79 @@ class FitState:
         others = self.outline.differences(saved, {"outline": self.outline.now()})
         return [*self.attributes.failed, *saved.rank["not_saved"], *others]
 
+    def note_differences(
+        self, saved: SavedState, key_paths: Sequence[str], drawn_anew: Sequence[str], of_data: Sequence[str]
+    ) -> None:
+        """Keep what is not as it was saved until the first step has shown what comes again by itself.
 
-def report_differences(
-    trainer: Trainer, key_paths: Sequence[str], drawn_anew: Sequence[str], data_differences: Sequence[str]
-) -> None:
-    """Warn of what is not as it was saved on any rank, and tell the callbacks; all ranks have to call it.
+        Args:
+            saved: What was to be restored.
+            key_paths: What was not restored, as `differences` returns it.
+            drawn_anew: The attributes that had other values in the stopped run, and were not saved.
+            of_data: A sentence for each difference of a loader.
+        """
+        self._noted = saved, key_paths, drawn_anew, of_data
+        self._tell_callbacks([])
 
-    Args:
-        trainer: The Trainer of the fit.
-        key_paths: What was not restored, as `FitState.differences` returns it.
-        drawn_anew: The attributes that had other values in the stopped run, and were not saved.
-        data_differences: A sentence for each loader whose data are others.
-    """
-    ranks = gather_objects((key_paths, drawn_anew, data_differences))
-    by_kind = zip(*ranks, strict=True)
-    names, drawn, sentences = ([*dict.fromkeys(found for rank in kind for found in rank)] for kind in by_kind)
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, TrickCallback):
-            callback.resumed(trainer, [*names, *drawn, *("the data" for _ in sentences[:1])])
+    def report_differences(self, *, is_local: bool = False) -> None:
+        """Warn of what was noted and is still not as it was saved, on any rank, once for all; and tell the callbacks.
+
+        All ranks call it, unless `is_local`: then something has ended the fit on this one, and all is said.
+        """
+        if self._noted is None:
+            return
+        (saved, names, drawn, sentences), self._noted = self._noted, None
+        names = list({name.partition(" (")[0]: name for name in reversed(names)}.values())[::-1]
+        if not is_local:
+            names = [name for name in names if not self._came_again(saved, name.partition(" (")[0])]
+            by_kind = zip(*gather_objects((names, drawn, sentences)), strict=True)
+            names, drawn, sentences = ([*dict.fromkeys(found for rank in kind for found in rank)] for kind in by_kind)
+        if found := [*names, *drawn, *("the data" for _ in sentences[:1])]:
+            self._tell_callbacks(found)
+        for sentence in _as_sentences(names, drawn, sentences):
+            rank_zero_warn(f"AutoResume: {sentence}")
+
+    def _tell_callbacks(self, not_restored: Sequence[str]) -> None:
+        for callback in callbacks_of(self._trainer):
+            if isinstance(callback, TrickCallback):
+                callback.resumed(self._trainer, not_restored)
+
+    def _came_again(self, saved: SavedState, path: str) -> bool:
+        """Whether an object that could not be restored was created again, with the attributes that it had."""
+        before = saved.rank["attributes"]
+        encoded = before["values"].get(path, {}).get("value")
+        kind = encoded.get("type") if isinstance(encoded, dict) else before["lost"].get(path)
+        present = self._owners.walk().owners.get(path)
+        if present is None or type_name(type(present)) != kind:
+            return False
+        now = self.attributes.changes()["values"]
+        inside = [name for name in (*before["values"], *before["lost"]) if name.startswith(f"{path}.")]
+        return all(
+            name in now
+            and name in before["values"]
+            and not any(True for _ in differing_paths(before["values"][name]["value"], now[name]["value"]))
+            for name in inside
+        )
+
+
+def _as_sentences(names: Sequence[str], drawn: Sequence[str], of_data: Sequence[str]) -> list[str]:
+    """Return at most five sentences on what is not as it was saved."""
+    found = [*of_data]
+    if len(found) > _MAX_OF_DATA:
+        found[_MAX_OF_DATA - 1 :] = [f"{len(found) - _MAX_OF_DATA + 1} more differences of loaders were found."]
     if drawn:
-        sentences.append(
+        found.append(
             f"these attributes had other values in the stopped run: {list_names(drawn, 5)}. They come from "
             "random numbers without a seed, or from code or arguments that have changed. Call seed_everything before "
             "the module is created, or keep them in a state_dict, as register_buffer does."
         )
     if names:
-        sentences.append(
+        found.append(
             f"these values were not restored: {list_names(names, 5)}. The run continues and may diverge from the one "
             "that was never stopped. Keep values in a state_dict, or in on_save_checkpoint and on_load_checkpoint. "
             "Change other things, such as hooks, in on_train_epoch_start, which a resumed run calls again."
         )
-    for sentence in sentences:
-        rank_zero_warn(f"AutoResume: {sentence}")
+    return found
 
 
 def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapping[str, Any]]) -> list[str]:

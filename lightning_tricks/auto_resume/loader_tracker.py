@@ -42,6 +42,7 @@ from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 # Keys of a checkpoint; their values are part of its format
 _RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
 _FIRST_KEY = "first"  # digest of the first batch of replayed loaders
+_MAX_LISTED = 3  # names in a sentence
 
 
 class LoaderTracker(Part):
@@ -73,6 +74,7 @@ class LoaderTracker(Part):
         self._rng_states: dict[str, torch.Tensor] = {}
         self._first_digest = ""  # of that batch
         self._saved_validation: Sequence[Mapping[str, Any]] = ()
+        self._has_warned_of_draws = False
         self._iterators_pending = False  # until the hooks of the epoch's start were called again
 
     def close(self) -> None:
@@ -186,10 +188,12 @@ class LoaderTracker(Part):
         for loader, state in zip(self._validation, saved["validation"], strict=False):
             loader.objects.restore_all(state["objects"])  # hooks that came before may have changed it
         for loader in (*self._train, *self._validation):
-            for path, why in loader.objects.failed.items():
+            if failed := loader.objects.failed:
+                listed = list_names([f"{path} ({why})" for path, why in failed.items()], _MAX_LISTED)
                 loader.report_difference(
-                    f"is not as in the stopped run: {path} was not restored ({why}). Set it in on_train_epoch_start, "
-                    "which is called again, or keep plain values, tensors or random generators there"
+                    f"is not as in the stopped run, as these were not restored: {listed}. Set them in "
+                    "on_train_epoch_start, which is called again, or keep plain values, tensors or random generators "
+                    "there"
                 )
         return pending
 
@@ -231,11 +235,21 @@ class LoaderTracker(Part):
         return [loader.state(iterator, num_prefetched, at_end) for loader, iterator in pairs]
 
     def _warn_unsaved(self, loader: TrackedDataLoader) -> None:
-        for path, kind in loader.objects.new_unsaved().items():
+        """Name what a resumed run will lack of a loader, each thing once."""
+        if new := loader.objects.new_unsaved():
+            listed = list_names([f"{path} ({kind})" for path, kind in new.items()], _MAX_LISTED)
             rank_zero_warn(
-                f"AutoResume: {path} of {loader.name} changed and is not saved ({kind}): a resumed run starts with "
-                "its initial value, or what its file holds. If the data depend on it, keep plain values, tensors or "
-                "random generators there."
+                f"AutoResume: these values of {loader.name} changed and are not saved: {listed}. A resumed run starts "
+                "with their initial values, or what their files hold. If the data depend on them, keep plain values, "
+                "tensors or random generators there."
+            )
+        if loader.draws_in_between and not self._has_warned_of_draws:
+            self._has_warned_of_draws = True
+            rank_zero_warn(
+                f"AutoResume: the samples or the order of {loader.name} draw from the global random state in between "
+                "the training steps, which draw from it as well. A run that is resumed in the middle of an epoch reads "
+                "other data. Give the data set or the sampler a generator of its own, such as random.Random(seed), or "
+                "read an iterable data set with num_workers=1."
             )
 
     def _compare_fingerprints(self, loader: TrackedDataLoader, state: Mapping[str, Any]) -> None:

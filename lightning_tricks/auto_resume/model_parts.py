@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,25 +14,24 @@ from torchmetrics import Metric
 
 from lightning_tricks._lightning_compat.flavor import LightningModule, StochasticWeightAveraging, Trainer, is_overridden
 from lightning_tricks._lightning_compat.results import named_callbacks
-from lightning_tricks._lightning_compat.trainer import callbacks_of_type
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, model_averager
 from lightning_tricks._shared.patterns import name_as_in_
-from lightning_tricks._shared.tensors import local_part
-from lightning_tricks._torch_compat.modules import hooks_of
+from lightning_tricks._shared.tensors import is_sharded, local_part
+from lightning_tricks._torch_compat.modules import communication_hooks, hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
-from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     module_flags,
-    module_list_types,
     param_group_names,
     pruning_masks,
     resize_to_state_dict,
     restore_flags,
-    restore_module_lists,
     restore_param_groups,
     restore_pruning_masks,
+    restore_tracker_steps,
+    tracker_steps,
 )
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.attributes.user_code import reads_gradients
 from lightning_tricks.auto_resume.parts import (
     ChangedValues,
     ComparedPart,
@@ -56,6 +54,9 @@ _OUTLINE_WORDS = {
     "optimizers": "the class of optimizer",
     "schedulers": "the class of learning rate scheduler",
 }
+_OPTIMIZER = "optimizer "  # begins the name of an optimizer
+_INTEGERS = {1: torch.int8, 2: torch.int16}  # by the size of elements that do not have four bytes, or eight
+_CHUNK = 2**24  # elements that are summed at once
 _TensorVersion = tuple["ref[Tensor]", int]  # an id alone may belong to another tensor later
 
 
@@ -69,7 +70,7 @@ def modules_of(trainer: Trainer, module: LightningModule) -> dict[str, nn.Module
 
 
 class Structure(Part):
-    """Pruning masks, parameter groups, training modes, which parameters require gradients, and lists that grow."""
+    """Pruning masks, parameter groups, training modes, which parameters require gradients, and tracked metrics."""
 
     name = "structure"
 
@@ -100,7 +101,7 @@ class Structure(Part):
             "groups": groups if self._has_other_groups else None,
             "masks": move_to_device(masks, "cpu"),
             "buffers": [name for name, _ in self.module.named_buffers() if name not in self._buffers],
-            "lists": module_list_types(modules),
+            "trackers": tracker_steps(modules),
         }
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
@@ -116,7 +117,7 @@ class Structure(Part):
             self._has_other_groups |= groups is not None
             for path, names in flags.items():
                 self._flags_of(path).note(names)
-            restore_module_lists(modules, saved.shared["lists"])
+            restore_tracker_steps(modules, saved.shared["trackers"])
             restore_pruning_masks(self.module, saved.shared["masks"])
             restore_flags(modules, flags)
         if groups:  # after the masks, which replace parameters
@@ -143,7 +144,7 @@ class LeftOutTensors(Part):
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors by name; those in the state dict may have other names there."""
         in_checkpoint = {_place(value) for value in checkpoint["state_dict"].values() if _has_data(value)}
-        names = {*dict(self.module.named_parameters()), *nn.Module.state_dict(self.module)}  # others: see Buffers
+        names = {*dict(self.module.named_parameters()), *nn.Module.state_dict(self.module)}  # others: see RankTensors
         found = {
             name: value
             for name, value in _tensors(self.module).items()
@@ -157,7 +158,7 @@ class LeftOutTensors(Part):
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the tensors; at the fit's start, weights that were loaded in another precision."""
         if phase is not Phase.FIT_START:
-            _restore_tensors(self.module, saved.shared.get("left_out", {}))
+            _copy_tensors(_tensors(self.module), saved.shared["left_out"])
             return
         with torch.no_grad():
             for name, value in state_dict_tensors(self.module.state_dict()).items():
@@ -165,14 +166,15 @@ class LeftOutTensors(Part):
                     value.copy_(saved.weights[name])
 
 
-class Buffers(ComparedPart):
-    """The buffers that a rank cannot get from rank zero's checkpoint.
+class RankTensors(ComparedPart):
+    """The tensors that a rank cannot get from rank zero's checkpoint.
 
-    These are buffers that are not in the state dict and were changed, and, on other ranks, those that differ from rank
-    zero's: without SyncBatchNorm each rank has statistics of its own.
+    These are buffers that are not in the state dict and were changed, and, on other ranks, what differs from rank
+    zero's: without SyncBatchNorm each rank has statistics of its own; parameters that DDP ignores and the replicas of
+    local SGD are trained by each rank for itself, with their states in the optimizers.
     """
 
-    name = "buffers"
+    name = "rank_tensors"
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         super().__init__(trainer, module)
@@ -185,7 +187,7 @@ class Buffers(ComparedPart):
             self._initial = {path: _versions(_buffers_not_saved(module)) for path, module in modules.items()}
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
-        """Return the buffers of the module and of modules that callbacks hold."""
+        """Return tensors of the module and of modules that callbacks hold, and of the optimizers."""
         modules = modules_of(self.trainer, self.module)
         found = {
             path: {
@@ -196,77 +198,115 @@ class Buffers(ComparedPart):
             for path, module in modules.items()
         }
         if self.trainer.world_size > 1:
-            own = {path: dict(module.named_buffers()) for path, module in modules.items()}
-            digests = {path: {name: _digest(value) for name, value in buffers.items()} for path, buffers in own.items()}
-            of_rank_zero = self.trainer.strategy.broadcast(digests)
-            for path, buffers in own.items():
-                known = of_rank_zero.get(path, {})
-                differing = [name for name in buffers if digests[path][name] != known.get(name, digests[path][name])]
-                found[path] |= {name: buffers[name] for name in differing}
+            own = {path: _tensors(module) for path, module in modules.items()} | self._optimizer_tensors()
+            sums = {path: checksums(tensors) for path, tensors in own.items()}
+            of_rank_zero = self.trainer.strategy.broadcast(sums)
+            for path, known in sums.items():
+                first = of_rank_zero.get(path, {})
+                others = {name: own[path][name] for name, value in known.items() if first.get(name) != value}
+                found[path] = found.get(path, {}) | others
         syncs = getattr(self.trainer.model, _SYNC_ATTRIBUTE, None)
-        return {"buffers": move_to_device(found, "cpu"), "syncs_buffers": syncs}
+        return {self.name: move_to_device(found, "cpu"), "syncs_buffers": syncs}
+
+    def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of the optimizers' states, by the names of their parameters."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return {
+            f"{_OPTIMIZER}{number}": {
+                f"{names[id(parameter)]}:{key}": value
+                for parameter, state in optimizer.state.items()
+                if id(parameter) in names and isinstance(state, dict)
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
+            for number, optimizer in enumerate(self.trainer.optimizers)
+            if not hasattr(optimizer, "consolidate_state_dict")  # ZeRO's, of which each rank has a part
+        }
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
-        """Restore the buffers, also those that were added or have another shape; reset the metrics of a new rank."""
+        """Restore the tensors, also buffers that were added or have another shape; reset the metrics of a new rank."""
+        own: Mapping[str, Any] = saved.rank[self.name]
         for path, module in modules_of(self.trainer, self.module).items():
-            buffers = dict(saved.rank["buffers"].get(path, {}))
-            name_as_in_(buffers, dict(module.named_buffers()))
-            resize_to_state_dict(module, buffers, list(buffers))
-            _restore_tensors(module, buffers)
+            tensors = dict(own.get(path, {}))
+            name_as_in_(tensors, _tensors(module))
+            resize_to_state_dict(module, tensors, list(tensors))
+            _copy_tensors(_tensors(module), tensors)
             is_counted_elsewhere = self.trainer.global_rank >= saved.world_size and phase is not Phase.RESULTS
             for part in module.modules() if is_counted_elsewhere else ():
                 if isinstance(part, Metric):
                     part.reset()
+        parameters = dict(self.module.named_parameters())
+        for number, optimizer in enumerate(self.trainer.optimizers):
+            for place, value in own.get(f"{_OPTIMIZER}{number}", {}).items():
+                name, _, key = place.rpartition(":")
+                if name in parameters:  # counts of steps are on the CPU
+                    state, device = optimizer.state[parameters[name]], parameters[name].device
+                    state[key] = value.to(state[key].device if key in state else device if value.dim() else "cpu")
         syncs = saved.rank["syncs_buffers"]
         if phase is not Phase.RESULTS and syncs is not None and hasattr(self.trainer.model, _SYNC_ATTRIBUTE):
             setattr(self.trainer.model, _SYNC_ATTRIBUTE, syncs)
 
 
-class Gradients(ComparedPart):
-    """The gradients that the next step may read, or add to, before it clears them.
+class Communication(ComparedPart):
+    """The numbers that DDP's communication hooks and averages of replicas count, such as their iterations."""
 
-    Args:
-        trainer: The Trainer of the fit.
-        module: The module that is trained.
-        owners: The objects whose code a step may call.
-    """
+    name = "communication"
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the numbers of each object."""
+        return {self.name: [{name: value for name, value in own if _is_number(value)} for own in self._attributes()]}
+
+    def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
+        """Return the states of hooks that hold more, by bucket: a process that begins has other buckets."""
+        return [
+            f"the {type(state).__name__} of a communication hook"
+            for state, own in zip(self._objects(), self._attributes(), strict=True)
+            if any(_may_change(value) for _, value in own)
+        ]
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the numbers."""
+        for counting, numbers in zip(self._objects(), saved.rank[self.name], strict=False):
+            for name, value in numbers.items():
+                setattr(counting, name, value)
+
+    def _objects(self) -> list[Any]:
+        found = [state for _, state in communication_hooks(self.trainer.model)]
+        return [value for value in (*found, model_averager(self.trainer)) if value is not None]
+
+    def _attributes(self) -> list[list[tuple[str, Any]]]:
+        return [attributes(value) for value in self._objects()]
+
+
+class Gradients(ComparedPart):
+    """The gradients that the next step may read, or add to, before it clears them."""
 
     name = "gradients"
-
-    def __init__(self, trainer: Trainer, module: LightningModule, owners: AttributeOwners) -> None:
-        super().__init__(trainer, module)
-        self._owners = owners
-        self._are_read, self._known_code = False, dict[int, Any]()
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the gradients by the names of the parameters."""
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
-        is_kept = self._may_be_read(walk)
+        is_kept = self._may_be_read()
         cleared = set() if is_kept else {id(parameter) for group in groups for parameter in group["params"]}
         kept = {name: value.grad for name, value in self.module.named_parameters() if id(value) not in cleared}
         found = {name: gradient for name, gradient in kept.items() if gradient is not None}
         return {"gradients": move_to_device(found, "cpu")}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
-        """Restore the gradients, and that they are read."""
+        """Restore the gradients."""
         gradients = dict(saved.rank["gradients"])
         name_as_in_(gradients, dict(self.module.named_parameters()))
         for name, parameter in self.module.named_parameters():
             parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
-        self._are_read |= bool(gradients)
 
-    def _may_be_read(self, walk: ObjectWalk) -> bool:
+    def _may_be_read(self) -> bool:
         if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
             return True
         if callbacks_of_type(self.trainer, StochasticWeightAveraging):
             return True  # its epoch for batch statistics ends with a step by the gradients of the epoch before
         # optimizers of torch call the closure first, which clears gradients; another one may climb along them before
         kinds = [type(optimizer) for optimizer in self.trainer.optimizers]
-        is_unknown = any(not kind.__module__.startswith("torch.optim.") for kind in kinds)
-        self._are_read = (
-            self._are_read or is_unknown or reads_gradients(self._owners.called_in_steps(walk), self._known_code)
-        )
-        return self._are_read
+        return any(not kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
 class UnsavedOutline(Part):
@@ -328,13 +368,12 @@ def _is_unchanged(name: str, value: Tensor, version: _TensorVersion | None) -> b
     return version is not None and version[0]() is value and version[1] == tensor_version(value)
 
 
-def _restore_tensors(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copy saved parameters and buffers into those that have the same names and shapes."""
-    own = _tensors(module)
+def _copy_tensors(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved tensors into those that have the same names and shapes."""
     with torch.no_grad():
         for name, value in saved.items():
-            if name in own and own[name].shape == value.shape:
-                own[name].copy_(value)
+            if name in present and present[name].shape == value.shape:
+                present[name].copy_(value)
 
 
 def _has_data(value: Any) -> bool:
@@ -346,9 +385,35 @@ def _place(value: Tensor) -> int:
     return local_part(value).data_ptr()
 
 
-def _digest(value: Tensor) -> str:
-    flat = local_part(value).detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha1(flat.view(torch.uint8).numpy().tobytes(), usedforsecurity=False).hexdigest()
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return for each tensor a sum of its bits, weighted by their places: other values have, as a rule, another sum.
+
+    Parts of sharded tensors, which differ on each rank, are left out.
+    """
+    sums: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if _has_data(value) and not (is_sharded(value) or value.is_quantized):
+            flat = (torch.view_as_real(value) if value.is_complex() else value).detach().contiguous().reshape(-1)
+            bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
+            total = torch.zeros((), dtype=torch.int64, device=bits.device)
+            for chunk in bits.split(_CHUNK):
+                places = torch.arange(1, 2 * chunk.numel(), 2, dtype=torch.int32, device=bits.device)
+                total = 31 * total + (chunk * places).sum(dtype=torch.int64)
+            sums[name] = total
+    devices = dict.fromkeys(total.device for total in sums.values())
+    target = next((device for device in devices if device.type != "cpu"), "cpu")  # one read for all
+    numbers = torch.stack([total.to(target) for total in sums.values()]).tolist() if sums else []
+    return dict(zip(sums, numbers, strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, int, float)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value of a communication hook's state may be another one at each step, and is no number."""
+    known = (str, type(None), type, torch.dtype, torch.device, torch.distributed.ProcessGroup)
+    return not (_is_number(value) or isinstance(value, known) or callable(value))
 
 
 def _hook_names(owner: Any) -> list[str]:

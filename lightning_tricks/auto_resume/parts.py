@@ -118,7 +118,7 @@ class SavedState:
             known = rank["trainer"]["results"] if len(ranks) > 1 else []
             is_distributed = isinstance(trainer.strategy, ParallelStrategy)
             results = [_merged_result(item, of_ranks, is_distributed) for item in known]
-            rank = {**rank, "buffers": {}, "trainer": {**rank["trainer"], "results": results}}
+            rank = {**rank, "rank_tensors": {}, "trainer": {**rank["trainer"], "results": results}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
                 "and position are restored. Ranks draw other random numbers than they would have, and means of "

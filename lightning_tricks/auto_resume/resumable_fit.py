@@ -37,7 +37,7 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
-from lightning_tricks.auto_resume.fit_state import FitState, report_differences
+from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
 from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint, Settings
@@ -239,7 +239,7 @@ class ResumableFit(FitObserver):
             self._pending = None
             clear_restart_flags(self.trainer)
             self.state.restore(saved, Phase.CONTINUED)
-            self._report(saved, self.state.differences_of_results(saved))
+            self._note_differences(saved, self.state.differences_of_results(saved))
 
     def is_resuming(self) -> bool:
         """Return whether the epoch that begins resumes in the middle."""
@@ -300,16 +300,17 @@ class ResumableFit(FitObserver):
         changed = self.configuration.changed_states
         paths = self.state.differences(saved, lambda: {**self.selection.loaded(saved.path), **changed})
         self.selection.forget()
-        self._report(saved, paths)
+        self._note_differences(saved, paths)
         self._discard_later_rows()
 
-    def _report(self, saved: SavedState, paths: Sequence[str]) -> None:
-        """Report what is not as it was saved, except what another start changed, and set that."""
+    def _note_differences(self, saved: SavedState, paths: Sequence[str]) -> None:
+        """Note what is not as it was saved, except what another start changed, and set that."""
         is_known = self.configuration.is_known_change
         drawn_anew = [path for path in self.state.attributes.drawn_anew(saved) if not is_known(path)]
         if self.configuration.changed_states:
             paths = [path for path in paths if not path.startswith("optimizers.")]
-        report_differences(self.trainer, paths, drawn_anew, self.loaders.data_differences)
+        self.state.note_differences(saved, paths, drawn_anew, self.loaders.data_differences)
+        self._installed.callback(self.state.report_differences, is_local=True)  # where no step comes
         self.state.restore(saved, Phase.COMPARED)
 
     def _reload_weights(self, saved: SavedState) -> None:
@@ -331,6 +332,7 @@ class ResumableFit(FitObserver):
         """Save or stop, if it is time for that."""
         if not self._is_running:
             return
+        self.state.report_differences()
         step = self.trainer.global_step
         made_step = step != self._last_step or self.module.automatic_optimization
         if not is_at_step_boundary(self.trainer) or not made_step:
@@ -359,7 +361,8 @@ class ResumableFit(FitObserver):
         if self._pending is not None:
             clear_restart_flags(self.trainer)
             self.state.restore(self._pending, Phase.FIT_END)
-            report_differences(self.trainer, self.state.differences_of_results(self._pending), (), ())
+            self.state.note_differences(self._pending, self.state.differences_of_results(self._pending), (), ())
+            self.state.report_differences()
 
     def _ask_ranks(self) -> list[bool]:
         """Return whether any rank was asked to stop, and whether it is time for a save."""

@@ -31,9 +31,9 @@ from torch.utils.data import (
 from torchmetrics import SumMetric
 
 from lightning_tricks import AutoResume, seed_everything
-from lightning_tricks.auto_resume.core.data.epoch_rest import EpochRest
-from lightning_tricks.auto_resume.core.data.iterator_parts import OrderDigest
-from lightning_tricks.auto_resume.core.data.loader_objects import LoaderSnapshot
+from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
+from lightning_tricks.auto_resume.core.data.rng_state import LoaderSnapshot
+from lightning_tricks.auto_resume.moved_positions import EpochRest
 from tests.auto_resume.killing import resumed_at, run
 from tests.auto_resume.training import Kill
 from tests.contract.lab import fork

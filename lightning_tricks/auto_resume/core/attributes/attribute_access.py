@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -65,6 +66,22 @@ def key_label(key: Any) -> str:
     return f"{kind.__name__}.{key._name_}" if is_subclass(kind, enum.Enum) else kind.__name__
 
 
+def labelled(keys: Iterable[Any], names: Mapping[int, str]) -> Iterator[str]:
+    """Yield a label for each key of a dict, or entry of a set: by its path, if it has one, and no label twice.
+
+    Args:
+        keys: The keys.
+        names: Id -> path of parameters and objects.
+    """
+    seen = set[str]()
+    for key in keys:
+        label = key_label(key) if type(key) in SCALARS else names.get(id(key)) or key_label(key)
+        while label in seen:
+            label += "'"  # of another key
+        seen.add(label)
+        yield label
+
+
 def find_class(name: str, base: type, present: Any = MISSING) -> type:
     """Return a class of a module that is imported already, by its qualified name.
 
@@ -91,6 +108,8 @@ def has_attributes(kind: type) -> bool:
 def attribute_dict(value: Any) -> dict[str, Any] | None:
     """Return the dict of an object's attributes; None if it has none."""
     try:
+        if is_subclass(type(value), threading.local):
+            return vars(value)
         found = object.__getattribute__(value, "__dict__")
     except Exception:  # a property of a strange class may raise anything
         return None

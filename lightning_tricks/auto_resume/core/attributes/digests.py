@@ -1,20 +1,26 @@
-"""Digests of values at a bounded cost, which tell whether a value changed, or differs between two processes."""
+"""Digests of values, which tell whether a value changed, or differs between two processes.
+
+A value is pickled into a hash. Its tensors and arrays count by their bytes, and whatever is not plain data by what can
+be seen of it. No code of the user is run.
+"""
 
 from __future__ import annotations
 
 import inspect
-import io
 import itertools
 import logging
 import mmap
 import operator
+import pickle
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -22,45 +28,52 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
-from lightning_tricks.auto_resume.core.attributes.alike_rows import WHOLE_ARRAY, WHOLE_TENSOR, columns, joined
-from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, key_label, type_name
-from lightning_tricks.auto_resume.core.attributes.encoding import MAX_DEPTH, EncodeBudget, encode
-from lightning_tricks.auto_resume.core.attributes.value_kinds import (
-    ValueKind,
-    container_kind,
-    is_generator,
-    kind_of,
-)
-from lightning_tricks.auto_resume.core.attributes.value_parts import is_plain_dtype
+from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, type_name
+from lightning_tricks.auto_resume.core.attributes.encoding import alike, is_dense, is_plain_tensor, stacked
+from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_generator, is_plain_dtype, kind_of
 
-MAX_ENTRIES = 10_000  # of a container; a larger one is sampled
-_SAMPLED_ENTRIES = 1_000
-_MAX_PARTS = 200_000  # of a value, with all that it holds
-_SAMPLED_BYTES = 2**18
-_WHOLE_ANYWHERE = 2**20
-_WHOLE_IN_ALL = 2**24  # bytes of the tensors and arrays of a value; of those behind them, a sample
-_SAMPLED_ELEMENTS = 64
+MAX_BYTES = 64 * 2**20  # of a value that are read
+_READ_EACH_TIME = 2**18  # bytes of a tensor; of a larger one the version tells whether it changed
+_SEEN = 1000  # entries of such a tensor
+_MAPPED_BYTES = 2**20  # of a mapped file that are read
+_BUILT_IN = SCALARS | {bytes, list, tuple, dict}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 # a fresh process has these anyway, or they say nothing about a run
 IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()))
-_BUFFERS = (memoryview, mmap.mmap, np.memmap)
+# library -> what shows whether an object of its types has changed
+_SHOWN: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(
+        ("decimal", "sched", "_io", "configparser", "graphlib", "polars"), lambda one: one.__reduce_ex__(2)[1:]
+    ),
+    "sqlite3": lambda one: one.total_changes,
+    "_queue": lambda one: one.qsize(),
+    "PIL": lambda one: one.tobytes(),
+}
 _NO_PATHS: Mapping[int, str] = {}
 _never_twice = itertools.count()
+_tokens = dict[int, tuple[Any, int]]()  # id of a large tensor -> a weak reference to it, and a number of its own
+
+
+class _EnoughError(Exception):
+    """As many bytes were read as may be."""
 
 
 class ValueDigest:
-    """Digests one value with all that it holds.
+    """Digests one value with all that it holds, of which at most 64 MiB are read.
+
+    Beyond them, identity and size count in the same process, and nothing in others. Of a tensor over 256 KiB,
+    identity, version and a thousand entries count in the same process: what they miss is a change of few entries that
+    was made through `data` or another library.
 
     Args:
         paths: Id -> path of objects that are walked, parameters and buffers; the path counts.
-        same_process: Whether the digest is compared in this process alone: then the identities of opaque and of sampled
-            values, and the states of generators, count as well.
+        same_process: Whether the digest is compared in this process alone: then the identities of what is not plain
+            data, and the states of generators, count as well.
         is_walkable: Whether a value is an object that is walked; only its type counts.
 
     Attributes:
-        is_complete: Whether the digest covers everything, not a sample.
-        opaque_values: Location of each value that is not plain data, with the name of its type -> a number that
-            changes when the value changes in place, as far as that can be seen.
+        is_complete: Whether the digest tells each change; else the identity of the value counts as well.
+        is_plain: Whether all of the value is plain data, or objects with paths.
     """
 
     def __init__(
@@ -70,12 +83,10 @@ class ValueDigest:
         is_walkable: Callable[[Any], bool] = lambda value: False,
     ) -> None:
         self._paths, self._same_process, self._is_walkable = paths, same_process, is_walkable
-        self._hash = blake2b(digest_size=8)
-        self._parts, self._open_containers = 0, set[int]()
-        self._whole_bytes_left = _WHOLE_IN_ALL
-        self._of_parts = False  # whether the value was made to be digested: its identity says nothing
-        self.is_complete = True
-        self.opaque_values: dict[tuple[tuple[str, ...], str], int] = {}
+        self._hash, self._bytes_left = blake2b(digest_size=8), MAX_BYTES
+        self.tensors = list[Tensor]()
+        self._value: Any = None
+        self.is_complete = self.is_plain = True
 
     @classmethod
     def of(cls, value: Any, *args: Any, **options: Any) -> ValueDigest:
@@ -87,225 +98,176 @@ class ValueDigest:
     def __int__(self) -> int:
         return int.from_bytes(self._hash.digest(), "big")
 
-    def feed(self, value: Any, location: tuple[str, ...] = ()) -> None:
+    def feed(self, value: Any) -> None:
         """Add a value to the digest."""
-        kind = type(value)
-        self._parts += 1
-        if kind in SCALARS:
-            self._feed_scalar(kind, value)
-            return
-        container = container_kind(kind)
-        if container is not None and len(location) < MAX_DEPTH and id(value) not in self._open_containers:
-            self._open_containers.add(id(value))
-            self._feed_container(value, container, location)
-            self._open_containers.discard(id(value))
-            return
+        self._value = value
         try:
-            known = id(value) not in self._paths and self._feed_leaf(value, kind, location)
-        except Exception:  # the value may be of any class, and raise anything
-            known = False
-        if not known:
-            self._feed_opaque(value, kind, location)
+            try:
+                _Pickler(self, fast=True).dump(value)
+            except ValueError:  # it holds itself
+                self.tensors.clear()
+                _Pickler(self, fast=False).dump(value)
+            self._add_tensors()
+        except Exception:  # it is too large, nested too deep, or of a class that raises anything
+            self.is_complete = False
+            size = len(value) if type(value) in (*_BUILT_IN - SCALARS, np.ndarray) and np.ndim(value) else ""
+            self._hash.update(f"{type_name(type(value))} {size} {id(value) if self._same_process else ''}".encode())
 
-    def _update(self, text: str, data: Any = b"") -> None:
-        self._hash.update(f"{text};".encode("utf-8", "surrogatepass"))
-        self._hash.update(data)
+    def write(self, data: Any) -> None:
+        """Add bytes to the hash.
 
-    def _feed_scalar(self, kind: type, value: Any) -> None:
-        if kind is str and len(value) > _SAMPLED_BYTES:
-            self._mark_sampled(value, len(value))
-            value = value[:: len(value) // _SAMPLED_BYTES]
-        self._update(f"{kind.__name__} {value if kind is not int else hex(value)!r}")
+        Raises:
+            _EnoughError: If more were read than may be.
+        """
+        self._hash.update(memoryview(data)[: max(0, self._bytes_left)])
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
+            raise _EnoughError
 
-    def _mark_sampled(self, value: Any, size: Any) -> None:
-        self.is_complete = False
-        self._update(f"{size} {id(value) if self._same_process and not self._of_parts else ''}")
+    def replacement(self, value: Any) -> Any:
+        """Return what a value counts by that `pickle` does not read itself."""
+        kind = type(value)
+        if (path := self._paths.get(id(value))) is not None:
+            return path, type_name(kind)
+        try:
+            found = kind_of(value)
+            if found is not None:
+                return self._plain(value, type_name(kind), found)
+        except _EnoughError:
+            raise
+        except Exception:  # noqa: S110  # the value may be of any class, and raise anything
+            pass
+        return self._opaque(value, kind)
 
-    def _feed_container(self, value: Any, container: ValueKind, location: tuple[str, ...]) -> None:
-        size = container.container.__len__(value)
-        self._update(f"{type_name(type(value))} {size} {container.parts(value).get('maxlen', '')}")
-        step = 1
-        if size > MAX_ENTRIES or self._parts + size > _MAX_PARTS:
-            self._mark_sampled(value, size)
-            if self._parts > 2 * _MAX_PARTS:
-                return
-            step = max(1, size // _SAMPLED_ENTRIES)
-        if not container.has_order:
-            self._feed_set(container.entries(value) if step == 1 else (), location)
-            return
-        if self._same_process and container.container in (list, tuple):
-            rows = container.container.__getitem__(value, slice(0, None, step))
-            if self._feed_rows(rows):
-                return
-        for key, part in itertools.islice(container.entries(value), 0, None, step):
-            inner = (*location, key_label(key))
-            if container.is_keyed:
-                self.feed(key, inner)
-            self.feed(part, inner)
+    def _plain(self, value: Any, name: str, found: ValueKind) -> Any:
+        """Return what a value counts by that is plain data.
 
-    def _feed_rows(self, rows: Sequence[Any]) -> bool:
-        """Add rows of tensors, arrays and numbers, or dicts of them, if they are alike: at once, which costs less."""
-        head, alike = columns(rows) or ("", [])
-        parts = len(rows) * (len(alike) + 1)
-        if not alike or self._parts + parts > _MAX_PARTS:
-            return False
-        blocks, bytes_left = list[tuple[str, Any]](), self._whole_bytes_left
-        for column in alike:
-            are_known = self._paths and not self._paths.keys().isdisjoint(map(id, column))
-            block = None if are_known else joined(column, bytes_left)
-            if block is None:
-                return False
-            blocks.append(block)
-            bytes_left -= getattr(block[1], "nbytes", 0)
-        for text, data in ((head, b""), *blocks):
-            self._update(text, data)
-        self._parts, self._whole_bytes_left = self._parts + parts, bytes_left
-        return True
+        Raises:
+            Exception: If it is not, after all.
+        """
+        if found.container is not None:
+            if not found.has_order:
+                return name, self._set(found.container.__iter__(value))
+            return name, found.parts(value), list((found.container.items if found.is_keyed else list)(value))
+        if is_generator(value) and not self._same_process:
+            return name, found.parts(value)["type"].partition(" ")[0]
+        if found.name in ("tensor", "parameter") and not found.is_composite:
+            return self._tensor(value, name)
+        if found.name in ("array", "scalar") and not found.is_composite and is_plain_dtype(value.dtype):
+            return name, value.dtype.descr, value.shape, self._read(value)
+        return name, found.parts(value)
 
-    def _feed_set(self, entries: Iterable[tuple[Any, Any]], location: tuple[str, ...]) -> None:
-        """Add the entries of a set, whose order differs between processes: so those of a large one are not sampled."""
-        numbers = []
-        for _, part in entries:
-            digest = self._part_digest()
-            digest.feed(part, (*location, key_label(part)))
-            self.opaque_values |= digest.opaque_values
-            numbers.append(int(digest))
-        self._parts += len(numbers)
-        self._update(repr(sorted(numbers)))
+    def _set(self, entries: Any) -> list[Any]:
+        """Return the entries of a set in an order that does not depend on the process."""
+        parts = list(entries)
+        if SCALARS.issuperset(map(type, parts)):
+            return sorted(parts, key=repr)
+        digests = [ValueDigest.of(part, self._paths, self._same_process, self._is_walkable) for part in parts]
+        self.is_plain &= all(digest.is_plain for digest in digests)
+        return sorted(map(int, digests))
 
-    def _part_digest(self, of_parts: bool = False) -> ValueDigest:
-        digest = ValueDigest(self._paths, self._same_process, self._is_walkable)
-        digest._of_parts = self._of_parts or of_parts
-        return digest
-
-    def _feed_leaf(self, value: Any, kind: type, location: tuple[str, ...]) -> bool:
-        """Add a value that is not a container; return False where the value is not plain data."""
-        found = kind_of(value)
-        if found is not None and found.is_composite:
-            self._feed_composite(value, found, location)
-            return True
-        if is_subclass(kind, Tensor):
-            return self._feed_tensor(value, bool(location))
-        if kind is np.ndarray or is_subclass(kind, np.generic):
-            return self._feed_array(np.asarray(value), value)
-        if is_subclass(kind, np.memmap, mmap.mmap):
-            return self._feed_mapped_file(value)
-        if kind in (bytes, bytearray):
-            step = max(1, len(value) // WHOLE_ARRAY)
-            if step > 1:
-                self._mark_sampled(value, len(value))
-            self._update(f"{kind.__name__} {len(value)}", bytes(value[::step]))
-            self._whole_bytes_left -= len(value)
-            return True
-        if is_subclass(kind, *_FUNCTIONS):
-            self._update(f"function {value.__module__} {value.__qualname__}")
-            return False
-        if found is not None and is_generator(value):
-            parts = found.parts(value)
-            self._update(f"generator {parts['type'].partition(' ')[0]}")
-            if self._same_process:
-                self.feed(parts["state"])
-            return True
-        budget = EncodeBudget(bytes_left=4096)
-        encoded = encode(value, budget)
-        if budget.opaque_values:
-            return False
-        self._update(f"{kind.__name__} {encoded!r}")
-        return True
-
-    def _feed_composite(self, value: Any, found: ValueKind, location: tuple[str, ...]) -> None:
-        inner = self._part_digest(of_parts=True)
-        inner._whole_bytes_left = self._whole_bytes_left
-        smaller = found.sample(value, self._whole_bytes_left)
-        inner.feed(found.parts(smaller), (*location, found.name))
-        self._whole_bytes_left = inner._whole_bytes_left
-        self._parts += inner._parts
-        if smaller is not value or not inner.is_complete:
-            self._mark_sampled(value, getattr(value, "shape", getattr(value, "size", "")))
-        self._update(f"{type_name(type(value))} {int(inner)}")
-        if inner.opaque_values:
-            self.opaque_values[location, type_name(type(value))] = int(inner)
-
-    def _feed_tensor(self, value: Tensor, is_entry: bool) -> bool:
+    def _tensor(self, value: Any, name: str) -> Any:
         if value.is_quantized or value.is_nested or value.device.type == "meta":
-            return False
-        size = value.numel() * value.element_size()
-        self._update(f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad and value.is_leaf}")
-        if self._same_process and value.device.type != "cpu" and not (is_entry or value.is_inference()):
-            self._mark_sampled(value, size)  # reading it would wait for the device
-            self._update(str(tensor_version(value)))
-            return True
+            raise ValueError("it has no plain data")
+        head = name, str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf
         data = value.detach().resolve_conj().resolve_neg()
-        if step := self._sampling_step(size, value.numel(), WHOLE_TENSOR):
-            self._mark_sampled(value, size)
-            if self._same_process and not value.is_inference():
-                self._update(str(tensor_version(value)))
-                step *= 16  # of changes, the version misses only those that were made through `data`
-            data = _sample(data, step)
-        self._hash.update(data.contiguous().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
-        return True
+        if self._same_process and not value.is_inference():
+            waits = value is self._value and not value.is_cpu  # for the device
+            if waits or value.nbytes > _READ_EACH_TIME:
+                head = *head, _token(value), tensor_version(value)
+                # the version misses what changes through `data`, such as averages of weights
+                data = data[:0] if waits or not data.is_contiguous() else data.reshape(-1)[:: data.numel() // _SEEN]
+        return *head, self._read(data.reshape(-1)[: 1 + MAX_BYTES].contiguous().cpu().view(torch.uint8).numpy())
 
-    def _feed_array(self, array: Any, value: Any) -> bool:
-        if not is_plain_dtype(array.dtype):
-            return False
-        self._update(f"{type(value).__name__} {array.dtype.descr} {array.shape}")
-        if step := self._sampling_step(array.nbytes, array.size, WHOLE_ARRAY):
-            self._mark_sampled(value, array.nbytes)
-            array = array.reshape(-1)[::step] if array.flags.contiguous else array[:1]
-        self._hash.update(array.tobytes())
-        return True
+    def _read(self, values: Any) -> bytes:
+        """Return the bytes of an array.
 
-    def _feed_mapped_file(self, value: Any) -> bool:
-        """Add the content of a mapped file if this process may change it; each entry may be read from the disk."""
-        array = np.frombuffer(value, np.uint8) if is_subclass(type(value), mmap.mmap) else np.asarray(value)
-        if not array.flags.writeable:
-            return False
-        if array.nbytes > _WHOLE_ANYWHERE:
-            self._mark_sampled(value, array.nbytes)
-            if self._same_process and getattr(value, "filename", None):
-                self._update(str(Path(value.filename).stat().st_mtime_ns))  # another after most writes
-            contiguous = array.flags.contiguous
-            array = array.reshape(-1)[:: max(1, array.size // _SAMPLED_ENTRIES)] if contiguous else array[:1]
-        return self._feed_array(array, value)
+        Raises:
+            _EnoughError: If it has more than may be read, of which the first ones were added.
+        """
+        if values.nbytes > self._bytes_left:
+            self.write(values.reshape(-1)[: 1 + self._bytes_left // values.itemsize].tobytes())
+            raise _EnoughError
+        return bytes(values.tobytes())
 
-    def _sampling_step(self, size: int, entries: int, limit: int) -> int:
-        """Return the distance of the entries to sample from data of `size` bytes; 0 to take all of them."""
-        if size > (limit if self._same_process else _WHOLE_ANYWHERE):
-            return max(1, size // _SAMPLED_BYTES)
-        if size > self._whole_bytes_left and entries > _SAMPLED_ELEMENTS:
-            return entries // _SAMPLED_ELEMENTS
-        self._whole_bytes_left -= size
-        return 0
+    def _add_tensors(self) -> None:
+        """Add the tensors that were set apart, those that are alike at once."""
+        tensors, self.tensors = self.tensors, []
+        if not self._paths.keys().isdisjoint(map(id, tensors)):
+            self.feed([self._paths.get(id(tensor), "") for tensor in tensors])
+            tensors = [tensor for tensor in tensors if id(tensor) not in self._paths]
+        for numbers in alike(tensors):
+            first = tensors[numbers[0]]
+            if first.nbytes > _READ_EACH_TIME or not is_plain_tensor(first):
+                self.feed(numbers)
+                self.feed([self.replacement(tensors[number]) for number in numbers])
+                continue
+            for same, data in stacked(tensors, numbers):
+                self.write(f"{data.dtype} {tuple(data.shape)} {first.requires_grad}".encode())
+                self.write(array("Q", same).tobytes())
+                self.write(data.reshape(-1).view(torch.uint8).numpy())
 
-    def _feed_opaque(self, value: Any, kind: type, location: tuple[str, ...]) -> None:
-        self._update(f"object {type_name(kind)} {self._paths.get(id(value), '')}")
-        if id(value) in self._paths and self._of_parts:
-            return  # it is saved as a reference
-        content = self._part_digest(of_parts=True)
-        # a fresh process has the value at any rate, or it is tracked elsewhere
-        is_expected = is_subclass(kind, *IGNORED_TYPES) or id(value) in self._paths or self._is_walkable(value)
-        if self._same_process and not is_expected:
+    def _opaque(self, value: Any, kind: type) -> Any:
+        """Return what a value counts by that is not plain data."""
+        first: Any = ""
+        if is_subclass(kind, np.memmap, mmap.mmap):
+            if memoryview(value).readonly:
+                return type_name(kind)
+            first = "" if self._same_process else _first_bytes(value)
+        self.is_plain, content = False, ValueDigest()
+        if self._same_process and not self._is_walkable(value):
+            content._bytes_left = self._bytes_left
+            content.feed_opaque(value)
+            self._bytes_left = content._bytes_left
+            if self._bytes_left < 0:
+                raise _EnoughError
+        return type_name(kind), _function_name(value, kind), first, int(content)
+
+    def feed_opaque(self, value: Any) -> None:
+        """Add what changes when a value that is not plain data changes, as far as that can be seen."""
+        kind = type(value)
+        if not is_subclass(kind, *IGNORED_TYPES):
             with suppress(Exception):  # the value may be of any class, and raise anything
-                content.feed(_identity(value, kind), (*location, "content"))
-                content.feed(_visible_content(value, kind), (*location, "content"))
-        self.opaque_values[location, type_name(kind)] = int(content)
-        self._update(str(int(content)))
+                self.feed(_function_name(value, kind) or id(value))
+                self.feed(_visible_content(value, kind))
 
 
-def _sample(data: Tensor, step: int) -> Tensor:
-    """Return entries that are spread over a whole tensor."""
-    if data.is_contiguous():
-        return data.reshape(-1)[:: max(1, step)]
-    while data.dim() and data.numel() > _SAMPLED_BYTES:
-        sizes = data.shape
-        axis = max(range(data.dim()), key=sizes.__getitem__)
-        data = data.narrow(axis, 0, 1) if sizes[axis] < 4 else data[(slice(None),) * axis + (slice(None, None, 2),)]
-    return data
+class _Pickler(pickle.Pickler):
+    """Pickles a value into a digest; what `pickle` does not read itself is replaced."""
+
+    def __init__(self, digest: ValueDigest, fast: bool) -> None:
+        super().__init__(digest, protocol=5)
+        self._set_apart = digest.tensors.append
+        self.fast = fast  # then values that are equal count alike, whether they are identical or not
+        self._replacement = digest.replacement
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what a value counts by; None for one that `pickle` reads itself."""
+        if type(value) is Tensor and is_dense(value):
+            self._set_apart(value)
+            return "tensor"
+        return None if type(value) in _BUILT_IN else self._replacement(value)
 
 
-def _identity(value: Any, kind: type) -> Any:
+def _token(value: Tensor) -> int:
+    """Return a number that no other tensor has or had."""
+    number = id(value)
+    known = _tokens.get(number)
+    if known is None or known[0]() is not value:
+        known = _tokens[number] = ref(value, lambda _: _tokens.pop(number, None)), next(_never_twice)
+    return known[1]
+
+
+def content_digest(value: Any) -> int:
+    """Return a number that changes when a value that is not plain data changes, as far as that can be seen."""
+    digest = ValueDigest()
+    digest.feed_opaque(value)
+    return int(digest)
+
+
+def _function_name(value: Any, kind: type) -> Any:
     if not is_subclass(kind, *_FUNCTIONS):
-        return id(value)
+        return ""
     code = getattr(value, "__code__", None)
     return [value.__module__, value.__qualname__, code.co_firstlineno if code else 0]
 
@@ -327,18 +289,33 @@ def _visible_content(value: Any, kind: type) -> Any:
         return str(operator.length_hint(value, -1))
     if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
         return str(next(_never_twice))  # such as `map`, `itertools.cycle` or a generator between two of its values
-    if any(base.__module__ == "_ctypes" for base in kind.__mro__) or is_subclass(kind, *_BUFFERS):
-        return _buffer_sample(value)
-    if kind.__module__ == "_queue":
-        return value.qsize()
-    if kind.__module__ == "_io" and is_subclass(kind, io.StringIO, io.BytesIO):
-        return [value.getvalue(), value.tell()]
-    if kind.__module__.startswith("polars."):
-        size = len(value)
-        return [size, (value if size <= MAX_ENTRIES else value[:: size // _SAMPLED_ENTRIES]).__reduce_ex__(2)[1:]]
-    return ""
+    if is_subclass(kind, np.memmap, mmap.mmap):
+        file = getattr(value, "filename", None)
+        return [str(Path(file).stat().st_mtime_ns) if file else "", _first_bytes(value)]
+    if is_subclass(kind, memoryview) or any(base.__module__ == "_ctypes" for base in kind.__mro__):
+        return bytes(memoryview(value).cast("B")[:MAX_BYTES])
+    if is_subclass(kind, Tensor):
+        return _tensor_parts(value)
+    library = kind.__module__.partition(".")[0]
+    if library in ("weakref", "_weakrefset"):
+        held = [(value(),)] if kind is ref else value.items() if hasattr(kind, "items") else zip(value)
+        return repr([(type_name(type(part)), id(part)) for entry in held for part in entry])
+    if library == "pandas" and kind.__name__ in ("DataFrame", "Series"):
+        columns = [column for _, column in value.items()] if value.ndim == 2 else [value]
+        return [*map(np.asarray, (*columns, value.index)), list(value.keys()), value.attrs]
+    return _SHOWN[library](value) if library in _SHOWN else ""
 
 
-def _buffer_sample(value: Any) -> bytes:
-    data = memoryview(value).cast("B")
-    return bytes(data if len(data) <= _WHOLE_ANYWHERE else data[:: len(data) // _SAMPLED_ELEMENTS])
+def _first_bytes(value: Any) -> bytes:
+    return bytes(memoryview(value).cast("B")[:_MAPPED_BYTES])
+
+
+def _tensor_parts(value: Any) -> Any:
+    """Return the plain tensors of a quantized, nested or sparse one."""
+    if value.is_quantized:
+        return value.dequantize()
+    if value.is_nested:
+        return list(value.unbind())
+    if value.layout is torch.sparse_coo:
+        return [value._indices(), value._values()]
+    return value.values() if value.layout is not torch.strided else ""

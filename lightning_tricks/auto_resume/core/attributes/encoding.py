@@ -2,16 +2,20 @@
 
 What has no JSON form becomes a dict with a `kind`, see `VALUE_KINDS`. A value that is not plain data, such as a
 function, leaves a hole, which the value in the same place of the fresh process fills. No code of a file is run.
+Rows that are alike, such as the transitions of a replay buffer, are written by columns: their tensors are few blocks.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import time
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,17 +29,26 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     function_name,
     has_attributes,
     is_subclass,
-    key_label,
+    labelled,
     set_attribute,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_mutable, kind_named, kind_of
-from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
+from lightning_tricks.auto_resume.core.attributes.value_kinds import (
+    ValueKind,
+    is_mutable,
+    kind_named,
+    kind_of,
+    num_bytes,
+)
 
 KEY = "a key"  # the name of a key of a dict in a path
 MAX_DEPTH = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
 _CLOCKS = [(clock, clock()) for clock in (time.monotonic, time.perf_counter)]  # and what they showed at first
 _A_DAY = 86400.0
+_MIN_ROWS = 8  # rows that are written by columns
+_ROWS = {kind.__name__: kind for kind in (tuple, list, dict)}
+# of tensors that are alike: those of one dtype and size can be stacked if all others are as `is_plain_tensor` asks
+_TRAITS = operator.attrgetter("dtype", "nbytes", "ndim", "requires_grad", "is_leaf", "is_cpu", "is_quantized")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # other objects may not define equality
 
 
@@ -49,22 +62,24 @@ class EncodeBudget:
 
     Attributes:
         bytes_left: Number of bytes that are left.
-        registered: Ids of parameters and buffers, which are encoded as holes.
+        registered: Id -> path of parameters and buffers, which are encoded as holes.
         known: Id -> path of values that are saved elsewhere, which are encoded as references.
         path: Path of the value that is encoded; empty if entries that are shared need not be.
         places: Id -> path of objects, and of entries that were encoded, which are encoded as references elsewhere.
         taken: The paths among them.
-        opaque_values: Location of each value that is not plain data, with the name of its type -> the type.
+        memory: First and last address of the tensors and arrays that were encoded, sorted.
+        opaque_values: Location of each value that is not plain data, with the name of its type -> the value.
         open_containers: Ids of the containers that are being encoded, to find cycles.
     """
 
     bytes_left: int
-    registered: Collection[int] = ()
+    registered: Mapping[int, str] = field(default_factory=dict)
     known: Mapping[int, str] = field(default_factory=dict)
     path: str = ""
     places: dict[int, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
-    opaque_values: dict[tuple[tuple[str, ...], str], type] = field(default_factory=dict)
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    opaque_values: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict)
     open_containers: set[int] = field(default_factory=set)
 
     def place_of(self, value: Any, location: tuple[str, ...]) -> str:
@@ -78,6 +93,15 @@ class EncodeBudget:
             self.taken.add(here)
         return "" if found == here else found
 
+    def shares_memory(self, value: Any) -> bool:
+        """Whether a tensor or an array lies in the memory of another one that was encoded before: a copy would not."""
+        first, last = _addresses(value)
+        at = bisect(self.memory, (first, last))
+        if (at and self.memory[at - 1][1] > first) or (at < len(self.memory) and self.memory[at][0] < last):
+            return True
+        self.memory.insert(at, (first, last))
+        return False
+
     def consume(self, size: int) -> None:
         """Subtract bytes from the budget.
 
@@ -87,6 +111,20 @@ class EncodeBudget:
         self.bytes_left -= size
         if self.bytes_left < 0:
             raise TooLargeError
+
+
+def _has_memory(value: Any) -> bool:
+    return type(value) is np.ndarray or (is_dense(value) and is_plain_tensor(value) and value.numel() > 0)
+
+
+def _addresses(value: Any) -> tuple[int, int]:
+    if type(value) is np.ndarray:
+        first, steps, size = value.__array_interface__["data"][0], value.strides, value.itemsize
+    else:
+        first, size = value.data_ptr(), value.element_size()
+        steps = [step * size for step in value.stride()]
+    reaches = [(length - 1) * step for length, step in zip(value.shape, steps, strict=True)]
+    return first + sum(min(0, reach) for reach in reaches), first + sum(max(0, reach) for reach in reaches) + size
 
 
 def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> Any:
@@ -115,34 +153,56 @@ def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> 
         budget.open_containers.discard(id(value))
         return encoded
     if found is not None and not found.container and id(value) not in budget.registered:
+        if (
+            kind in (Tensor, np.ndarray)
+            and budget.path
+            and _has_memory(value)
+            and budget.shares_memory(value)
+            and location
+        ):
+            return _hole(value, budget, location, f"{type_name(kind)} in the memory of another one")
         try:
             return _encode_leaf(value, found, budget, location)
         except TooLargeError:
             raise
         except Exception:  # noqa: S110  # the value may be of any class, and raise anything
             pass
-    budget.opaque_values[location, type_name(kind)] = kind
-    return {"kind": "hole", "type": type_name(kind)}
+    return _hole(value, budget, location)
+
+
+def _hole(value: Any, budget: EncodeBudget, location: tuple[str, ...], name: str = "") -> dict[str, Any]:
+    name = name or type_name(type(value))
+    budget.opaque_values[location, name] = value
+    return {"kind": "hole", "type": name}
 
 
 def _encode_container(value: Any, found: ValueKind, budget: EncodeBudget, location: tuple[str, ...]) -> Any:
     kind, base = type(value), found.container
     budget.consume(16 + 8 * base.__len__(value))
-    items: list[Any] = []
+    items: list[Any] = list(base.__iter__(value))
+    by_id = (
+        [key for key in items if type(key) is int and key in budget.known]
+        if not found.has_order or found.is_keyed
+        else []
+    )
+    if by_id and len(by_id) < len(items):
+        return _hole(value, budget, location, f"{type_name(kind)} with the ids of objects")
     if found.is_keyed:
-        for key, part in found.entries(value):
-            inner = (*location, key_label(key))
+        pairs, items = list(found.entries(value)), []
+        for (key, part), label in zip(pairs, labelled((key for key, _ in pairs), budget.registered), strict=True):
+            inner = (*location, label)
             is_clock = type(part) is float and budget.path and is_clock_reading(part)
             encoded_part = {"kind": "clock", "value": part} if is_clock else encode(part, budget, inner)
-            items.append([encode(key, budget, (*inner, KEY)), encoded_part])
+            encoded_key = {"kind": "id", "path": budget.known[key]} if by_id else encode(key, budget, (*inner, KEY))
+            items.append([encoded_key, encoded_part])
+    elif by_id:
+        items = [{"kind": "id", "path": budget.known[key]} for key in items]
+    elif (rows := _encode_rows(items, budget, location) if found.has_order else MISSING) is not MISSING:
+        items = rows
     else:
-        items = list(base.__iter__(value))
-        if _are_plain(items):
-            budget.consume(16 * len(items) + sum(len(part) for part in items if type(part) is str))
-        else:
-            named = enumerate(items) if found.has_order else zip(items, items, strict=True)
-            items = [encode(part, budget, (*location, key_label(key))) for key, part in named]
-    if kind is list:
+        labels = map(str, range(len(items))) if found.has_order else labelled(items, budget.registered)
+        items = [encode(part, budget, (*location, label)) for part, label in zip(items, labels, strict=True)]
+    if kind is list and type(items) is list:
         return items
     encoded: dict[str, Any] = {"kind": found.name, "items": items, **found.parts(value)}
     if kind is not base:
@@ -150,8 +210,113 @@ def _encode_container(value: Any, found: ValueKind, budget: EncodeBudget, locati
     return encoded
 
 
-def _are_plain(parts: list[Any]) -> bool:
-    kinds = set(map(type, parts))
+def _encode_rows(rows: Sequence[Any], budget: EncodeBudget, location: tuple[str, ...]) -> Any:
+    """Return entries by columns if they are alike, and hold numbers, tensors and arrays; else `MISSING`."""
+    size, places, path = budget.bytes_left, dict[int, str](), ".".join((budget.path, *location)) if budget.path else ""
+    encoded = _encode_column(rows, budget, places, path)
+    if encoded is MISSING:
+        budget.bytes_left = size
+    elif places:
+        budget.places.update(places)
+        budget.taken.update(places.values())
+    return encoded
+
+
+def _encode_column(column: Sequence[Any], budget: EncodeBudget, places: dict[int, str], path: str) -> Any:
+    kinds = set(map(type, column))
+    if _are_plain(column, kinds):
+        budget.consume(16 * len(column) + sum(len(part) for part in column if type(part) is str))
+        return list(column)
+    if len(kinds) > 1 or len(column) < _MIN_ROWS:
+        return MISSING
+    kind = type(column[0])
+    if kind is not tuple and path and not is_subclass(kind, np.generic):
+        numbers = set(map(id, column))
+        known = any(
+            not numbers.isdisjoint(others) for others in (budget.known, budget.registered, budget.places, places)
+        )
+        if known or len(numbers) < len(column):
+            return MISSING  # some of them are references to others
+        places.update(zip(map(id, column), (f"{path}.{number}" for number in range(len(column))), strict=True))
+    if kind is Tensor:
+        return _encode_tensors(column, budget)
+    if is_subclass(kind, np.ndarray, np.generic):
+        return _encode_arrays(column, budget)
+    if kind not in _ROWS.values() or len(set(map(len, column))) > 1 or not column[0]:
+        return MISSING
+    keys = list(column[0]) if kind is dict else []
+    if kind is dict and (set(map(type, keys)) != {str} or len(set(map(tuple, column))) > 1):
+        return MISSING
+    columns = zip(*map(dict.values, column) if kind is dict else column, strict=True)
+    inner = (f"{path}.columns.{number}" if path else "" for number in range(len(column[0])))
+    encoded = []
+    for part, where in zip(columns, inner, strict=True):
+        encoded.append(_encode_column(part, budget, places, where))
+        if encoded[-1] is MISSING:
+            return MISSING
+    return {"kind": "rows", "of": kind.__name__, "keys": keys, "columns": encoded}
+
+
+def _encode_tensors(tensors: Sequence[Tensor], budget: EncodeBudget) -> Any:
+    if not all(map(is_dense, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
+        return MISSING
+    groups = alike(tensors)
+    sizes = np.fromiter(map(Tensor.nbytes.__get__, tensors), np.int64)
+    starts = np.fromiter(map(Tensor.data_ptr, tensors), np.int64)
+    order = starts.argsort(kind="stable")
+    share_memory = ((starts + sizes)[order][:-1] > starts[order][1:]).any()
+    if share_memory or not all(is_plain_tensor(tensors[numbers[0]]) for numbers in groups):
+        return MISSING
+    budget.consume(int(sizes.sum()) + 16 * len(tensors))
+    blocks = [
+        {"numbers": torch.tensor(same), "data": data, "requires_grad": tensors[same[0]].requires_grad}
+        for numbers in groups
+        for same, data in stacked(tensors, numbers)
+    ]
+    return {"kind": "tensors", "blocks": blocks}
+
+
+def _encode_arrays(arrays: Sequence[Any], budget: EncodeBudget) -> Any:
+    first = arrays[0]
+    is_plain = type(first) is not np.ndarray or (first.ndim > 0 and first.base is None)
+    if not is_plain or len({(array.dtype, array.shape) for array in arrays}) > 1:
+        return MISSING
+    if any(array.base is not None for array in arrays if type(array) is np.ndarray):
+        return MISSING  # they may share memory
+    return {"kind": "arrays", "data": encode(np.stack(arrays), replace(budget, path=""))}
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether a tensor has a block of data of its own."""
+    return value.layout is torch.strided and not value.is_nested
+
+
+def is_plain_tensor(value: Tensor) -> bool:
+    """Whether a tensor that is dense is plain data on the CPU, and no result of a computation."""
+    return bool(value.is_cpu and not value.is_quantized and (value.is_leaf or not value.requires_grad))
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the numbers of tensors that are alike, for each kind of them; all have to be dense."""
+    groups = dict[Any, list[int]]()
+    for number, traits in enumerate(map(_TRAITS, tensors)):
+        groups.setdefault(traits, []).append(number)
+    return list(groups.values())
+
+
+def stacked(tensors: Sequence[Tensor], numbers: list[int]) -> list[tuple[list[int], Tensor]]:
+    """Return tensors that are alike and plain as one block, or as one for each of their shapes: numbers, and data."""
+    with torch.no_grad():
+        try:
+            return [(numbers, torch.stack([tensors[number] for number in numbers]))]
+        except RuntimeError:  # of several shapes
+            by_shape = dict[Any, list[int]]()
+            for number in numbers:
+                by_shape.setdefault(tensors[number].shape, []).append(number)
+            return [(same, torch.stack([tensors[number] for number in same])) for same in by_shape.values()]
+
+
+def _are_plain(parts: Sequence[Any], kinds: set[type]) -> bool:
     return kinds <= SCALARS and (
         int not in kinds or all(part.bit_length() < 1000 for part in parts if type(part) is int)
     )
@@ -164,17 +329,19 @@ def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: t
         CannotRestoreError: If a part is not plain data, or another value would be made of the parts.
     """
     budget.consume(64 + (0 if found.is_composite else num_bytes(value)))  # else each part counts itself
-    # parts are made for this, and nothing else shares them
-    inner, parts = replace(budget, opaque_values={}, path=""), found.parts(value)
+    # parts are made for this, and nothing else shares them, but for the dict behind a proxy
+    inner, parts = replace(budget, opaque_values={}, path=budget.path if found.is_view else ""), found.parts(value)
     inside = (*location, found.name)
     if not found.is_composite:
         encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts.items()}
         encoded = {"kind": found.name, **encoded}
     else:
         encoded = {"kind": "parts", "type": found.name, "parts": encode(parts, inner, inside)}
-        again = encode(found.parts(found.rebuild(parts, MISSING)), replace(inner, bytes_left=budget.bytes_left), inside)
-        if any(True for _ in differing_paths(encoded["parts"], again)):
-            raise CannotRestoreError("another value would be made of its parts")
+        if not found.is_view:
+            again = replace(inner, bytes_left=budget.bytes_left)
+            others = encode(found.parts(found.rebuild(parts, MISSING)), again, inside)
+            if any(True for _ in differing_paths(encoded["parts"], others)):
+                raise CannotRestoreError("another value would be made of its parts")
     budget.bytes_left = inner.bytes_left
     if inner.opaque_values:
         raise CannotRestoreError("a part of it is not plain data")
@@ -186,10 +353,11 @@ class Decoder:
 
     Attributes:
         made: Path -> entry of a container that was decoded.
+        names: Id -> path of objects, parameters and buffers, which may be keys.
     """
 
     def __init__(self) -> None:
-        self.made = dict[str, Any]()
+        self.made, self.names = dict[str, Any](), dict[int, str]()
 
     def known(self, path: str) -> Any:
         """Return the value at a path.
@@ -233,13 +401,17 @@ class Decoder:
             return present if fits else self.rebuild(encoded["type"])
         if kind == "clock":  # a timer of another process is not this one's
             return present if type(present) is float and is_clock_reading(present) else encoded["value"]
-        if kind == "same":
-            return self.known(encoded["path"])
+        if kind in ("same", "id"):
+            value = self.known(encoded["path"])
+            return value if kind == "same" else id(value)
         found = kind_named(encoded)
         if found.container:
             return self._decode_container(encoded, found, present, path)
         if found.is_composite:
-            return found.rebuild(self.decode(encoded["parts"]), present)
+            inner = f"{path}.{found.name}" if found.is_view and path else ""
+            parts = self.decode(encoded["parts"], path=inner)
+            self.made.update({inner: parts} if inner else {})
+            return found.rebuild(parts, present)
         return found.rebuild(
             {name: part if name == "data" else self.decode(part) for name, part in encoded.items()}, present
         )
@@ -250,8 +422,8 @@ class Decoder:
         has_places = present is not MISSING and is_subclass(type(present), base) and found.has_order
         here = dict(found.entries(present)) if has_places else {}
 
-        def entry(key: Any, part: Any) -> Any:
-            inner = f"{path}.{key_label(key)}" if path else ""
+        def entry(key: Any, part: Any, label: str) -> Any:
+            inner = f"{path}.{label}" if path else ""
             value = self.decode(part, here.get(key, MISSING), inner)
             reference = part["kind"] if type(part) is dict else ""
             if inner and reference != "same" and (reference == "hole" or is_mutable(type(value))):
@@ -260,15 +432,39 @@ class Decoder:
 
         if found.is_keyed:
             keys = [self.decode(key) for key, _ in items]
-            items = [(key, entry(key, part)) for key, (_, part) in zip(keys, items, strict=True)]
+            labels = labelled(keys, self.names)
+            items = [(key, entry(key, part, to)) for key, (_, part), to in zip(keys, items, labels, strict=True)]
+        elif type(items) is dict:
+            items = self._decode_column(items, path)
         else:
-            items = [entry(number, part) for number, part in enumerate(items)]
+            items = [entry(number, part, str(number)) for number, part in enumerate(items)]
         value = found.rebuild({**encoded, "items": items, "class": kind}, present)
         if kind is not base and has_attributes(kind):  # they are restored afterwards, where they changed
             for name, part in attributes(present) if type(present) is kind else ():
                 set_attribute(value, name, part)
             self.note_made()
         return value
+
+    def _decode_column(self, encoded: Any, path: str) -> list[Any]:
+        """Return what `_encode_column` encoded."""
+        if type(encoded) is list:
+            return encoded
+        column: list[Any]
+        if encoded["kind"] == "tensors":
+            column = [None] * sum(len(block["data"]) for block in encoded["blocks"])
+            for block in encoded["blocks"]:
+                for number, part in zip(block["numbers"].tolist(), block["data"].unbind(), strict=True):
+                    column[number] = part.clone().requires_grad_(block["requires_grad"])
+        elif encoded["kind"] == "arrays":
+            column = [part.copy() for part in self.decode(encoded["data"])]
+        else:
+            inner = (f"{path}.columns.{number}" if path else "" for number in range(len(encoded["columns"])))
+            columns = [self._decode_column(part, at) for part, at in zip(encoded["columns"], inner, strict=True)]
+            rows, keys, kind = zip(*columns, strict=True), encoded["keys"], _ROWS[encoded["of"]]
+            column = [dict(zip(keys, row, strict=True)) if kind is dict else kind(row) for row in rows]
+        if path:
+            self.made.update((f"{path}.{number}", part) for number, part in enumerate(column))
+        return column
 
 
 def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:

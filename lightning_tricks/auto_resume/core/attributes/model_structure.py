@@ -1,4 +1,4 @@
-"""The structure of a model that hooks change: frozen parameters, modes, groups, pruning masks, lists that grow.
+"""The structure of a model that hooks change: frozen parameters, modes, groups, pruning masks, tracked metrics.
 
 No state dict holds these.
 """
@@ -6,7 +6,6 @@ No state dict holds these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torchmetrics import MetricTracker
 
 from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
 from lightning_tricks._torch_compat.modules import own_buffers, own_modules, own_parameters, pruned_parameters
@@ -186,56 +186,24 @@ def _torch_attributes() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
 
 
-def module_list_types(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """Return the types of what each list inside some modules holds.
-
-    Args:
-        modules: The modules by the names under which they are found again.
-
-    Returns:
-        Name of the module and path of the list in it, joined by a colon -> qualified names of types.
-    """
-    return {name: [_type_name(part) for part in module_list] for name, module_list in _module_lists(modules)}
+def tracker_steps(modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return how often each MetricTracker inside some modules was incremented, by its path."""
+    return {path: tracker.n_steps for path, tracker in _trackers(modules)}
 
 
-def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str]]) -> None:
-    """Restore the lengths of lists, with copies of modules that they hold, as far as there is one to copy.
-
-    The attributes of the copies are restored afterwards, as those of all modules. A module with parameters is not
-    copied, as no optimizer would have the new parameters.
-
-    Args:
-        modules: The modules whose lists were saved, under the same names.
-        saved: What `module_list_types` returned.
-    """
-    for name, module_list in _module_lists(modules):
-        saved_types = saved.get(name, [_type_name(part) for part in module_list])
-        registered = own_modules(module_list)
-        # `del module_list[...]` would rename the base metric that a MetricTracker registers among its copies
-        for key in list(registered)[len(saved_types) :]:
-            del registered[key]
-        for kind in saved_types[len(module_list) :]:
-            same_type = {key: part for key, part in registered.items() if part is not None and _type_name(part) == kind}
-            template = find_template(same_type)
-            if not template:
-                break
-            module_list.append(deepcopy(registered[template]))
+def restore_tracker_steps(modules: Mapping[str, nn.Module], saved: Mapping[str, int]) -> None:
+    """Give MetricTrackers as many metrics as they had; the states of these are restored afterwards, as attributes."""
+    for path, tracker in _trackers(modules):
+        wanted = saved.get(path, tracker.n_steps)
+        while tracker.n_steps < wanted:
+            tracker.increment()
+        registered = own_modules(tracker)
+        for name in list(registered)[1 + wanted :]:  # the first is the base metric, which `del tracker[...]` renames
+            del registered[name]
 
 
-def find_template(same_type: Mapping[str, nn.Module]) -> str:
-    """Return the name of a module whose copy can stand for a new module of its type; empty if there is none.
-
-    Args:
-        same_type: The siblings of the new module, by name, that have its type.
-    """
-    return next((name for name, part in same_type.items() if not any(True for _ in part.parameters())), "")
-
-
-def _module_lists(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    for name, module in modules.items():
-        parts = [(part_name, part) for part_name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
-        yield from ((f"{name}:{part_name}", part) for part_name, part in parts)
-
-
-def _type_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def _trackers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, MetricTracker]]:
+    for path, module in modules.items():
+        for name, part in module.named_modules():
+            if isinstance(part, MetricTracker):
+                yield f"{path}:{name}", part

@@ -29,9 +29,9 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     attributes,
     has_attributes,
     is_subclass,
-    key_label,
+    labelled,
 )
-from lightning_tricks.auto_resume.core.attributes.digests import MAX_ENTRIES, ValueDigest
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.user_code import (
     closure_variables,
     functions_of,
@@ -49,6 +49,7 @@ from lightning_tricks.auto_resume.core.attributes.value_kinds import container_k
 
 STATE_KEY = "state_dict()"  # the name of an object's own state among its attributes
 MAX_OBJECTS = 20_000
+MAX_ENTRIES = 10_000  # of a container whose objects are walked
 MAX_OBJECT_DEPTH = 40  # attributes of attributes
 MAX_CONTAINER_DEPTH = 4  # containers in containers whose objects are walked
 
@@ -187,6 +188,10 @@ class ObjectWalk:
             if id(value) in self._seen_functions or not is_users(value):
                 return
             self._seen_functions.add(id(value))
+            self.owners[path] = value
+            for name, part in attributes(value):
+                if type(part) in SCALARS or is_mutable(type(part)):
+                    self._add_slot(AttributeSlot(value, path, name, part), f"{path}.{name}", depth + 1)
             for name, cell in closure_variables(value):
                 self._visit_variables(cell, {CELL_CONTENTS}, f"{path}.{name}", depth)
             self._visit_variables(sys.modules[value.__module__], global_names(value), "", depth)
@@ -271,14 +276,15 @@ class ObjectWalk:
         is_searched = nested <= MAX_CONTAINER_DEPTH and container.has_order
         if not is_searched or container.container.__len__(value) > MAX_ENTRIES:
             return
-        for key, part in list(container.entries(value)):
+        pairs = list(container.entries(value))
+        if _LEAVES.issuperset(type(part) for _, part in pairs):
+            return
+        names = self.registered | self.paths if container.is_keyed else {}
+        labels = labelled((key for key, _ in pairs), names) if container.is_keyed else map(str, range(len(pairs)))
+        for (_, part), label in zip(pairs, labels, strict=True):
             kind = type(part)
-            if kind in _LEAVES or (kind in (list, tuple) and _LEAVES.issuperset(map(type, part))):
-                continue
-            inner = f"{path}.{key_label(key)}"
-            while inner in self.owners and is_walkable(kind) and id(part) not in self.paths:
-                inner += "'"  # of another key
-            self._visit_value(part, inner, depth, nested + 1)
+            if not (kind in _LEAVES or (kind in (list, tuple) and _LEAVES.issuperset(map(type, part)))):
+                self._visit_value(part, f"{path}.{label}", depth, nested + 1)
 
     def _add_stateful(self, value: Any, path: str) -> None:
         """Add an object that is not walked, by its state."""

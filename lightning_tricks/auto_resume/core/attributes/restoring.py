@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from copy import deepcopy
 from typing import Any
 
-from torch import nn
-
-from lightning_tricks._torch_compat.modules import own_modules
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
     CannotRestoreError,
     delete_attribute,
     find_class,
-    is_subclass,
     set_attribute,
     type_name,
 )
@@ -39,8 +34,8 @@ def restore_changes(
     What changed in place there changes in place here, as far as size and type allow; what was set there is set here,
     and attributes that shared a value share it again, also with an entry of a container. Two containers that share an
     entry which is not an attribute do not. An object that was created in the fit is created again from its attributes,
-    if its class is plain Python, has no `__del__`, and is known in the module of the class that holds it; a metric that
-    a list of modules gained is restored as a copy of its sibling. Of the user's code only `load_state_dict` is called.
+    if its class is plain Python, has no `__del__`, and is known in the module of the class that holds it. Of the user's
+    code only `load_state_dict` is called.
 
     Where both processes keep what a clock showed since they began, each keeps its own: a timer of another process is
     not this one's. Such are readings of `time.time()`, `time.monotonic()` and `time.perf_counter()`.
@@ -56,10 +51,9 @@ def restore_changes(
     values, restoration = changes["values"], _Restoration(roots, skipped)
     own_states = [path for path, change in values.items() if change["name"] == STATE_KEY]
     kinds = {path: "" if path in own_states else _kind(change) for path, change in values.items()}
-    others = [path for path in values if path not in own_states and kinds[path] not in ("module", "same")]
-    # in this order: modules, as others' attributes lie in them; values; what shares a value; states of whole objects
+    others = [path for path in values if path not in own_states and kinds[path] != "same"]
+    # in this order: values; what shares a value; states of whole objects
     for restore, paths in (
-        (restoration.copy_module, [path for path in values if kinds[path] == "module"]),
         (restoration.set_value, sorted(others, key=lambda path: _refers(values[path]["value"], values))),
         (restoration.share_value, [path for path in values if kinds[path] == "same"]),
         (restoration.load_state, own_states),
@@ -95,6 +89,7 @@ class _Restoration(Decoder):
         self._roots, self._skipped = roots, skipped
         self._owner: Any = None
         self.walk, self._is_outdated = ObjectWalk.from_roots(roots, skipped, with_code=True), False
+        self.names = self.walk.references
         self.failed = dict[str, str]()
 
     def attempt(self, restore: Callable[[str, Any], None], path: str, change: Any) -> None:
@@ -118,17 +113,6 @@ class _Restoration(Decoder):
             self.failed[path] = f"{type(error).__name__}: {error}"
         if self._is_outdated:
             self.walk, self._is_outdated = ObjectWalk.from_roots(self._roots, self._skipped, with_code=True), False
-
-    def copy_module(self, path: str, change: Any) -> None:
-        """Add a copy of a sibling. Its attributes are restored later: what is not plain data stays the sibling's."""
-        modules = own_modules(self._owner)
-        if change["name"] in modules:
-            return
-        template = modules.get(change["value"]["like"])
-        if not is_subclass(type(template), nn.Module) or type_name(type(template)) != change["value"]["type"]:
-            raise CannotRestoreError(f"it has no sibling of type {change['value']['type']}")
-        modules[change["name"]] = deepcopy(template)
-        self._is_outdated = True
 
     def set_value(self, path: str, change: Any) -> None:
         """Fill, set or delete the value of an attribute."""

@@ -11,25 +11,27 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from lightning_tricks._shared.text import list_names
+from torchmetrics import MetricTracker
+
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
+    SCALARS,
     attributes,
     function_name,
     is_subclass,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES, ValueDigest
+from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES, MAX_BYTES, ValueDigest, content_digest
 from lightning_tricks.auto_resume.core.attributes.encoding import (
     EncodeBudget,
     TooLargeError,
     encode,
     is_clock_reading,
 )
-from lightning_tricks.auto_resume.core.attributes.model_structure import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     STATE_KEY,
     InPlaceOptimizerState,
@@ -40,10 +42,10 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     has_own_state_dict,
     nothing_skipped,
 )
-from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
-from lightning_tricks.auto_resume.core.attributes.value_kinds import is_mutable
+from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt, is_walkable
+from lightning_tricks.auto_resume.core.attributes.value_kinds import is_mutable, kind_of
 
-MAX_BYTES = 64 * 2**20  # of all changed attributes
+Hole = tuple[tuple[str, ...], str]  # the keys that lead to what is not plain data, and its type
 
 
 class AttributeChanges(TypedDict):
@@ -58,7 +60,7 @@ class AttributeChanges(TypedDict):
     lost: dict[str, str]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Snapshot:
     """What tells later whether an attribute changed; it keeps no value alive.
 
@@ -66,26 +68,23 @@ class _Snapshot:
         location: Path of the owner, and name of the attribute.
         digest: Digest of the value.
         is_complete: Whether the digest covers the whole value.
-        opaque_values: Location and type of each part of the value that is not plain data -> a digest of it.
+        is_plain: Whether all of the value is plain data, or objects that are walked.
         target: Path of the object that the attribute holds, if that is walked.
         shared: Path of an attribute with the same mutable value; empty if there is none.
         run_identity: `id` of the value.
         reference: Weak reference to the value; None where its type allows none.
+        contents: Location and type of each part of the value that is not plain data -> a digest of it, where known.
     """
 
     location: tuple[str, str]
-    digest: int
-    is_complete: bool
-    opaque_values: dict[tuple[tuple[str, ...], str], int]
-    target: str
-    shared: str
-    run_identity: int
-    reference: Any
-
-    @property
-    def is_opaque(self) -> bool:
-        """Whether the value is neither plain data nor an object that is walked."""
-        return any(location == () for location, _ in self.opaque_values) and not self.target
+    digest: Any
+    is_complete: bool = True
+    is_plain: bool = True
+    target: str = ""
+    shared: str = ""
+    run_identity: int = 0
+    reference: Any = None
+    contents: dict[Hole, int] = field(default_factory=dict)
 
     def is_value(self, value: Any) -> bool:
         """Whether a value is the same object as at the snapshot."""
@@ -96,7 +95,7 @@ class _Snapshot:
         if self.target or now.target:
             return (self.target, self.digest) != (now.target, now.digest)
         is_other = not self.is_complete or self.shared != now.shared  # it may look the same and be another
-        return self.digest != now.digest or (is_other and not self.is_value(value))
+        return bool(self.digest != now.digest) or (is_other and not self.is_value(value))
 
 
 def _take_snapshots(walk: ObjectWalk, known: dict[int, str]) -> dict[str, _Snapshot]:
@@ -108,18 +107,32 @@ def _take_snapshots(walk: ObjectWalk, known: dict[int, str]) -> dict[str, _Snaps
     """
     found = dict[str, _Snapshot]()
     for path, slot in walk.slots.items():
-        value, digest = slot.value, walk.digest(slot.value)
-        shared = known.setdefault(id(value), path) if is_mutable(type(value)) else path
+        value, kind, location = slot.value, type(slot.value), (slot.owner_path, slot.name)
+        if kind in SCALARS:
+            found[path] = _Snapshot(location, (kind, value.hex() if kind is float else value), run_identity=id(value))
+            continue
+        digest = walk.digest(value)
+        shared = known.setdefault(id(value), path) if is_mutable(kind) else path
         try:
             reference: Any = weakref.ref(value)
         except TypeError:
             reference = None
-        opaque, shared = digest.opaque_values, "" if shared == path else shared
-        location = slot.owner_path, slot.name
         found[path] = _Snapshot(
-            location, int(digest), digest.is_complete, opaque, slot.target, shared, id(value), reference
+            location,
+            int(digest),
+            digest.is_complete,
+            digest.is_plain,
+            slot.target,
+            "" if shared == path else shared,
+            id(value),
+            reference,
         )
     return found
+
+
+def _contents(holes: Mapping[Hole, Any]) -> dict[Hole, int]:
+    """Return digests of what is not plain data; objects that are walked are compared by their attributes."""
+    return {hole: 0 if is_walkable(type(value)) else content_digest(value) for hole, value in holes.items()}
 
 
 def _state_digest(stateful: Any) -> int | None:
@@ -151,6 +164,7 @@ class _FoundChanges:
 
     def __post_init__(self) -> None:
         self.places, self._taken = dict(self.walk.paths), {*self.walk.paths.values()}
+        self._memory = list[tuple[int, int]]()
 
     def add(
         self, path: str, location: tuple[str, str], value: Any, size: int = 0, in_place: bool = False, **by_hooks: bool
@@ -162,7 +176,14 @@ class _FoundChanges:
 
     def budget(self, path: str) -> EncodeBudget:
         """Return the budget of an attribute's value."""
-        return EncodeBudget(MAX_BYTES, self.walk.registered, self.known, path, self.places, self._taken)
+        return EncodeBudget(MAX_BYTES, self.walk.registered, self.known, path, self.places, self._taken, self._memory)
+
+    def contents(self, path: str) -> dict[Hole, int]:
+        """Return digests of what is not plain data in the value of an attribute; empty if that is too large."""
+        budget = self.budget(path)
+        with suppress(TooLargeError):
+            encode(self.walk.slots[path].value, budget)
+        return _contents(budget.opaque_values)
 
     def encode(self, path: str, value: Any, budget: EncodeBudget) -> Any:
         """Return an encoded value; `MISSING`, and why it cannot be saved in `lost`, if it is too large."""
@@ -202,13 +223,10 @@ class AttributeTracker:
     DataLoaders, optimizers and schedulers are not walked: of them only the identity is compared, and the position of
     an iterator.
 
-    Saved is all that `VALUE_KINDS` lists: numbers, strings, bytes, tensors, arrays, dates, paths, enums, pandas
-    tables, containers of all of these, random generators, and the state of an object with a `state_dict` and a
-    `load_state_dict`. A value that was the same at all calls is not saved, so that an edit of code or arguments between
-    two starts takes effect. Tensors over 256 KiB, arrays over 16 MiB, what a value holds beyond 16 MiB in all, and
-    containers of more than 10,000 entries are compared
-    by identity, size, version and a sample: a change in place outside the sample is found in tensors alone, and not if
-    it was made through `data`.
+    Saved is all that `VALUE_KINDS` lists: numbers, strings, bytes, tensors, arrays, dates, paths, enums, containers of
+    all of these, random generators, and the state of an object with a `state_dict` and a `load_state_dict`. A value
+    that was the same at all calls is not saved, so that an edit of code or arguments between two starts takes effect.
+    How values are compared says `ValueDigest`.
 
     Args:
         roots: Objects by name, or a function that returns them.
@@ -243,6 +261,9 @@ class AttributeTracker:
         self._saves_unchanged = saves_unchanged
         walk = self._walk()
         self._snapshots = _take_snapshots(walk, dict(walk.paths))
+        for path, snapshot in self._snapshots.items():
+            if not snapshot.is_plain:
+                snapshot.contents = _FoundChanges(walk, {}, dict(walk.references)).contents(path)
         self._state_digests = {path: _state_digest(value) for path, value in walk.stateful.items()}
         self._owners = {path: type_name(type(owner)) for path, owner in walk.owners.items()}
         self._modules, self._truncated = set(walk.modules), frozenset(walk.truncated)
@@ -272,7 +293,9 @@ class AttributeTracker:
         found.known |= {number: path for number, path in walk.registered.items() if path.rpartition(".")[0] in known}
         snapshots = _take_snapshots(walk, found.known)
         if after_hooks and self._made_by_hooks is None:
-            self._made_by_hooks = {path: snapshot for path, snapshot in snapshots.items() if snapshot.opaque_values}
+            self._made_by_hooks = {path: now for path, now in snapshots.items() if now.target or not now.is_plain}
+            for path, now in self._made_by_hooks.items():
+                now.contents = _FoundChanges(walk, {}, found.known).contents(path)
         for path, snapshot in snapshots.items():
             self._compare_attribute(path, snapshot, found)
         self._compare_deleted(found)
@@ -303,7 +326,7 @@ class AttributeTracker:
             self._seen_changed[path] = now.location
         elif path not in self._seen_changed and not self._saves_unchanged(value):
             return
-        elif now.is_opaque or slot.target == path:
+        elif slot.target == path or (kind_of(value) is None and not slot.target):
             found.add(path, now.location, {"kind": "initial"})  # an object that a fresh process has as well
             return
         is_rebound = before is None or not before.is_value(value)
@@ -321,25 +344,27 @@ class AttributeTracker:
         encoded = found.encode(path, slot.value, budget)
         if encoded is MISSING:
             return
+        holes, contents = budget.opaque_values, _contents(budget.opaque_values)
+        is_opaque = any(not location for location, _ in holes) and not slot.target
         # holes are filled with what a fresh process has in the same place: only a new one is a loss
-        is_expected = is_copied or bool(slot.target) or (before and not before.is_complete)
-        kept = before.opaque_values.items() & now.opaque_values.items() if before else ()
-        new = set() if is_expected else budget.opaque_values.keys() - {hole for hole, _ in kept}
-        by_hooks = {hole for hole in new if made and made.opaque_values.get(hole) == now.opaque_values.get(hole)}
+        is_expected = is_copied or slot.target in self._owners or (before and not before.is_complete)
+        kept = before.contents.items() & contents.items() if before else ()
+        new = set() if is_expected else holes.keys() - {hole for hole, _ in kept}
+        by_hooks = {hole for hole in new if made and made.contents.get(hole) == contents[hole]}
         new = {hole for hole in new - by_hooks if ".".join((path, *hole[0])) not in found.walk.stateful}
-        new = {hole for hole in new if not can_be_rebuilt(budget.opaque_values[hole], slot.owner)}
+        new = {hole for hole in new if not can_be_rebuilt(type(holes[hole]), slot.owner)}
         filled_by_hooks = {"by_hooks": True} if by_hooks else {}
         function = function_name(slot.value) if before is None else ""
         # a function or a stateful object is likely to be set again by a hook at the start of the fit
-        if now.is_opaque and (path in found.walk.stateful or function or (made and made.digest == now.digest)):
+        if is_opaque and (path in found.walk.stateful or function or (made and made.digest == now.digest)):
             hole = {"kind": "hole", "type": function or type_name(type(slot.value))}
             found.add(path, now.location, hole, **filled_by_hooks)
-        elif now.is_opaque and not is_copied:
+        elif is_opaque and not is_copied:
             found.lost[path] = type_name(type(slot.value))
         elif new:
             locations, kinds = zip(*sorted(new), strict=True)
-            found.lost[".".join((path, *locations[0]))] = list_names(kinds, 1)
-        elif not now.is_opaque:
+            found.lost[".".join((path, *locations[0]))] = f"{kinds[0]}{' and others' if kinds[1:] else ''}"
+        elif not is_opaque:
             in_place = before is not None and before.is_value(slot.value)
             found.add(path, now.location, encoded, MAX_BYTES - budget.bytes_left, in_place, **filled_by_hooks)
 
@@ -375,21 +400,15 @@ class AttributeTracker:
     def _compare_modules(self, found: _FoundChanges) -> None:
         """Find modules that were added and removed.
 
-        A module without weights is an object like others, and is made again from its attributes. What is not plain data
-        in it has to come from this process: so it is made as a copy of a sibling of its type.
+        A metric that a MetricTracker added is made as a copy: what is not plain data in it comes from this process.
         """
         walk = found.walk
-        for path, (parent, name) in walk.modules.items():
-            module, kind = walk.owners[path], type_name(type(walk.owners[path]))
+        for path, (parent, _) in walk.modules.items():
+            kind = type_name(type(walk.owners[path]))
             if parent not in self._owners or self._owners.get(path) == kind:
                 continue
-            same_kind = {other: walk.modules[other] for other in walk.modules if self._owners.get(other) == kind}
-            siblings = {name: walk.owners[at] for at, (owner, name) in same_kind.items() if owner == parent}
-            has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
-            like = "" if has_tensors or path in self._owners else find_template(siblings)
-            if like:
-                found.add(path, (parent, name), {"kind": "module", "type": kind, "like": like})
-                found.copied.append(path)
+            if is_subclass(type(walk.owners[parent]), MetricTracker) and path not in self._owners:
+                found.copied.append(path)  # `restore_tracker_steps` makes it again
             else:
                 found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
         for path in self._modules - walk.modules.keys():
@@ -403,6 +422,16 @@ def all_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skip
     tracker = AttributeTracker(lambda: present, skipped=skipped)
     present.update(roots)
     return tracker.changes()
+
+
+def summarized(lost: Mapping[str, str]) -> dict[str, str]:
+    """Return what is lost without what lies inside of it, and with one name for all entries of a container."""
+    found = dict[str, str]()
+    for path, why in lost.items():
+        parts = path.split(".")
+        if not any(".".join(parts[:length]) in lost for length in range(1, len(parts))):
+            found.setdefault(".".join("*" if part.isdecimal() else part for part in parts), why)
+    return found
 
 
 def _replaced_variable(owner: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The user's own code: which objects are walked, which values functions keep, and whether they read gradients.
+"""The user's own code: which objects are walked, and which values functions keep.
 
 Objects of the user's own classes and modules are walked, not the internals of libraries.
 """
@@ -8,18 +8,15 @@ from __future__ import annotations
 import argparse
 import collections
 import ctypes
-import dis
 import enum
 import functools
 import io
-import itertools
 import multiprocessing.process
 import queue
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,10 +40,14 @@ _NEVER_WALKED = (
     ctypes.c_int.__mro__[-2],
 )
 _NAMESPACE_TYPES = (
-    *(types.SimpleNamespace, argparse.Namespace, queue.Queue),
+    *(types.SimpleNamespace, argparse.Namespace, queue.Queue, threading.local),
+    *(threading.Semaphore, threading.Event, threading.Condition, threading.Barrier),
     *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
 )
-_WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.")
+_WALKED_TORCH_MODULES = (
+    *("torch.utils.data.", "torch.distributions.", "torch.quasirandom"),
+    "torch.distributed.algorithms.model_averaging.",
+)
 # packages whose objects are handles to something else, or are saved in ways of their own
 _FOREIGN_NAMES = (
     "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL plotly wandb "
@@ -55,14 +56,6 @@ _FOREIGN_NAMES = (
 )
 _FOREIGN_PACKAGES = frozenset(_FOREIGN_NAMES.split()) | sys.stdlib_module_names
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-# What is called before training, or between the clearing of the gradients and the end of the batch
-_HOOKS_THAT_MAY_READ = {
-    *("__init__", "configure_optimizers", "on_before_backward", "backward", "on_after_backward"),
-    *("on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"),
-}
-# Functions of torch and Lightning that read the gradients of parameters
-_READERS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients", "grad_norm"}
-_MAX_ENTRIES = 1_000  # of a container that is searched for readers
 
 
 def is_never_walked(kind: type) -> bool:
@@ -113,7 +106,8 @@ def can_be_rebuilt(kind: type, owner: Any) -> bool:
         return False
     if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
         return False  # a base is written in C, and may hold more than attributes
-    modules = [sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_module(part.__module__)]
+    bases = type(owner).__mro__
+    modules = [sys.modules.get(part.__module__) for part in bases if not is_known_library(part.__module__)]
     modules += [owner] if type(owner) is types.ModuleType else []
     names = [named for module in modules if module is not None for named in vars(module).values()]
     return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)
@@ -176,79 +170,3 @@ def functions_of(kind: type) -> Iterator[types.FunctionType]:
             member = member.__func__
         found = (member.fget, member.fset, member.fdel) if is_subclass(type(member), property) else (member,)
         yield from (function for function in found if type(function) is types.FunctionType)
-
-
-def reads_gradients(values: Iterable[Any], known: dict[int, Any] | None = None) -> bool:
-    """Return whether code of objects, classes or functions may read `grad`, or that of others which it names.
-
-    Not looked into are known libraries, such as torch, and hooks that read the gradients of their own step.
-
-    Args:
-        values: The objects, classes and functions.
-        known: Classes and functions that were looked at in earlier calls, which returned False; new ones are added.
-    """
-    pending, seen = list(values), {} if known is None else dict(known)  # by id; kept, or others may get their ids
-    while pending:
-        value = pending.pop()
-        kind = type(value)
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if kind is types.FunctionType:
-            if is_known_library(value.__module__):
-                continue
-            if _reads_gradients(value.__code__):
-                return True
-            pending += _used_by(value)
-        elif kind is types.MethodType:
-            pending += [value.__func__, value.__self__]
-        elif is_subclass(kind, functools.partial):
-            pending += [value.func, *value.args, *value.keywords.values()]
-        elif kind in (list, tuple, dict):
-            pending += itertools.islice(value.values() if kind is dict else value, _MAX_ENTRIES)
-        elif is_subclass(kind, type):
-            bases = [base for base in value.__mro__ if not is_known_library(base.__module__)]
-            functions = [function for base in bases for function in functions_of(base)]
-            pending += [function for function in functions if function.__name__ not in _HOOKS_THAT_MAY_READ]
-        elif not is_known_library(kind.__module__):
-            pending.append(kind)
-    if known is not None:
-        known.update({key: value for key, value in seen.items() if is_subclass(type(value), type, types.FunctionType)})
-    return False
-
-
-@functools.cache
-def _reads_gradients(code: types.CodeType) -> bool:
-    if any(_reads_gradients(part) for part in code.co_consts if isinstance(part, types.CodeType)):
-        return True
-    if not _READERS.isdisjoint(code.co_names) or "grad" in code.co_consts:  # such as `getattr(weight, "grad")`
-        return True
-    if {"grad", "accumulate_grad_batches"}.isdisjoint(code.co_names):
-        return False
-    before: Any = None
-    for instruction in dis.get_instructions(code):
-        name = instruction.argval
-        if name == "grad" and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before not in ("autograd", "func"):
-            return True
-        # set between two steps, it lets the next one add to the gradients
-        if name == "accumulate_grad_batches" and instruction.opname == "STORE_ATTR":
-            return True
-        before = name
-    return False
-
-
-def _used_by(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the variables that a function may use: of closures, and of its module and those that it imports."""
-    names, pending, seen = global_names(function), list[Any](), set[int]()
-    for _, cell in closure_variables(function):
-        with suppress(ValueError):  # the variable is not set
-            pending.append(cell.cell_contents)
-    pending += [function.__globals__[name] for name in names if name in function.__globals__]
-    pending += [sys.modules[name] for name in names if name in sys.modules]
-    while pending:
-        value = pending.pop()
-        if type(value) is not types.ModuleType:
-            yield value
-        elif id(value) not in seen and not is_known_library(value.__name__):
-            seen.add(id(value))
-            pending += [vars(value)[name] for name in names if name in vars(value)]

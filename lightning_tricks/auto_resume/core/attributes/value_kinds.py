@@ -10,11 +10,11 @@ import datetime
 import decimal
 import enum
 import fractions
+import gc
 import pathlib
 import random
 import types
 import uuid
-import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -26,15 +26,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks.auto_resume.core.attributes import value_parts
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    SCALARS,
     CannotRestoreError,
+    attribute_dict,
+    find_class,
     is_subclass,
     remembered_by_type,
 )
 
 # also those without data, and of other classes
 _MUTABLE = (Tensor, np.ndarray, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+_MAX_SPAWNED, _MAX_SEEDS = 2**20, 64  # generators that another one has spawned, and numbers in a pool of seeds
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, deque, Counter)}
 
 
@@ -52,8 +56,8 @@ class ValueKind:
         fill: Replaces the contents of a value by those of another one, or raises; None for what never changes in place.
         bases: Types whose subclasses are of the kind as well.
         accepts: Whether a subclass is of the kind.
+        is_view: Whether the part of a composite is a value that others may hold as well.
         is_composite: Whether the parts are values of other kinds, which are digested, encoded and decoded in turn.
-        sample: Returns the value, or a smaller one of it if it has more than a number of bytes.
         container: The class whose methods read the entries of a container; None for other kinds. The parts of which a
             container is rebuilt have its entries under "items" and its class under "class".
     """
@@ -66,7 +70,7 @@ class ValueKind:
     bases: tuple[type, ...] = ()
     accepts: Callable[[type], bool] = lambda kind: True
     is_composite: bool = False
-    sample: Callable[[Any, int], Any] = lambda value, max_bytes: value
+    is_view: bool = False
     container: Any = None
 
     @cached_property
@@ -102,7 +106,7 @@ def kind_of(value: Any) -> ValueKind | None:
     if kind is np.ndarray and value.dtype.kind == "O":
         return _OBJECTS
     if kind is Tensor and value.layout is not torch.strided:
-        return _COO if value.layout is torch.sparse_coo else _COMPRESSED
+        return None
     return kind_of_type(kind)
 
 
@@ -218,36 +222,263 @@ def _composite(
     return ValueKind(name, (name,), take, lambda parts, present: make(parts), fill, is_composite=True, **options)
 
 
-def _fill_weak(target: Any, value: Any) -> None:
-    target.clear()
-    target.update(value)
-
-
 def _has_data(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
 
 
-_SUBCLASS = (value_parts.take_subclass, value_parts.make_subclass, value_parts.fill_subclass)
-_PARAMETER = (value_parts.take_tensor, value_parts.make_parameter, value_parts.fill_tensor)
-_TABLE = {"fill": value_parts.fill_table, "sample": value_parts.sample_table}
+def _take_tensor(value: Any) -> dict[str, Any]:
+    """Return the data of a tensor on the CPU, and where it was."""
+    if value.is_quantized or value.device.type == "meta" or value.is_nested:
+        raise CannotRestoreError("it has no plain data")
+    data = value.detach().resolve_conj().resolve_neg()
+    data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
+    return {"data": data, "device": value.device.type, "requires_grad": value.requires_grad and value.is_leaf}
+
+
+def _make_tensor(parts: Any, present: Any) -> Tensor:
+    """Return a tensor, on the device of the tensor in the same place of this process."""
+    device = torch.device(parts["device"])
+    if is_subclass(type(present), Tensor) and present.device.type == device.type:
+        device = present.device
+    elif device.type != "cpu" and not torch.get_device_module(device).is_available():
+        device = torch.device("cpu")
+    data = parts["data"].to(device, copy=True)
+    return data.requires_grad_() if parts["requires_grad"] else data  # type: ignore[no-any-return]
+
+
+def _make_parameter(parts: Any, present: Any) -> nn.Parameter:
+    """Return a parameter as `_make_tensor` does a tensor."""
+    return nn.Parameter(_make_tensor(parts | {"requires_grad": False}, present), bool(parts["requires_grad"]))
+
+
+def _require_same(target: Any, value: Any, *names: str) -> None:
+    for name in names:
+        if getattr(target, name) != getattr(value, name):
+            raise ValueError(f"of another {name}")
+
+
+def _fill_tensor(target: Tensor, value: Tensor) -> None:
+    """Copy a tensor into another one, as far as it allows that."""
+    _require_same(target, value, "shape", "dtype", "requires_grad")
+    with torch.no_grad():
+        target.copy_(value)  # raises an error for tensors of inference mode and expanded ones
+
+
+def num_bytes(value: Any) -> int:
+    """Return the size of a block of data, such as a tensor or a string, in bytes; 0 for other values."""
+    if is_subclass(type(value), str, bytes, bytearray):
+        return len(value)
+    if is_subclass(type(value), Tensor):
+        return int(value.numel() * value.element_size())
+    return int(value.nbytes) if is_subclass(type(value), np.ndarray, np.generic) else 0
+
+
+def is_plain_dtype(dtype: Any) -> bool:
+    """Whether arrays of a dtype hold numbers, dates and text, and no objects."""
+    return dtype.kind in "biufcUSmMV" and not dtype.hasobject
+
+
+def _take_array(value: Any) -> dict[str, Any]:
+    """Return the bytes of an array or a number of NumPy."""
+    array = np.asarray(value)
+    if not is_plain_dtype(array.dtype):
+        raise CannotRestoreError("it has no plain data")
+    dtype = np.lib.format.dtype_to_descr(array.dtype)
+    return {"dtype": dtype, "shape": list(array.shape), "data": _as_tensor(array.tobytes())}
+
+
+def _make_array(parts: Any, present: Any) -> Any:
+    """Return the array that `_take_array` took apart."""
+    data = np.frombuffer(parts["data"].numpy().tobytes(), dtype=np.lib.format.descr_to_dtype(parts["dtype"]))
+    return data.reshape(parts["shape"]).copy()
+
+
+def _fill_array(target: Any, value: Any) -> None:
+    """Copy an array into another one."""
+    _require_same(target, value, "shape", "dtype")
+    np.copyto(target, value)
+
+
+def _make_number(parts: Any, present: Any) -> Any:
+    """Return the number of NumPy that `_take_array` took apart."""
+    return _make_array(parts, present)[()]
+
+
+def _take_bytes(value: Any) -> dict[str, Any]:
+    """Return bytes as a tensor."""
+    return {"data": _as_tensor(bytes(value))}
+
+
+def _make_bytes(parts: Any, present: Any) -> bytes:
+    """Return the bytes of a tensor."""
+    return bytes(parts["data"].numpy().tobytes())
+
+
+def _make_bytearray(parts: Any, present: Any) -> bytearray:
+    """Return the bytes of a tensor, which may be changed."""
+    return bytearray(_make_bytes(parts, present))
+
+
+def _fill_all(target: Any, value: Any) -> None:
+    """Replace all entries of an array or of bytes."""
+    target[:] = value
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def _take_generator(value: Any) -> dict[str, Any]:
+    """Return which random generator it is, its state, and the seeds of which it spawns others."""
+    kind = type(value)
+    if kind is torch.Generator:
+        return {"type": f"torch {value.device}", "state": value.get_state()}
+    if kind is random.Random:
+        return {"type": "random", "state": value.getstate()}
+    if kind is np.random.RandomState:
+        return {"type": f"legacy {type(value._bit_generator).__name__}", "state": value.get_state(legacy=False)}
+    bits = value.bit_generator if kind is np.random.Generator else value
+    library = "numpy" if kind is np.random.Generator else "bits"
+    seeds = bits.seed_seq.state if type(bits.seed_seq) is np.random.SeedSequence else None
+    return {"type": f"{library} {type(bits).__name__}", "state": bits.state, "seeds": seeds}
+
+
+def _make_generator(parts: Any, present: Any) -> Any:
+    library, _, which = parts["type"].partition(" ")
+    if library in ("numpy", "legacy", "bits") and which not in _BIT_GENERATORS:
+        raise CannotRestoreError(f"NumPy's bit generator {which} is not supported")
+    made: Any
+    if library == "torch":
+        made = torch.Generator(which)
+    elif library == "random":
+        made = random.Random()  # noqa: S311
+    else:
+        bits = getattr(np.random, which)(_make_seeds(parts["seeds"]) if parts.get("seeds") else None)
+        made = {"numpy": np.random.Generator, "legacy": np.random.RandomState}.get(library, lambda own: own)(bits)
+    _set_state(made, parts["state"])
+    return made
+
+
+def _fill_generator(target: Any, value: Any) -> None:
+    own, parts = _take_generator(target), _take_generator(value)
+    seeds, wanted = own.get("seeds") or {}, parts.get("seeds") or {}
+    more = wanted.pop("n_children_spawned", 0) - seeds.pop("n_children_spawned", 0)
+    if own["type"] != parts["type"] or seeds != wanted or not 0 <= more <= _MAX_SPAWNED:
+        raise ValueError("of another type, or of other seeds")
+    if more:
+        getattr(target, "bit_generator", target).seed_seq.spawn(more)
+    _set_state(target, parts["state"])
+
+
+def _set_state(value: Any, state: Any) -> None:
+    kind = type(value)
+    if kind is random.Random:
+        value.setstate(state)
+    elif kind in (torch.Generator, np.random.RandomState):
+        value.set_state(state)
+    else:
+        (value.bit_generator if kind is np.random.Generator else value).state = state
+
+
+def _make_seeds(state: Any) -> Any:
+    if state["pool_size"] > _MAX_SEEDS:
+        raise CannotRestoreError("it holds seeds that take too much memory")
+    return np.random.SeedSequence(**state)
+
+
+def _read_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name."""
+    found = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(found, torch.dtype):
+        raise CannotRestoreError(f"{name} is not a dtype")
+    return found
+
+
+def _write_slice(value: slice) -> list[Any]:
+    """Return the three numbers of a slice."""
+    parts = [value.start, value.stop, value.step]
+    if any(type(part) not in SCALARS for part in parts):
+        raise CannotRestoreError("it is a slice of values that are not numbers")
+    return parts
+
+
+def _make_member(parts: Any, present: Any) -> Any:
+    """Return a member of an enum that this process has."""
+    members = find_class(parts["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
+    if parts["name"] not in members:
+        raise CannotRestoreError(f"{parts['class']} has no {parts['name']}")
+    return members[parts["name"]]
+
+
+def _take_member(value: Any) -> dict[str, str]:
+    """Return the class of an enum and the name of its member."""
+    kind = type(value)
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
+
+
+def _take_subclass(value: Any) -> Any:
+    """Return the data of an array or a tensor as one of the base class, its class, and its attributes."""
+    kind = type(value)
+    plain = np.asarray(value) if is_subclass(kind, np.ndarray) else value.detach().as_subclass(Tensor)
+    own = {name: part for name, part in (attribute_dict(value) or {}).items() if not is_subclass(type(part), type)}
+    return [plain, f"{kind.__module__}.{kind.__qualname__}", own]
+
+
+def _make_subclass(parts: Any) -> Any:
+    """Return an array or a tensor of a class that this process has."""
+    plain, name, own = parts
+    kind = find_class(name, type(plain))
+    made: Any = plain.view(kind) if type(plain) is np.ndarray else plain.as_subclass(kind)
+    _set_attributes(made, own)
+    return made
+
+
+def _set_attributes(value: Any, own: dict[str, Any]) -> None:
+    present = attribute_dict(value)
+    if present is not None:
+        present.update(own)
+
+
+def _fill_subclass(target: Any, value: Any) -> None:
+    """Copy data and attributes of an array or a tensor into another one."""
+    (plain, _, _), (other, _, own) = _take_subclass(target), _take_subclass(value)
+    _require_same(plain, other, "shape", "dtype")
+    plain[...] = other
+    _set_attributes(target, own)
+
+
+def _make_objects(parts: Any) -> Any:
+    """Return an array of objects of its shape and its entries."""
+    made = np.empty(parts[0], object)
+    for number, part in enumerate(parts[1]):
+        made.flat[number] = part
+    return made
+
+
+def _fill_objects(target: Any, value: Any) -> None:
+    """Copy the entries of an array of objects into another one."""
+    _require_same(target, value, "shape")
+    target[...] = value
+
+
+_SUBCLASS = (_take_subclass, _make_subclass, _fill_subclass)
+_PARAMETER = (_take_tensor, _make_parameter, _fill_tensor)
 _OBJECTS = _composite(
     "objects",
     lambda value: [list(value.shape), value.reshape(-1).tolist()],
-    value_parts.make_objects,
-    value_parts.fill_objects,
+    _make_objects,
+    _fill_objects,
 )
-_COO = _composite(
-    "coo",
-    lambda value: [value._indices(), value._values().detach(), list(value.shape), value.is_coalesced()],
-    lambda parts: torch.sparse_coo_tensor(*parts[:3], is_coalesced=parts[3], check_invariants=True),
+# the dict itself, which others may hold as well
+_PROXY = _composite(
+    "builtins.mappingproxy", lambda value: gc.get_referents(value)[0], types.MappingProxyType, is_view=True
 )
-_COMPRESSED = _composite("compressed", value_parts.take_compressed, value_parts.make_compressed)
 _GENERATOR = ValueKind(
     "generator",
     (torch.Generator, random.Random, np.random.Generator, np.random.RandomState),
-    value_parts.take_generator,
-    value_parts.make_generator,
-    value_parts.fill_generator,
+    _take_generator,
+    _make_generator,
+    _fill_generator,
     bases=(np.random.BitGenerator,),
 )
 VALUE_KINDS: tuple[ValueKind, ...] = (
@@ -260,20 +491,18 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
         lambda made, parts, present: deque.__init__(made, (), parts["maxlen"]),
     ),
     _container(tuple, accepts=lambda kind: hasattr(kind, "_fields")),
-    ValueKind(
-        "tensor", (Tensor, "torch.DTensor"), value_parts.take_tensor, value_parts.make_tensor, value_parts.fill_tensor
-    ),
+    ValueKind("tensor", (Tensor, "torch.DTensor"), _take_tensor, _make_tensor, _fill_tensor),
     ValueKind("parameter", (nn.Parameter,), *_PARAMETER),
-    ValueKind("array", (np.ndarray,), value_parts.take_array, value_parts.make_array, value_parts.fill_array),
-    ValueKind("scalar", (), value_parts.take_array, value_parts.make_number, bases=(np.generic,)),
-    ValueKind("bytes", (bytes,), value_parts.take_bytes, value_parts.make_bytes),
-    ValueKind("bytearray", (bytearray,), value_parts.take_bytes, value_parts.make_bytearray, value_parts.fill_all),
+    ValueKind("array", (np.ndarray,), _take_array, _make_array, _fill_array),
+    ValueKind("scalar", (), _take_array, _make_number, bases=(np.generic,)),
+    ValueKind("bytes", (bytes,), _take_bytes, _make_bytes),
+    ValueKind("bytearray", (bytearray,), _take_bytes, _make_bytearray, _fill_all),
     _GENERATOR,
-    ValueKind("enum", (), value_parts.take_member, value_parts.make_member, bases=(enum.Enum,)),
+    ValueKind("enum", (), _take_member, _make_member, bases=(enum.Enum,)),
     _scalar("int", (int,), hex, lambda text: int(text, 16)),
     _scalar("complex", (complex,), lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     _scalar("Size", (torch.Size,), list, torch.Size),
-    _scalar("dtype", (torch.dtype,), str, value_parts.read_dtype),
+    _scalar("dtype", (torch.dtype,), str, _read_dtype),
     _scalar("device", (torch.device,), str, torch.device),
     *(_times(kind) for kind in (datetime.datetime, datetime.date, datetime.time)),
     _scalar(
@@ -284,52 +513,20 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
     ),
     *(_scalar(kind.__name__, (kind,), str, kind) for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),
     _scalar("Path", (pathlib.PosixPath, pathlib.WindowsPath), str, pathlib.Path),
-    _scalar(
-        "Fraction",
-        (fractions.Fraction,),
-        lambda value: [hex(value.numerator), hex(value.denominator)],
-        lambda parts: fractions.Fraction(*(int(part, 16) for part in parts)),
-    ),
-    *(_scalar(kind.__name__, (kind,), str, kind) for kind in (decimal.Decimal, uuid.UUID)),
+    *(_scalar(kind.__name__, (kind,), str, kind) for kind in (decimal.Decimal, fractions.Fraction, uuid.UUID)),
     _scalar("range", (range,), lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    _scalar("slice", (slice,), value_parts.write_slice, lambda parts: slice(*parts)),
+    _scalar("slice", (slice,), _write_slice, lambda parts: slice(*parts)),
     _composite("array", *_SUBCLASS, bases=(np.ndarray,), accepts=lambda kind: not is_subclass(kind, np.memmap)),
     _composite("tensor", *_SUBCLASS, bases=(Tensor,), accepts=_has_data),
     _OBJECTS,
-    _COO,
-    _COMPRESSED,
     _composite(
         "array.array",
         lambda value: [value.typecode, value.tobytes()],
         lambda parts: array(*parts),
-        value_parts.fill_all,
+        _fill_all,
     ),
-    _composite("numpy.SeedSequence", lambda value: value.state, lambda parts: np.random.SeedSequence(**parts)),
-    _composite("builtins.mappingproxy", dict, types.MappingProxyType),
-    _composite("weakref.ReferenceType", lambda value: [value()], lambda parts: weakref.ref(*parts)),
-    *(
-        _composite(name, take, make, _fill_weak)
-        for name, take, make in (
-            ("weakref.WeakKeyDictionary", dict, weakref.WeakKeyDictionary),
-            ("weakref.WeakValueDictionary", dict, weakref.WeakValueDictionary),
-            ("_weakrefset.WeakSet", set, weakref.WeakSet),
-        )
-    ),
-    _composite(
-        "PIL.Image",
-        value_parts.take_image,
-        value_parts.make_image,
-        value_parts.fill_image,
-        sample=value_parts.sample_image,
-    ),
-    _composite("pandas.DataFrame", value_parts.take_frame, value_parts.make_frame, **_TABLE),
-    _composite("pandas.Series", value_parts.take_series, value_parts.make_series, **_TABLE),
-    *(
-        _composite(
-            f"pandas.{name}Index", value_parts.take_index, value_parts.make_index, sample=value_parts.sample_table
-        )
-        for name in ("", "Range", "Multi", "Datetime", "Timedelta", "Categorical")
-    ),
+    _composite("numpy.SeedSequence", lambda value: value.state, _make_seeds),
+    _PROXY,
 )
 _BY_NAME = {("parts", kind.name) if kind.is_composite else (kind.name, ""): kind for kind in VALUE_KINDS}
 _of_types: dict[type | str, ValueKind] = {name: kind for kind in VALUE_KINDS for name in kind.types}

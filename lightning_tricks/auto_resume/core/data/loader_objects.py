@@ -1,32 +1,34 @@
-"""The objects that a DataLoader reads from: how their attributes change, and snapshots with the random states."""
+"""What a DataLoader reads from: how its objects change, the order and the samples that they give, and digests."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import marshal
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from hashlib import blake2b
+from itertools import islice
 from typing import Any
 from weakref import ref
 
-import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_tricks._shared.rng import loader_generators
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
-from lightning_tricks.auto_resume.core.data.rng_state import (
-    global_states,
-    pack_rng_state,
-    set_global_states,
-    unpack_rng_state,
-)
+from lightning_tricks.auto_resume.core.attributes.value_kinds import num_bytes
+from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws
 
 # packages whose objects are handles to data, which a fresh process opens again
 _DATA_HANDLE_PACKAGES = frozenset(
     {"h5py", "lmdb", "zarr", "PIL", "pandas", "pyarrow", "polars", "cv2", "fsspec", "s3fs", "boto3", "sqlalchemy"}
 )
 _MAX_PATHS = 500  # of a fingerprint
+_MAX_REMEMBERED_BYTES = 2**20  # of one attribute
+_MAX_ENTRIES = 1_000  # of a container that is compared after each batch, or remembered
 DATA_PARTS = ("dataset", "collate_fn")
 
 
@@ -71,7 +73,8 @@ class LoaderObjects:
         _, self.fingerprint = found["dataset"]
         self.failed = dict[str, str]()
         self._unsaved, self._reported = dict[str, str](), set[str]()
-        self._values: dict[str, AttributeChanges] = {}  # of all attributes, once they are remembered
+        self._values: dict[str, AttributeChanges] = {}  # of attributes, once they are remembered
+        self._large_names = set[str]()  # of those that are too large for that
 
     def _objects(self) -> dict[str, Any]:
         """Return the loader's dataset, samplers and collate function, each once."""
@@ -83,11 +86,21 @@ class LoaderObjects:
         return found
 
     def remember_values(self) -> None:
-        """Keep copies of all attributes as they are now, before anything changes them, for `undo_changes`."""
+        """Keep copies of attributes as they are now, before anything changes them, for `undo_changes`.
+
+        Data that take more than 1 MiB are not kept: a hook that sets them sets them before the loader is created.
+        """
         objects = self._objects()
         for name, value in objects.items():
-            skipped = _skip_other_parts(objects, value)
-            self._values[name] = all_values({name: value}, skipped=skipped)
+            of_others = _skip_other_parts(objects, value)
+
+            def skipped(owner: Any, of_others: SkippedNames = of_others) -> list[str]:
+                large = [name for name, part in attributes(owner) if is_large(part, _MAX_REMEMBERED_BYTES)]
+                self._large_names.update(large)
+                return [*of_others(owner), *large]
+
+            if not is_large(value, _MAX_REMEMBERED_BYTES):
+                self._values[name] = all_values({name: value}, skipped=skipped)
 
     def undo_changes(self, kept: Mapping[str, Any]) -> None:
         """Undo the changes since `remember_values`, except those that `changes` returned as `kept`."""
@@ -97,7 +110,7 @@ class LoaderObjects:
             undone = {
                 path: before["values"].get(path, {**change, "value": {"kind": "deleted"}})
                 for path, change in changed.items()
-                if path not in known
+                if path not in known and (path in before["values"] or change["name"] not in self._large_names)
             }
             if undone:
                 self.restore_changes({name: {"values": undone, "lost": {}}})
@@ -137,53 +150,14 @@ class LoaderObjects:
         self._unsaved |= {f"{path} in a worker": kind for path, kind in unsaved.items()}
 
     def new_unsaved(self) -> dict[str, str]:
-        """Return changes that cannot be saved and were not returned before: path -> type or reason."""
-        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
-        self._reported |= new.keys()
+        """Return changes that cannot be saved, unless others in the same attribute were returned before.
+
+        Returns:
+            Path -> type or reason.
+        """
+        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if _top(path) not in self._reported}
+        self._reported.update(map(_top, new))
         return new
-
-
-class LoaderSnapshot:
-    """The global random state of the process, a loader's generators and its objects, at one moment.
-
-    Args:
-        loader: The loader whose generators are captured.
-        objects: The objects of the loader; None leaves them out.
-        report_unsaved: See `LoaderObjects.changes`.
-    """
-
-    def __init__(
-        self, loader: DataLoader[Any], objects: LoaderObjects | None = None, report_unsaved: bool = True
-    ) -> None:
-        self._packed: torch.Tensor | None = None
-        self._global_states: Any = global_states()
-        self.generators = [generator.get_state() for generator in loader_generators(loader)]
-        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes(report_unsaved=report_unsaved)
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> LoaderSnapshot:
-        """Return the snapshot that `as_dict` wrote."""
-        snapshot = cls.__new__(cls)
-        snapshot._packed, snapshot._global_states, snapshot.generators = saved["process"], None, saved["generators"]
-        snapshot.objects = saved.get("objects", {})
-        return snapshot
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the snapshot as tensors and plain values."""
-        if self._packed is None:  # packed only if the snapshot is saved: few of the snapshots of an epoch are
-            self._packed = pack_rng_state(self._global_states)
-        return {"process": self._packed, "generators": self.generators, "objects": self.objects}
-
-    def restore(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
-        """Restore the global random state, the generators and, if they are given, the objects."""
-        if objects is not None:
-            objects.restore_changes(self.objects)
-        if self._packed is None:
-            set_global_states(self._global_states)
-        else:
-            unpack_rng_state(self._packed)
-        for generator, state in zip(loader_generators(loader), self.generators, strict=False):
-            generator.set_state(state)
 
 
 def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
@@ -208,23 +182,155 @@ def value_digest(batch: Any) -> str:
     return f"{int(ValueDigest.of(batch, same_process=False)):016x}"
 
 
+class OrderDigest:
+    """A running digest of the indices that a sampler gave: equal digests mean equal orders.
+
+    Args:
+        max_ahead: Batches that the sampler may be ahead of training.
+
+    Examples:
+        >>> first, second = OrderDigest(), OrderDigest()
+        >>> for indices in ([1, 2], [3, 4]):
+        ...     first.add(indices)
+        >>> second.add([1, 2])
+        >>> first.digest(1) == second.digest(1) != first.digest(2)
+        True
+    """
+
+    def __init__(self, max_ahead: int = 0) -> None:
+        self.count = 0
+        self._hash, self._max_recent = blake2b(digest_size=8), max_ahead + 4
+        self._recent = deque[bytes]()  # the last batches, which are not in the hash yet
+
+    def add(self, indices: Any) -> None:
+        """Add the indices of a batch."""
+        self.count += 1
+        self._recent.append(_encode_indices(indices))
+        if len(self._recent) > self._max_recent:
+            self._hash.update(self._recent.popleft())
+
+    def digest(self, count: int) -> str:
+        """Return the digest of the first `count` batches; empty if it is no longer known."""
+        num_recent = count - self.count + len(self._recent)
+        if not 0 <= num_recent <= len(self._recent):
+            return ""
+        found = self._hash.copy()
+        for encoded in islice(self._recent, num_recent):
+            found.update(encoded)
+        return found.hexdigest()
+
+
+def _encode_indices(indices: Any) -> bytes:
+    if isinstance(indices, Tensor):
+        indices = indices.tolist()
+    try:
+        return marshal.dumps(indices, 2)  # later versions also encode which objects are identical
+    except ValueError:
+        parts = indices if isinstance(indices, list | tuple) else [indices]
+        return repr([part.tolist() if isinstance(part, Tensor) else type(part) for part in parts]).encode()
+
+
+class _WatchedPart:
+    """Calls a part of an iterator in the training process.
+
+    Args:
+        draws: Watches the calls; None where they draw nothing, or once for all.
+
+    Attributes:
+        exhausted: Whether it was asked for more than it had.
+    """
+
+    def __init__(self, draws: GlobalDraws | None) -> None:
+        self._draws, self.exhausted = draws, False
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function() if self._draws is None else self._draws.call(function)
+        except StopIteration:
+            self.exhausted = True
+            raise
+
+
+class TrackedFetcher(_WatchedPart):
+    """Makes batches as the given fetcher does, and reports the first one.
+
+    Args:
+        fetcher: The fetcher of the iterator.
+        draws: Watches the calls.
+        on_first_batch: Called with the first batch.
+    """
+
+    def __init__(self, fetcher: Any, draws: GlobalDraws | None, on_first_batch: Callable[[Any], object]) -> None:
+        super().__init__(draws)
+        self._fetcher, self._on_first_batch = fetcher, on_first_batch
+        self.is_first = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def fetch(self, indices: Any) -> Any:
+        """Return the batch of some indices."""
+        batch = self._call(lambda: self._fetcher.fetch(indices))
+        if self.is_first:
+            self.is_first = False
+            self._on_first_batch(batch)
+        return batch
+
+
+class TrackedIndices(_WatchedPart):
+    """The indices that a sampler gives, whose order is recorded.
+
+    Args:
+        iterator: The iterator that gives the indices.
+        draws: Watches the calls.
+        order: Takes the indices.
+    """
+
+    def __init__(self, iterator: Iterator[Any], draws: GlobalDraws | None, order: OrderDigest) -> None:
+        super().__init__(draws)
+        self._iterator, self._order = iterator, order
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        indices = self._call(self._iterator.__next__)
+        self._order.add(indices)
+        return indices
+
+    def skip(self, count: int) -> None:
+        """Skip so many batches, or as many as there are."""
+        for indices in islice(self._iterator, count):
+            self._order.add(indices)
+
+
+def is_large(value: Any, max_bytes: int) -> bool:
+    """Whether a value takes more than so many bytes, or is a container of more than 1,000 entries."""
+    kind = type(value)
+    if not is_subclass(kind, list, tuple, dict, set, frozenset):
+        return num_bytes(value) > max_bytes
+    parts = value.values() if is_subclass(kind, dict) else value
+    return len(value) > _MAX_ENTRIES or sum(map(num_bytes, parts)) > max_bytes
+
+
+def _top(path: str) -> str:
+    """Return the path of the attribute in which something lies."""
+    return ".".join(path.split(".")[:2])
+
+
 def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
     """Leave out what reads the data: the first sample opens it again."""
     return {path: kind for path, kind in lost.items() if kind.partition(".")[0] not in _DATA_HANDLE_PACKAGES}
 
 
 def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
-    """Merge digests with a common beginning of their paths until there are at most 500."""
-    depth = max((path.count(".") for path in digests), default=0)
-    while len(digests) > _MAX_PATHS and depth:
-        merged: dict[str, list[int]] = {}
-        for path, digest in digests.items():
-            merged.setdefault(".".join(path.split(".")[:depth]), []).append(digest)
-        digests = {
-            path: found[0] if len(found) == 1 else int(value_digest(found), 16) for path, found in merged.items()
-        }
-        depth -= 1
-    return digests
+    """Merge the digests of what lies in one attribute; all, if there are more than 500 attributes."""
+    merged: dict[str, list[int]] = {}
+    for path, digest in digests.items():
+        merged.setdefault(_top(path), []).append(digest)
+    if len(merged) > _MAX_PATHS:
+        merged = {"dataset": [*digests.values()]}
+    return {path: int(value_digest(found), 16) for path, found in merged.items()}
 
 
 def changed_paths(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -237,7 +343,7 @@ def _values(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for found in changes.values():
         for path, change in found["values"].items():
             value = change["value"]
-            if not (isinstance(value, dict) and value.get("kind") in ("same", "clock", "deleted", "module")):
+            if not (isinstance(value, dict) and value.get("kind") in ("same", "clock", "deleted")):
                 yield path, value
 
 

@@ -8,51 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain, islice, repeat
+from itertools import islice
 from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_tricks._shared.rng import isolated_rng, loader_generators
 from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
-from lightning_tricks.auto_resume.core.data.epoch_rest import EpochRest, share_of
-from lightning_tricks.auto_resume.core.data.iterator_parts import (
-    DeferredSampler,
-    OrderDigest,
-    TrackedFetcher,
-    TrackedSamplerIterator,
-    draws_only_once,
-)
 from lightning_tricks.auto_resume.core.data.loader_objects import (
     DATA_PARTS,
     LoaderObjects,
-    LoaderSnapshot,
     ObjectBaselines,
+    OrderDigest,
+    TrackedFetcher,
+    TrackedIndices,
     changed_paths,
     has_persistent_workers,
     value_digest,
 )
-from lightning_tricks.auto_resume.core.data.rng_state import RecordedDraws
+from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, LoaderSnapshot
 from lightning_tricks.auto_resume.core.data.workers import RecordingCollate, WorkerInit, WorkerPositions
 from lightning_tricks.auto_resume.core.signals import StopRequest
 
 POSITION_KEY = "place"  # of a loader's position in its state; part of the format of checkpoints
 MOVED_KEY = "moved"  # of a position: whether it is one of another loader than the one that had it; never saved
 _SNAPSHOTS = ("created", "started", "before_last")  # the keys of a position under which there are snapshots
-# Keys of a position that older releases did not write
-_ADDED_KEYS: Mapping[str, Any] = {
-    "data": (),
-    "draws": None,
-    "order": "",
-    "first": "",
-    "ended": False,
-    "objects": {},
-    "rest": None,
-}
-_LEFT_KEY = "left"  # the indices of the batches that follow a position, where a sampler does not give them; never saved
+LEFT_KEY = "left"  # the indices of the batches that follow a position, where a sampler does not give them; never saved
 _TRACKER_ATTRIBUTE = "_lightning_tricks_place"  # the attribute of a tracked iterator that knows its position
 
 
@@ -67,18 +51,38 @@ def why_not_trackable(loader: Any) -> str:
     return ""
 
 
-def moved(position: Mapping[str, Any], batches: int, **changed: Any) -> dict[str, Any]:
-    """Return a position after so many batches of another loader, with which there is nothing to compare."""
-    none = {"order": "", "first": "", "draws": None, "ended": False}
-    return {**position, **none, MOVED_KEY: True, "batches": batches, **changed}
+def num_shares(loader: DataLoader[Any]) -> int:
+    """Return among how many ranks the sampler of a loader shares out its samples."""
+    return int(loader.sampler.num_replicas) if isinstance(loader.sampler, DistributedSampler) else 1
 
 
-def continued_by(
-    position: Mapping[str, Any], left: Sequence[Sequence[int]], rest: EpochRest, num_batches: int
-) -> dict[str, Any]:
-    """Return a position at which the batches that are `left` follow, in a loader with so many batches."""
-    done = num_batches - len(left)
-    return moved(position, done, at_end=not left, rest=rest.as_dict(done), **{_LEFT_KEY: left})
+def draws_only_once(sampler: Any) -> bool:
+    """Whether a sampler is one of torch's, which draw from the global random state at their first index only."""
+    inner = getattr(sampler, "sampler", None)
+    known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
+    return known and (inner is None or draws_only_once(inner))
+
+
+class DeferredSampler:
+    """A sampler that is asked for an iterator as usual, and gives an empty one: nothing is fetched at once.
+
+    Args:
+        sampler: The loader's own sampler.
+
+    Attributes:
+        iterator: The iterator of the loader's own sampler, from which the indices are to come later.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.iterator: Iterator[Any] = iter(())
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterator = iter(self.sampler)
+        return iter(())
 
 
 class TrackedDataLoader:
@@ -95,6 +99,8 @@ class TrackedDataLoader:
 
     Attributes:
         objects: The objects that the loader reads from.
+        draws_in_between: Whether what was to be repeated after a position draws from the global random state, and so
+            do others in between: another process would read other data.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class TrackedDataLoader:
         self.prefetches, self.stop_request = prefetches, stop_request or StopRequest(())
         self.name, self.differences = name, [] if differences is None else differences
         self.objects = LoaderObjects(loader, baselines or ObjectBaselines())
+        self.draws_in_between = False
         self._resume_position: Mapping[str, Any] | None = None
         self._iterator_deferred = False
         self._installed = ExitStack()
@@ -163,7 +170,7 @@ class TrackedDataLoader:
         Args:
             position: What `position_of` returned; None for the start of an epoch.
         """
-        self._resume_position = None if position is None else {**_ADDED_KEYS, **position}
+        self._resume_position = position
         self._iterator_deferred = False
         if has_persistent_workers(self.loader):
             private.set_persistent_iterator(self.loader, None)
@@ -206,7 +213,7 @@ class IteratorTracker:
         replays_data: Whether a position is reached by reading the data again, as only an iterable dataset knows its
             order.
         workers: The positions of the workers.
-        draws: What the sampler, or an iterable dataset in this process, draws; None where nothing has to be recorded.
+        draws: Watches what the sampler, or an iterable dataset in this process, draws; None where that need not be.
         order: Digest of the indices.
         first_digest: Digest of the first batch; empty before it, and where batches are made by workers from indices.
         rest: What was left of the epoch when another number of ranks went on with it; None in an epoch of its own.
@@ -219,7 +226,7 @@ class IteratorTracker:
         self.before_prefetched: LoaderSnapshot | None = None
         self.replays_data = isinstance(loader.dataset, IterableDataset)
         self.workers = WorkerPositions(loader, self.replays_data)
-        self.draws: RecordedDraws | None = None
+        self.draws: GlobalDraws | None = None
         self.order = OrderDigest()
         self.first_digest = ""
         self.rest: Mapping[str, Any] | None = None
@@ -249,15 +256,9 @@ class IteratorTracker:
             private.set_index_sampler(iterator, deferred.sampler)
         return iterator, deferred
 
-    def track(self, iterator: Any, deferred: DeferredSampler | None, draws: Mapping[str, Any] | None = None) -> None:
-        """Track an iterator from now on.
-
-        Args:
-            iterator: The iterator that `create` returned.
-            deferred: The sampler that `create` returned, with the iterator of the indices.
-            draws: What was recorded of the draws before, which are to be repeated.
-        """
-        self._record_draws(iterator, None if deferred is None else deferred.iterator, draws)
+    def track(self, iterator: Any, deferred: DeferredSampler | None) -> None:
+        """Track an iterator from now on, given what `create` returned, with the iterator of the indices."""
+        self._track_parts(iterator, None if deferred is None else deferred.iterator)
         setattr(iterator, _TRACKER_ATTRIBUTE, self)
         if has_persistent_workers(self.tracked.loader):
             reference = ref(iterator)  # the workers end with the last reference to it
@@ -269,24 +270,19 @@ class IteratorTracker:
         if self.at_start is None:
             private.call_before_next_batch(iterator, self._record_start)
 
-    def _record_draws(
-        self, iterator: Any, indices: Iterator[Any] | None, draws: Mapping[str, Any] | None = None
-    ) -> None:
-        """Record what is drawn between other draws from the same random state."""
+    def _track_parts(self, iterator: Any, indices: Iterator[Any] | None) -> None:
         if indices is None:
-            self.draws = None if self.workers.count else RecordedDraws(draws)
+            self.draws = None if self.workers.count else GlobalDraws()
         else:
-            self.draws = None if draws_only_once(private.index_sampler(iterator)) else RecordedDraws(draws)
+            self.draws = None if draws_only_once(private.index_sampler(iterator)) else GlobalDraws()
             self.order = OrderDigest(max_ahead=self.workers.count * self.workers.prefetch)
-            private.set_sampler_iterator(iterator, TrackedSamplerIterator(indices, self.draws, self.order))
+            private.set_sampler_iterator(iterator, TrackedIndices(indices, self.draws, self.order))
         if not self.workers.count:
             draws_of_data = self.draws if self.replays_data else None
             fetcher = TrackedFetcher(private.dataset_fetcher(iterator), draws_of_data, self.record_first_batch)
             private.set_dataset_fetcher(iterator, fetcher)
         elif indices is None:
             private.call_after_next_batch(iterator, self.record_first_batch)
-        if self.draws is not None:
-            self.draws.start()
 
     def _record_before_prefetched(self) -> None:
         objects = None if self.replays_data else self.tracked.objects
@@ -295,8 +291,6 @@ class IteratorTracker:
     def _record_start(self) -> None:
         # what an iterable changes in itself comes again with its data: nothing of that is unsaved
         self.at_start = LoaderSnapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self.replays_data)
-        if self.draws is not None:
-            self.draws.start()
 
     def record_first_batch(self, batch: Any) -> None:
         """Record the first batch of the iteration."""
@@ -311,7 +305,6 @@ class IteratorTracker:
           last, None unless the loop prefetches. Each is a `LoaderSnapshot`.
         - "workers": for each worker, its packed random state, None for the one with which it starts; "data": what its
           copy of the data changed, None for nothing.
-        - "draws": what the sampler, or an iterable dataset in the training process, drew; see `RecordedDraws.as_dict`.
         - "order" and "first": digests of the indices so far and of the first batch, empty where they are not known.
         - "ended": whether the data were asked for more than they had.
         - "objects": what changed in the objects that the loader reads from; see `LoaderObjects.changes`.
@@ -326,6 +319,7 @@ class IteratorTracker:
         worker_states = [self.workers.state(worker, batches) for worker in range(self.workers.count)]
         for _, data in worker_states:
             self.tracked.objects.add_unsaved({} if data is None else data["lost"])
+        self.tracked.draws_in_between = self.draws is not None and self.draws.are_interleaved and not at_end
         snapshots = {
             "created": self.at_creation,
             "started": self.at_start,
@@ -337,13 +331,12 @@ class IteratorTracker:
             **{name: None if snapshot is None else snapshot.as_dict() for name, snapshot in snapshots.items()},
             "workers": [rng_state for rng_state, _ in worker_states],
             "data": [data for _, data in worker_states],
-            "draws": self.draws and self.draws.as_dict(None if self.workers.count else batches + ended),
             "order": self.order.digest(batches),
             "first": self.first_digest,
             "ended": ended,
             "objects": self.tracked.objects.changes(report_unsaved=not self.replays_data),
             "rest": self.rest,
-            "shares": share_of(self.tracked.loader)[1],
+            "shares": num_shares(self.tracked.loader),
         }
 
     def _restart(self, iterator: Any) -> None:
@@ -352,7 +345,7 @@ class IteratorTracker:
         self._record_start()
         private.reset_without_prefetching(iterator, self.tracked.loader)
         self.workers.start_iteration()  # while they are idle, as they have no indices yet
-        self._record_draws(iterator, None if self.replays_data else private.sampler_iterator(iterator))
+        self._track_parts(iterator, None if self.replays_data else private.sampler_iterator(iterator))
         self.fill_prefetch_queues(iterator)
 
     def fill_prefetch_queues(self, iterator: Any) -> None:
@@ -401,10 +394,10 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> An
         if deferred is not None and loader.num_workers:
             # persistent workers: the epoch is a later one than the first, and its order is drawn at its start
             deferred.iterator = iter(deferred.sampler)
-    if deferred is not None and _LEFT_KEY in saved:
+    if deferred is not None and LEFT_KEY in saved:
         tracker.rest = saved["rest"]
-        deferred.iterator = chain(repeat([], saved["batches"]), saved[_LEFT_KEY])
-    tracker.track(iterator, deferred, saved["draws"])
+        deferred.iterator = iter([*([[]] * saved["batches"]), *saved[LEFT_KEY]])
+    tracker.track(iterator, deferred)
     _skip_batches(tracker, iterator, saved)
     _report_differences(tracker, saved)
     _restore_objects(tracker, saved)
@@ -417,13 +410,17 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> An
 
 def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: Mapping[str, Any]) -> None:
     """Skip the batches that were read before: at the sampler or, without one, by reading them again."""
-    indices_or_batches = iterator if tracker.replays_data else private.sampler_iterator(iterator)
-    batches, num_read = int(saved["batches"]), 0
-    for indices in islice(indices_or_batches, batches):
-        if num_read == 0 and not (tracker.replays_data or tracker.workers.count or tracker.rest):
-            _read_first_batch(tracker, private.dataset_fetcher(iterator), indices, saved["first"])
-        num_read += 1
-    if not tracker.replays_data:
+    batches = int(saved["batches"])
+    if tracker.replays_data:
+        indices_or_batches = iterator
+        num_read = sum(1 for _ in islice(iterator, batches))
+    else:
+        indices_or_batches = private.sampler_iterator(iterator)
+        first = list(islice(indices_or_batches, min(batches, 1)))
+        if first and not (tracker.workers.count or tracker.rest):  # the random state is the one that it was read with
+            _read_first_batch(tracker, private.dataset_fetcher(iterator), first[0], saved["first"])
+        indices_or_batches.skip(batches - len(first))
+        num_read = tracker.order.count
         tracker.workers.offset = batches
         private.set_num_yielded(iterator, batches)
     if saved["ended"]:
@@ -440,8 +437,7 @@ def _read_first_batch(tracker: IteratorTracker, fetcher: TrackedFetcher, indices
 
     What reading it changes in the dataset is restored afterwards, with all that the run had changed there.
     """
-    loader = tracker.tracked.loader
-    snapshot = LoaderSnapshot(loader)
+    generator_states = tracker.tracked.generator_states()
     with isolated_rng():
         before = _cuda_states()
         try:
@@ -451,7 +447,7 @@ def _read_first_batch(tracker: IteratorTracker, fetcher: TrackedFetcher, indices
         if _cuda_states() != before:
             tracker.first_digest = expected  # it depends on a CUDA random state, which is not the one of then
     fetcher.is_first = False
-    snapshot.restore(loader)
+    tracker.tracked.restore_generator_states(generator_states)
 
 
 def _restore_objects(tracker: IteratorTracker, saved: Mapping[str, Any]) -> None:
@@ -472,11 +468,6 @@ def _restore_objects(tracker: IteratorTracker, saved: Mapping[str, Any]) -> None
 def _report_differences(tracker: IteratorTracker, saved: Mapping[str, Any]) -> None:
     """Report where the epoch differs from the stopped run's."""
     report = tracker.tracked.report_difference
-    if saved["draws"] and saved["draws"]["full"]:
-        report(
-            "drew from the global random state more often than could be saved, and continues with other data. Let the "
-            "data draw from a generator of its own, or read it with num_workers=1"
-        )
     if saved["first"] and tracker.first_digest and tracker.first_digest != saved["first"]:
         report(
             "gives another first batch of the epoch than before. Let its data depend on nothing but its index and the "

@@ -19,18 +19,17 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_tricks._torch_compat.loaders import call_on_iteration_start
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
-from lightning_tricks.auto_resume.core.attributes.value_parts import num_bytes
+from lightning_tricks.auto_resume.core.data.loader_objects import is_large
 from lightning_tricks.auto_resume.core.data.rng_state import record_dtype, unpack_rng_state, write_rng_state
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
 _SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
 _SECONDS_TO_START = 10.0  # for a worker to start its iteration
 NOTE_BYTES = 64 * 1024  # the largest size of a note
-_MAX_ENTRIES = 1000
-_MAX_SECONDS_PER_NOTE = 0.02  # time that the worker may spend on a note, on average
-_MIN_TIMED_NOTES = 8
+_MAX_ATTRIBUTES = 4_000  # that are compared after each batch
 # The packed random state of a worker, and the changes of its copy of the data; None for what is not known
 WorkerState = tuple[Tensor | None, AttributeChanges | None]
 _TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
@@ -276,7 +275,7 @@ class TrackedWorkerData:
     """Tracks the changes of a worker's copy of the data and of its collate function; created in the worker.
 
     Attributes that are too large for a note are left out from the start, so that a note takes some hundred
-    microseconds; one that grows too large later is reported as unsaved.
+    microseconds; one that grows too large later is reported as unsaved, and so are data of too many attributes.
 
     Args:
         collate: The loader's own collate function.
@@ -286,11 +285,10 @@ class TrackedWorkerData:
         info = get_worker_info()
         self._roots = {"dataset": info and info.dataset, "collate_fn": collate}
         self._large_names: dict[int, set[str]] = {}
-        self._unsaved: dict[str, str] = {}
-        self._is_initialized = False
-        self._notes, self._seconds = 0, 0.0
-        self._attributes: AttributeTracker | None = AttributeTracker(self._roots, skipped=self._skipped_names)
-        self._is_initialized = True
+        self._grown: dict[str, str] | None = None  # path -> why it is not saved, once the tracker knows the data
+        self._attributes = AttributeTracker(self._roots, skipped=self._skipped_names)
+        self._grown = {}
+        self._is_too_much = len(ObjectWalk.from_roots(self._roots, self._skipped_names).slots) > _MAX_ATTRIBUTES
 
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Restore what the copy of another worker had changed."""
@@ -298,49 +296,32 @@ class TrackedWorkerData:
 
     def note(self) -> bytes:
         """Return what changed since the start of the worker, pickled; empty if nothing changed."""
-        if self._attributes is None:
-            return _pickle_note({"values": {}, "lost": self._unsaved})
-        start = time.thread_time()
+        if self._is_too_much:
+            return pickle.dumps({"values": {}, "lost": {"dataset": f"more than {_MAX_ATTRIBUTES:,} attributes"}})
         found = self._attributes.changes()
-        names = set[str]().union(*self._large_names.values())
+        large = set[str]().union(*self._large_names.values())
         values = {
             path: change
             for path, change in found["values"].items()
-            if not (_is_deleted(change) and change["name"] in names)
+            if not (change["name"] in large and _is_deleted(change["value"]))  # as it was left out
         }
-        note = _pickle_note({"values": values, "lost": {**found["lost"], **self._unsaved}})
-        if len(note) > NOTE_BYTES:
-            largest = max(values, key=lambda path: len(_pickle_note(values[path])))
-            note = _pickle_note({"values": {}, "lost": {largest: _TOO_LARGE}})
-        self._notes, self._seconds = self._notes + 1, self._seconds + time.thread_time() - start
-        if self._notes >= _MIN_TIMED_NOTES and self._seconds > _MAX_SECONDS_PER_NOTE * self._notes:
-            self._attributes, self._unsaved = None, {"dataset": "too much to compare after each batch"}
-        return note
+        lost = {**found["lost"], **(self._grown or {})}
+        note = pickle.dumps({"values": values, "lost": lost}) if values or lost else b""
+        if len(note) <= NOTE_BYTES:
+            return note
+        largest = max(values, key=lambda path: len(pickle.dumps(values[path])))
+        return pickle.dumps({"values": {}, "lost": {largest: _TOO_LARGE}})
 
     def _skipped_names(self, owner: Any) -> set[str]:
         """Return the names of attributes that are, or were once, too large."""
         names = self._large_names.setdefault(id(owner), {"state_dict"})
         for name, value in attributes(owner):
-            if name not in names and _is_large(value):
+            if name not in names and is_large(value, NOTE_BYTES):
                 names.add(name)
-                if self._is_initialized:
-                    self._unsaved[f"dataset.{name}"] = _TOO_LARGE
+                if self._grown is not None:
+                    self._grown[f"dataset.{name}"] = _TOO_LARGE
         return names
 
 
-def _pickle_note(found: Mapping[str, Any]) -> bytes:
-    return pickle.dumps(found, pickle.HIGHEST_PROTOCOL) if "values" not in found or any(found.values()) else b""
-
-
-def _is_deleted(change: Mapping[str, Any]) -> bool:
-    value = change["value"]
-    return isinstance(value, dict) and value.get("kind") == "deleted"
-
-
-def _is_large(value: Any) -> bool:
-    if isinstance(value, list | tuple | dict | set | frozenset):
-        if len(value) > _MAX_ENTRIES:
-            return True
-        parts = value.values() if isinstance(value, dict) else value
-        return sum(num_bytes(part) for part in parts) > NOTE_BYTES
-    return num_bytes(value) > NOTE_BYTES
+def _is_deleted(encoded: Any) -> bool:
+    return isinstance(encoded, dict) and encoded.get("kind") == "deleted"
