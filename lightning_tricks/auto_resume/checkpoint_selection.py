@@ -29,6 +29,7 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import main_file
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
 from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
 from lightning_tricks.auto_resume.core.shards import put_shards, shape_of
+from lightning_tricks.auto_resume.model_checkpoint_files import carry_over
 from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -137,6 +138,7 @@ class CheckpointSelection:
                 ) from error
         else:
             name_as_in_(checkpoint["state_dict"], self.module.state_dict())
+        carry_over(self.trainer, checkpoint)
         return checkpoint
 
     def _check_plain(self, checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -152,10 +154,9 @@ class CheckpointSelection:
 
         What this run wrote itself is resumed exactly from its own checkpoints alone.
         """
-        position = _position(user_path)
-        is_ours = position in self.run_files.written_states(of_all_fits=manifest is not None)
+        is_ours = self.run_files.fit_that_wrote(user_path)
         if manifest is None:
-            if is_ours:
+            if is_ours == self.run_files.others.origin.fit:
                 rank_zero_warn(
                     f"AutoResume: this run wrote {str(user_path)!r} before its own first save, and resumes from it as "
                     "Lightning does, which is not exact. To start again instead, remove the file."
@@ -169,7 +170,7 @@ class CheckpointSelection:
                 f"{manifest.file!r} is resumed. To resume the other one, choose another dirpath."
             )
             return False
-        if newer and (is_ours or (position is None and not is_address(user_path))):
+        if newer and (is_ours or (is_ours is None and not is_address(user_path))):
             why = "was written by this run" if is_ours else "cannot be read"
             rank_zero_info(f"AutoResume: {str(user_path)!r} {why}, and {manifest.file!r} is resumed instead.")
             return False
@@ -190,15 +191,6 @@ class CheckpointSelection:
                 f"AutoResume: {self.folder.path} holds checkpoints of another model: {'; '.join(found)}. Choose "
                 "another dirpath to start a new run; load_weights takes those weights of it that fit."
             )
-
-
-def _position(path: str | os.PathLike[str]) -> tuple[Any, Any] | None:
-    """Return epoch and step of a checkpoint that anybody may have written; None if it cannot be read."""
-    try:
-        checkpoint = load_plain_data(main_file(Path(path)))
-        return checkpoint["epoch"], checkpoint["global_step"]
-    except Exception:  # of the file system, of torch, or of a file that is something else
-        return None
 
 
 def _time_written(path: str | os.PathLike[str]) -> float:

@@ -34,6 +34,7 @@ from lightning_tricks.auto_resume.core.attributes.encoding import differing_path
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
+from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.model_parts import Buffers, Gradients, LeftOutTensors, Structure, UnsavedOutline
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, Part, Phase, SavedState
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
@@ -78,6 +79,7 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
 # Entries of a checkpoint that are not compared, as each save writes new ones
 _NOT_COMPARED_ENTRIES = (
     CHECKPOINT_KEY,
+    ORIGIN_KEY,
     "epoch",
     "global_step",
     "loops",
