@@ -235,7 +235,7 @@ class CheckpointWriter:
 
         def write() -> None:
             manifest = folder.save(checkpoint, shards=files, **known)
-            self.run_files.on_save(manifest)
+            self.run_files.others.on_save(manifest.number)
             self.final_manifest = manifest if manifest.finished else None
             folder.prune(self.settings.keep_last)
             if not self.settings.allow_pickle:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._lightning_compat.flavor import rank_zero_warn
 from lightning_tricks._lightning_compat.loggers import (
     close_tensorboard_logger,
     discard_unwritten_rows,
@@ -91,19 +92,23 @@ class LoggerState:
             found.append(record)
         return found
 
-    def restore(self, records: object) -> list[str]:
-        """Remove what was logged after records, of another process; return a sentence for each problem."""
-        problems = []
+    def restore(self, records: object) -> None:
+        """Remove what was logged after records of another process, on rank zero; warn of what cannot be restored."""
         for number, logger, record in self._loggers_with_records(records):
-            if record["kind"] == "csv":
-                problems.append(self._csv[number].restore(open_csv_logger(logger), record["rows"]))
-                open_csv_logger(logger)  # with the columns that are there now
-                discard_unwritten_rows(logger)
-            elif record["kind"] == "tensorboard":
-                close_tensorboard_logger(logger)
-                folder = log_dir_for_version(logger, logger_version(logger))
-                problems.append(self._truncate_event_files(folder, record["files"]))
-        return [sentence for sentence in problems if sentence]
+            problem = ""
+            try:
+                if record["kind"] == "csv":
+                    problem = self._csv[number].restore(open_csv_logger(logger), record["rows"])
+                    open_csv_logger(logger)  # with the columns that are there now
+                    discard_unwritten_rows(logger)
+                elif record["kind"] == "tensorboard":
+                    close_tensorboard_logger(logger)
+                    folder = log_dir_for_version(logger, logger_version(logger))
+                    problem = self._truncate_event_files(folder, record["files"])
+            except OSError as error:
+                problem = f"rows that were logged after the save could not be removed ({error})."
+            if problem:
+                rank_zero_warn(f"AutoResume: {problem}")
 
     def _loggers_with_records(self, records: object) -> list[tuple[int, Any, Mapping[str, Any]]]:
         """Return number, logger and record: the n-th logger of a kind has the n-th record of that kind."""
@@ -123,7 +128,7 @@ class LoggerState:
             return folder.is_dir() and self._event_files(folder).keys() >= record["files"].keys()
         if not folder.is_dir():
             return True
-        present, own = _read_rows(folder / "metrics.csv")[1], self._csv[number].copied()[: record["rows"]]
+        present, own = _read_rows(folder / "metrics.csv")[1], _read_rows(self._csv[number].copy)[1][: record["rows"]]
         if present and own:  # there may be fewer rows, but none of another run
             return all(row == other for row, other in zip(own, present, strict=False))
         return bool(folder.stat().st_ino == record.get("inode"))
@@ -203,10 +208,6 @@ class CsvRows:
         self._rows += sum(1 for _ in csv.reader(io.StringIO(new.decode("latin-1"), newline="")))
         return self._rows
 
-    def copied(self) -> list[dict[str, str]]:
-        """Return the rows of the copy."""
-        return _read_rows(self.copy)[1]
-
     def restore(self, target: Path, count: int) -> str:
         """Write the first rows to a file, or remove it if there are none; return a problem, or an empty string."""
         self._header = b""
@@ -241,9 +242,8 @@ def _is_valid(record: Any) -> bool:
     if not isinstance(record, dict) or record.get("kind") not in (*_ON_DISK, "wandb", "mlflow"):
         return False
     version, files, rows = record.get("version"), record.setdefault("files", {}), record.setdefault("rows", 0)
-    if isinstance(version, str):
-        is_plain = _PLAIN_VERSION.fullmatch(version) is not None and ".." not in version.split("/")
-    else:
-        is_plain = type(version) is int and version >= 0
+    is_plain = (
+        type(version) in (int, str) and _PLAIN_VERSION.fullmatch(str(version)) and ".." not in str(version).split("/")
+    )
     counts = [rows, *files.values()] if isinstance(files, dict) else [-1]
-    return is_plain and all(type(count) is int and count >= 0 for count in counts)
+    return bool(is_plain) and all(type(count) is int and count >= 0 for count in counts)

@@ -170,6 +170,8 @@ def carry_over(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         checkpoint: What is resumed; the states in it are changed.
     """
     for callback in callbacks_of_type(trainer, ModelCheckpoint):
+        if is_address(callback.dirpath):
+            rank_zero_warn(f"AutoResume: in {callback.dirpath}, which is an address, all that the run wrote stays.")
         key, ranks = callback.state_key, checkpoint[CHECKPOINT_KEY]["ranks"]
         states = [
             checkpoint["callbacks"].get(key),

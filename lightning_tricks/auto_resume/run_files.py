@@ -20,13 +20,10 @@ from lightning_tricks._lightning_compat.callbacks import allow_existing_config
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
     MisconfigurationException,
-    ModelCheckpoint,
     Trainer,
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loggers import muted_logger
-from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.file_locks import DirectoryLock, this_process
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import gather_objects
@@ -37,9 +34,7 @@ from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.logger_state import LoggerState
 from lightning_tricks.auto_resume.model_checkpoint_files import ModelCheckpointFiles, Origin, read_origin
 
-_RUN_FILE = (
-    "run.json"  # the run's id, a token of its last start, and the processes that trained, which event files name
-)
+_RUN_FILE = "run.json"  # of all fits: the run's id, and the processes that trained in it, which event files name
 _START_FILE = "start.json"  # of each fit: where the loggers were at its start, and the random state before `setup`
 _MAX_PROCESSES = 1000
 _SECONDS_TO_APPEAR = 30.0  # for a file of rank zero on the other ranks: network file systems cache directories
@@ -123,9 +118,9 @@ class RunFiles:
                 "directory is detected on the same host only."
             )
         run = str(self.root.read_private(_RUN_FILE).get("run") or secrets.token_hex(16))
-        self.others.origin = origin = Origin(run, secrets.token_hex(8), self._fit)
+        self.others.origin = Origin(run, secrets.token_hex(8), self._fit)
         processes = [*(process for process in processes if process != this_process()), this_process()][-_MAX_PROCESSES:]
-        self.root.write_private(_RUN_FILE, {"run": run, "start": origin.start, "processes": processes})
+        self.root.write_private(_RUN_FILE, {"run": run, "processes": processes})
         return processes
 
     def _open_loggers(self, loggers: LoggerState, is_writer: bool) -> None:
@@ -139,7 +134,8 @@ class RunFiles:
             allow_existing_config(self.trainer)
         if not manifests:
             self._start = {RNG_STATE_KEY: base64.b64encode(pack_rng_state().numpy().tobytes()).decode()}
-            self._warn(loggers.restore(records) if is_writer else [])
+            if is_writer:
+                loggers.restore(records)
             return
         self._start = start
         if self.trainer.world_size == 1:  # several ranks draw the same numbers only if they are seeded, and then always
@@ -161,11 +157,17 @@ class RunFiles:
         Raises:
             MisconfigurationException: On all ranks, if one of them does not.
         """
-        start, until = self.trainer.strategy.broadcast(self.others.origin.start), time.monotonic() + _SECONDS_TO_APPEAR
-        path = self.root.private / _RUN_FILE
-        while not (sees := self.root.read_private(_RUN_FILE).get("start") == start) and time.monotonic() < until:
+        if self.trainer.world_size == 1:
+            return
+        path, until = self.folder.private / f"seen-{secrets.token_hex(8)}", time.monotonic() + _SECONDS_TO_APPEAR
+        if self.trainer.is_global_zero:
+            path.touch()
+        path = path.with_name(self.trainer.strategy.broadcast(path.name))  # nobody has cached that there is none
+        while not path.exists() and time.monotonic() < until:
             time.sleep(0.1)
-        ranks = gather_objects((sees, f"{this_process()['host']}:{path.absolute()}"))
+        ranks = gather_objects((path.exists(), f"{this_process()['host']}:{self.folder.path.absolute()}"))
+        if self.trainer.is_global_zero:
+            path.unlink()
         blind = [f"rank {rank} at {place}" for rank, (sees, place) in enumerate(ranks) if not sees]
         if blind:
             raise MisconfigurationException(
@@ -185,21 +187,12 @@ class RunFiles:
         """Note from where steps are repeated: a save, the start of the fit, or nowhere if it resumes what was given."""
         newest = max((manifest.number for manifest in self.folder.manifests()), default=0)
         self.others.origin = replace(self.others.origin, save=newest)
-        if resumed is not None or not (newest or (user_path and self.fit_that_wrote(user_path) == self._fit)):
-            self.others.resumed = newest
+        if resumed is not None:
+            self.others.resumed = resumed.number
+        elif not newest and (user_path is None or self.fit_that_wrote(user_path) != self._fit):
+            self.others.resumed = 0
         if self._has_saves and not newest:  # all of them are damaged
-            self._warn(self.loggers.restore(self._start.get("loggers")))
-        places = [callback.dirpath for callback in callbacks_of_type(self.trainer, ModelCheckpoint)]
-        places += [getattr(logger, "root_dir", None) for logger in self.trainer.loggers]
-        if resumed is not None and not resumed.finished and (addresses := [*filter(is_address, places)]):
-            rank_zero_warn(
-                f"AutoResume: in {addresses[0]} all that was written after the save stays, and loggers start anew: "
-                "files of ModelCheckpoint and rows of loggers are restored on a local or mounted disk only."
-            )
-
-    def on_save(self, manifest: Manifest) -> None:
-        """Note that a save was written, which a later process resumes."""
-        self.others.on_save(manifest.number)
+            self.loggers.restore(self._start.get("loggers"))
 
     def on_fit_end(self, manifest: Manifest) -> None:
         """Note that what was logged after the last save of a fit is part of the run."""
@@ -214,14 +207,7 @@ class RunFiles:
         """Remove from the loggers what was logged after a save."""
         if manifest.finished and CheckpointFolder(self.root.path / f"fit{self._fit + 1}").manifests():
             return  # the later fit removes its own rows
-        try:
-            self._warn(self.loggers.restore(manifest.loggers))
-        except OSError as error:
-            self._warn([f"rows that were logged after the save that is resumed could not be removed ({error})."])
-
-    def _warn(self, sentences: list[str]) -> None:
-        for sentence in sentences:
-            rank_zero_warn(f"AutoResume: {sentence}")
+        self.loggers.restore(manifest.loggers)
 
 
 def run_identity(module: LightningModule) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_what_others_write_after_the_fit_and_for_an_exception_names_the_run(tmp_
     script(tmp_path, [], OnExceptionCheckpoint(tmp_path), at=("step", 7))
     first = read_origin(tmp_path / "on_exception.ckpt")
     assert (len(first.run), first.fit, first.save) == (32, 1, 2)
-    guard = AutoResume(tmp_path / "runs", every_n_train_steps=EVERY)
+    guard = AutoResume(tmp_path / "more", every_n_train_steps=EVERY)
     trainer = Trainer(max_epochs=1, callbacks=[guard], **QUIET)
     seed_everything(1, verbose=False)
     trainer.fit(Net(), loader(shuffle=True))
