@@ -1,7 +1,8 @@
-"""Lightning's own callbacks: weight averaging, the lottery tickets of ModelPruning, and ThroughputMonitor."""
+"""Lightning's own callbacks: weight averaging, tickets of ModelPruning, ThroughputMonitor, LightningCLI's config."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning_compat.flavor import import_lightning
+from lightning_tricks._lightning_compat.flavor import LIGHTNING, import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
         ThroughputMonitor,
         Trainer,
     )
+
+
+@needs_private("AutoResume")
+def allow_existing_config(trainer: Trainer) -> None:
+    """Let LightningCLI accept a directory that has its config, as if it had saved it there."""
+    cli = sys.modules.get(f"{LIGHTNING}.cli")
+    for callback in callbacks_of(trainer):
+        if cli is not None and isinstance(callback, cli.SaveConfigCallback):
+            set_private(callback, already_saved=True)
 
 
 def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:

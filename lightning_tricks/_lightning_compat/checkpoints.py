@@ -1,4 +1,4 @@
-"""Checkpoints: their contents, the chain of CheckpointIOs that write them, and what ModelCheckpoint does with files."""
+"""Checkpoints: their contents, the chain of CheckpointIOs that write them, and what ModelCheckpoint remembers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.flavor import import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from lightning_tricks._lightning_compat.sharded import is_sharding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,40 +38,11 @@ def _state_attributes(callback: ModelCheckpoint) -> tuple[str, ...]:
     return (*_STATE_ATTRIBUTES, *newer)
 
 
-@contextmanager
-def observe_checkpoint_files(
-    callback: ModelCheckpoint, before_change: Callable[[Path], None], before_link: Callable[[Path, str], None]
-) -> Iterator[None]:
-    """Call a function before a ModelCheckpoint writes or removes a file, until the context is left.
-
-    Args:
-        callback: The ModelCheckpoint that is observed.
-        before_change: Called with the path of the file.
-        before_link: Called before a symbolic link is created, with its path and its target.
-    """
-    with needs_private("AutoResume"):
-        save, remove, link = callback._save_checkpoint, callback._remove_checkpoint, callback._link_checkpoint
-
-    def save_checkpoint(trainer: Any, filepath: str) -> None:
-        before_change(Path(filepath))
-        save(trainer, filepath)
-
-    def remove_checkpoint(trainer: Any, filepath: str) -> None:
-        before_change(Path(filepath))
-        remove(trainer, filepath)
-
-    def link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
-        before_change(Path(linkpath))
-        before_link(Path(linkpath), os.path.relpath(filepath, Path(linkpath).parent))
-        link(trainer, filepath, linkpath)
-
-    with overriding(
-        callback,
-        _save_checkpoint=save_checkpoint,
-        _remove_checkpoint=remove_checkpoint,
-        _link_checkpoint=link_checkpoint,
-    ):
-        yield
+@needs_private("AutoResume")
+def writes_folders(strategy: Strategy) -> bool:
+    """Whether a strategy writes a checkpoint as a folder of shards."""
+    untyped: Any = strategy
+    return is_sharding(strategy) and bool(untyped._save_distributed_checkpoint)
 
 
 def value_in_checkpoint(path: str | os.PathLike[str], key: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import locale
 import os
 import tempfile
 from contextlib import contextmanager
@@ -58,12 +60,10 @@ def set_logger_version(logger: Any, version: int | str) -> bool:
         return logger_version(logger) == version
 
 
-def open_csv_logger(logger: Any, header: list[str] | None = None) -> Path:
-    """Let a CSVLogger write to the directory of its version without deleting files; return the path of its rows.
+def open_csv_logger(logger: Any) -> Path:
+    """Let a CSVLogger continue the rows in the directory of its version, on rank zero; return the path of its rows.
 
-    Args:
-        logger: A CSVLogger, on rank zero.
-        header: The columns of the rows that are there; None keeps the columns that the logger knows.
+    Lightning would delete them.
     """
     from lightning_tricks._lightning_compat.flavor import ExperimentWriter
 
@@ -73,10 +73,12 @@ def open_csv_logger(logger: Any, header: list[str] | None = None) -> Path:
                 set_private(logger, _experiment=ExperimentWriter(empty))
         writer = logger._experiment
         path = Path(logger.log_dir, str(writer.NAME_METRICS_FILE))
-        set_private(writer, log_dir=logger.log_dir, metrics_file_path=str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
-        if header is not None:
-            set_private(writer, metrics_keys=list(header))
+        columns: list[str] = []
+        if path.is_file():
+            with path.open(newline="", encoding=locale.getpreferredencoding(False)) as file:
+                columns = next(csv.reader(file), [])
+        set_private(writer, log_dir=logger.log_dir, metrics_file_path=str(path), metrics_keys=columns)
         return path
 
 
@@ -84,18 +86,6 @@ def open_csv_logger(logger: Any, header: list[str] | None = None) -> Path:
 def discard_unwritten_rows(logger: Any) -> None:
     """Drop the rows that a CSVLogger has not written yet."""
     set_private(logger._experiment, metrics=[])
-
-
-@needs_private("AutoResume")
-def move_csv_logger(logger: Any, new_dir: Path | None) -> Path:
-    """Do as `open_csv_logger` for a logger that may have begun in `new_dir`; its hyper-parameters are moved."""
-    hparams = logger._experiment.hparams if is_logger_started(logger) else None
-    if new_dir is not None and hparams:
-        (new_dir / logger._experiment.NAME_HPARAMS_FILE).unlink(missing_ok=True)
-    path = open_csv_logger(logger)
-    if hparams:
-        logger._experiment.log_hparams({})  # writes all that it was given
-    return path
 
 
 @needs_private("AutoResume")

@@ -38,6 +38,7 @@ from lightning_tricks.auto_resume.core.signals import (
     redirect_output,
 )
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
+from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
@@ -183,6 +184,7 @@ class AutoResume(TrickCallback):
         self._installed = ExitStack()
         self._run_files: RunFiles | None = None
         self._fit: ResumableFit | None = None
+        self._origin: dict[str, Any] | None = None  # of checkpoints that are saved after the fit
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lock the directory as soon as a run begins: no hook comes before the loggers begin."""
@@ -207,7 +209,7 @@ class AutoResume(TrickCallback):
             self._stop_if_asked(trainer, self._stop_request)  # before data is prepared
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
-        self._run_files = RunFiles(trainer, module, root, folder, self._installed)
+        self._run_files = RunFiles(trainer, root, folder, self._installed)
         self._run_files.open()
         if trainer.world_size == 1:
             raise_for_problem(self._run_files.problem)  # before loggers touch what another process writes
@@ -255,7 +257,8 @@ class AutoResume(TrickCallback):
                 "reach it, unless the job script sends them on. Start it by `srun python ...`; or by `exec python ...` "
                 "with `#SBATCH --signal=B:USR1@90`."
             )
-        self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
+        self._installed.enter_context(durable_checkpoints(trainer.strategy))
+        self._installed.enter_context(run_files.others.observed())
         self._fit = ResumableFit(self, trainer, pl_module, run_files, stop_request, self._installed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -284,17 +287,15 @@ class AutoResume(TrickCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""
-        if self._fit is not None and self._run_files is not None and trainer.is_global_zero:
-            self._run_files.record_state()  # callbacks that come later may write it
         self._close()
         EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note what this run writes: it is never resumed in place of a checkpoint of this callback."""
-        if self._fit is not None and self._run_files is not None and trainer.is_global_zero:
-            self._run_files.record_state(flush=not self._fit.writer.is_saving)  # its own manifest tells of it
+        """Say which run wrote a checkpoint also after the fit, and after an exception that ended it."""
+        if self._origin is not None:
+            checkpoint[ORIGIN_KEY] = self._origin
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return where and how often the fit is saved."""
@@ -326,8 +327,10 @@ class AutoResume(TrickCallback):
             )
 
     def _close(self) -> None:
-        self._fit = self._run_files = self._stop_request = None
+        run_files, self._fit, self._run_files, self._stop_request = self._run_files, None, None, None
         self._installed.close()
+        if run_files is not None:
+            self._origin = vars(run_files.others.origin)
 
     def __getstate__(self) -> dict[str, Any]:
         cleared = dict.fromkeys(("_fit", "_run_files", "_stop_request"))

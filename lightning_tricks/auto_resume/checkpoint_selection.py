@@ -28,6 +28,7 @@ from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest, UnusableFolderError, main_file
 from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
 from lightning_tricks.auto_resume.core.shards import put_shards, shape_of
+from lightning_tricks.auto_resume.model_checkpoint_files import carry_over
 from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -145,6 +146,7 @@ class CheckpointSelection:
                 ) from error
         else:
             name_as_in_(checkpoint["state_dict"], self.module.state_dict())
+        carry_over(self.trainer, checkpoint)
         return checkpoint
 
     def _check_plain(self, checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -160,13 +162,12 @@ class CheckpointSelection:
 
         What this run wrote itself is resumed exactly from its own checkpoints alone.
         """
-        position = _position(user_path)
-        is_ours = position in self.run_files.written_states(of_all_fits=manifest is not None)
+        is_ours = self.run_files.fit_that_wrote(user_path)
         given, is_taken = repr(str(user_path)), False
         say: Callable[[str], object] = rank_zero_info
         if manifest is None:
             is_taken, say = True, rank_zero_warn
-            said = is_ours and (
+            said = is_ours == self.run_files.others.origin.fit and (
                 f"this run wrote {given} before its own first save, and resumes from it as Lightning does, which is "
                 "not exact. To start again instead, remove the file."
             )
@@ -178,7 +179,7 @@ class CheckpointSelection:
             )
         elif time <= manifest.written:
             said = f"{manifest.file!r} is newer than {given} and is resumed."
-        elif is_ours or (position is None and not is_address(user_path)):
+        elif is_ours or (is_ours is None and not is_address(user_path)):
             why = "was written by this run" if is_ours else "cannot be read"
             said = f"{given} {why}, and {manifest.file!r} is resumed instead."
         else:
@@ -199,15 +200,6 @@ class CheckpointSelection:
                 f"AutoResume: {self.folder.path} holds checkpoints of another model: {'; '.join(found)}. Choose "
                 "another dirpath to start a new run; load_weights takes those weights of it that fit."
             )
-
-
-def _position(path: str | os.PathLike[str]) -> tuple[Any, Any] | None:
-    """Return epoch and step of a checkpoint that anybody may have written; None if it cannot be read."""
-    try:
-        checkpoint = load_plain_data(main_file(Path(path)))
-        return checkpoint["epoch"], checkpoint["global_step"]
-    except Exception:  # of the file system, of torch, or of a file that is something else
-        return None
 
 
 def _time_written(path: str | os.PathLike[str]) -> float | str:

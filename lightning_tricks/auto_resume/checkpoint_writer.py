@@ -34,6 +34,7 @@ from lightning_tricks.auto_resume.core.durable_writing import save_durably
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
 from lightning_tricks.auto_resume.core.shards import files_of_rank, take_shards, write_shards
 from lightning_tricks.auto_resume.core.tensor_block import pack
+from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
 from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -132,7 +133,10 @@ class CheckpointWriter:
         shards: dict[str, Tensor] = {}
         knows_all = trainer.is_global_zero or is_sharding(trainer.strategy)
         shared = get_shared_state(checkpoint) if knows_all else {}
-        checkpoint[CHECKPOINT_KEY] = {"shared": shared, "ranks": rank_state}
+        checkpoint |= {
+            CHECKPOINT_KEY: {"shared": shared, "ranks": rank_state},
+            ORIGIN_KEY: vars(self.run_files.others.origin),
+        }
         if is_sharding(trainer.strategy):
             checkpoint, shards = take_shards(checkpoint, self.module)
         packed = {name: pack(part) for name, part in checkpoint[CHECKPOINT_KEY].items()}
@@ -233,7 +237,7 @@ class CheckpointWriter:
 
         def write() -> None:
             manifest = folder.save(checkpoint, shards=files, **known)
-            self.run_files.on_save(manifest)
+            self.run_files.others.on_save(manifest.number)
             self.final_manifest = manifest if manifest.finished else None
             folder.prune(self.settings.keep_last)
             if not self.settings.allow_pickle:
@@ -303,16 +307,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     Paths of remote file systems (`s3://...`) are written as `TorchCheckpointIO` does.
 
-    Args:
-        before_replace: Called with the path of a local file and its SHA-256 right before the new file replaces the old.
-
     Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(plugins=[DurableCheckpointIO()], accelerator="cpu", logger=False)
     """
-
-    def __init__(self, before_replace: Callable[[Path, str], object] | None = None) -> None:
-        self._before_replace = before_replace
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint with `save_durably`."""
@@ -321,16 +319,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        before_replace = self._before_replace
-        save_durably(
-            checkpoint, path, before_replace and (lambda staged, digest, size: before_replace(Path(path), digest))
-        )
+        save_durably(checkpoint, path)
 
 
 @contextmanager
-def durable_checkpoints(
-    strategy: Strategy, before_replace: Callable[[Path, str], object] | None = None
-) -> Iterator[None]:
+def durable_checkpoints(strategy: Strategy) -> Iterator[None]:
     """Let a strategy write its checkpoints by a `DurableCheckpointIO` until the context is left.
 
     It takes the place of Lightning's own `TorchCheckpointIO`; another innermost CheckpointIO, such as a user's, stays.
@@ -338,5 +331,5 @@ def durable_checkpoints(
     if type(checkpoint_ios(strategy)[-1]) is not TorchCheckpointIO:
         yield
         return
-    with checkpoint_io_inserted(strategy, lambda _: DurableCheckpointIO(before_replace), innermost=True):
+    with checkpoint_io_inserted(strategy, lambda _: DurableCheckpointIO(), innermost=True):
         yield

@@ -34,6 +34,7 @@ from lightning_tricks.auto_resume.core.attributes.encoding import differing_path
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
+from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.model_parts import (
     Communication,
     Gradients,
@@ -86,6 +87,7 @@ _MAX_OF_DATA = 3  # sentences
 # Entries of a checkpoint that are not compared, as each save writes new ones
 _NOT_COMPARED_ENTRIES = (
     CHECKPOINT_KEY,
+    ORIGIN_KEY,
     "epoch",
     "global_step",
     "loops",

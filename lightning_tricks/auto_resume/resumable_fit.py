@@ -42,7 +42,7 @@ from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
 from lightning_tricks.auto_resume.parts import Phase, SavedState, SavePoint, Settings
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
-from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
+from lightning_tricks.auto_resume.run_files import RunFiles
 
 
 class ResumableFit(FitObserver):
@@ -102,6 +102,8 @@ class ResumableFit(FitObserver):
         self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
         self._installed.callback(self.configuration.close)
         newest, saved = self.selection.newest(user_path), None
+        if self.trainer.is_global_zero:
+            self.run_files.on_selected(newest and newest[0], user_path)
         if newest is not None:
             manifest, path = newest
             checkpoint = self.selection.load(path)
@@ -143,9 +145,6 @@ class ResumableFit(FitObserver):
 
     def on_fit_start(self) -> None:
         """Note what later saves are compared with, and restore what the states of optimizers are loaded into."""
-        if self.trainer.is_global_zero:
-            self.run_files.on_fit_start(self._resumed)
-        raise_for_problem(self.trainer.strategy.broadcast(self.run_files.problem))
         self.rank_agreement = RankAgreement()
         if self._pending is not None:
             self._check_optimizers(self._pending)

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import multiprocessing
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
@@ -203,14 +204,13 @@ def test_a_renamed_part_of_all_trainers(monkeypatch, owner, name):
     assert [dict(vars(kind)) for kind in kinds] == before
 
 
-@pytest.mark.parametrize("method", ["_save_checkpoint", "_remove_checkpoint", "_link_checkpoint"])
-def test_a_renamed_method_of_a_model_checkpoint(monkeypatch, method):
-    monkeypatch.delattr(ModelCheckpoint, method)
-    callback = ModelCheckpoint()
-    before = dict(vars(callback))
-    with pytest.raises(RuntimeError, match=MATCH), checkpoints.observe_checkpoint_files(callback, print, print):
-        pytest.fail("nothing is observed")
-    assert vars(callback) == before
+def test_a_renamed_attribute_of_a_strategy_that_shards():
+    strategy = ModelParallelStrategy()
+    assert checkpoints.writes_folders(strategy)
+    assert not checkpoints.writes_folders(ModelParallelStrategy(save_distributed_checkpoint=False))
+    _rename(strategy, "_save_distributed_checkpoint")
+    with pytest.raises(RuntimeError, match=MATCH):
+        checkpoints.writes_folders(strategy)
 
 
 @pytest.mark.parametrize("name", ["_last_global_step_saved", "_last_checkpoint_saved", "current_score"])
@@ -262,7 +262,7 @@ def test_a_renamed_attribute_of_a_csv_writer(tmp_path, name):
     writer = logger.experiment
     _rename(writer, name)
     with pytest.raises(RuntimeError, match=MATCH):
-        loggers.discard_unwritten_rows(logger) if name == "metrics" else loggers.open_csv_logger(logger, ["a"])
+        loggers.discard_unwritten_rows(logger) if name == "metrics" else loggers.open_csv_logger(logger)
     assert name not in vars(writer)
 
 
