@@ -144,6 +144,7 @@ class LoaderObjects:
                 failed = restore_changes({name: objects[name]}, changes, skipped=skipped)
                 others = {path: why for path, why in self.failed.items() if path not in changes["values"]}
                 self.failed = others | failed | _without_handles(changes["lost"])
+                self._reported.update(map(_top, self.failed))  # where the run resumes
 
     def add_unsaved(self, unsaved: Mapping[str, str]) -> None:
         """Add changes in a worker that cannot be saved: path -> type or reason."""
