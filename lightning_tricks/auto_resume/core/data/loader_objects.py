@@ -28,7 +28,6 @@ _DATA_HANDLE_PACKAGES = frozenset(
 )
 _MAX_PATHS = 500  # of a fingerprint
 _MAX_REMEMBERED_BYTES = 2**20  # of one attribute
-_MAX_ENTRIES = 1_000  # of a container that is compared after each batch, or remembered
 DATA_PARTS = ("dataset", "collate_fn")
 
 
@@ -92,15 +91,10 @@ class LoaderObjects:
         """
         objects = self._objects()
         for name, value in objects.items():
-            of_others = _skip_other_parts(objects, value)
-
-            def skipped(owner: Any, of_others: SkippedNames = of_others) -> list[str]:
-                large = [name for name, part in attributes(owner) if is_large(part, _MAX_REMEMBERED_BYTES)]
-                self._large_names.update(large)
-                return [*of_others(owner), *large]
-
             if not is_large(value, _MAX_REMEMBERED_BYTES):
+                skipped = LargeSkipped(_MAX_REMEMBERED_BYTES, _skip_other_parts(objects, value))
                 self._values[name] = all_values({name: value}, skipped=skipped)
+                self._large_names |= skipped.names
 
     def undo_changes(self, kept: Mapping[str, Any]) -> None:
         """Undo the changes since `remember_values`, except those that `changes` returned as `kept`."""
@@ -305,13 +299,35 @@ class TrackedIndices(_WatchedPart):
             self._order.add(indices)
 
 
+class LargeSkipped:
+    """Leaves out of a walk the attributes that take more than so many bytes, and what others leave out.
+
+    Attributes:
+        names: The names of those that were too large.
+    """
+
+    def __init__(self, max_bytes: int, others: SkippedNames = nothing_skipped) -> None:
+        self._max_bytes, self._others, self.names = max_bytes, others, set[str]()
+
+    def __call__(self, owner: Any) -> list[str]:
+        """Return the names of the attributes of an object to leave out."""
+        large = [name for name, value in attributes(owner) if is_large(value, self._max_bytes)]
+        self.names.update(large)
+        return [*self._others(owner), "state_dict", *large]
+
+
 def is_large(value: Any, max_bytes: int) -> bool:
-    """Whether a value takes more than so many bytes, or is a container of more than 1,000 entries."""
-    kind = type(value)
-    if not is_subclass(kind, list, tuple, dict, set, frozenset):
-        return num_bytes(value) > max_bytes
-    parts = value.values() if is_subclass(kind, dict) else value
-    return len(value) > _MAX_ENTRIES or sum(map(num_bytes, parts)) > max_bytes
+    """Whether a value takes more than so many bytes, with at least 32 for each entry of a container."""
+    pending = [value]
+    while pending and max_bytes >= 0:
+        part = pending.pop()
+        kind = type(part)
+        max_bytes -= 32 + num_bytes(part)
+        if is_subclass(kind, list, tuple, dict, set, frozenset) and max_bytes >= 32 * len(part):
+            pending += part.values() if is_subclass(kind, dict) else part
+        elif is_subclass(kind, list, tuple, dict, set, frozenset):
+            return True
+    return max_bytes < 0
 
 
 def _top(path: str) -> str:
