@@ -6,10 +6,11 @@ import marshal
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from hashlib import blake2b
+from functools import reduce
 from itertools import islice
 from typing import Any
 from weakref import ref
+from zlib import crc32
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -193,26 +194,24 @@ class OrderDigest:
     """
 
     def __init__(self, max_ahead: int = 0) -> None:
-        self.count = 0
-        self._hash, self._max_recent = blake2b(digest_size=8), max_ahead + 4
-        self._recent = deque[bytes]()  # the last batches, which are not in the hash yet
+        self.count, self._sum, self._max_recent = 0, 0, max_ahead + 4
+        self._recent = deque[bytes]()  # the last batches, which are not in the sum yet
 
     def add(self, indices: Any) -> None:
         """Add the indices of a batch."""
         self.count += 1
         self._recent.append(_encode_indices(indices))
         if len(self._recent) > self._max_recent:
-            self._hash.update(self._recent.popleft())
+            self._sum = crc32(self._recent.popleft(), self._sum)
 
     def digest(self, count: int) -> str:
         """Return the digest of the first `count` batches; empty if it is no longer known."""
         num_recent = count - self.count + len(self._recent)
         if not 0 <= num_recent <= len(self._recent):
             return ""
-        found = self._hash.copy()
-        for encoded in islice(self._recent, num_recent):
-            found.update(encoded)
-        return found.hexdigest()
+        return (
+            f"{reduce(lambda known, encoded: crc32(encoded, known), islice(self._recent, num_recent), self._sum):08x}"
+        )
 
 
 def _encode_indices(indices: Any) -> bytes:
