@@ -35,8 +35,7 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.manifests import Manifest
-from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
-from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest
 from lightning_tricks.auto_resume.fit_state import FitState, report_differences
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
@@ -117,10 +116,6 @@ class ResumableFit(FitObserver):
             self.selection.forget()  # nothing is restored once more
         resize_to_state_dict(self.module, checkpoint["state_dict"], saved.shared["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
-        extended = f", extended {self.configuration.extended}" if self.configuration.extended else ""
-        position = f"resumes at epoch {manifest.epoch}, step {manifest.step}{extended}"
-        is_over = manifest.finished and not extended
-        rank_zero_info(f"AutoResume: the run {'had finished' if is_over else position} ({path}).")
         return path, checkpoint
 
     def on_optimizers_created(self) -> None:
@@ -171,14 +166,15 @@ class ResumableFit(FitObserver):
                 "loaded nevertheless."
             )
 
+    def before_signals_registered(self) -> None:
+        """Let the Trainer find the handlers of the process, which it restores at its end."""
+        EARLY_SIGNALS.restore_handlers()
+
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
         self._is_running = True
         if not self.stop_request.install_handlers():
             rank_zero_warn("AutoResume: signals are handled in the main thread only; periodic saves are still written.")
-        EARLY_SIGNALS.claim(self.stop_request)
-        EARLY_SIGNALS.leave(self.settings)
-        EARLY_SIGNALS.deliver()  # such as that at which SLURM requeues the job
         self._reach(Phase.LIMITS_GIVEN)
         if (saved := self._finished) is not None:
             self.state.restore(saved, Phase.RESULTS)
@@ -233,7 +229,11 @@ class ResumableFit(FitObserver):
         self.loaders.track_validation(loaders, is_saved=not reloaded or self._pending is not None)
 
     def on_train_start(self) -> None:
-        """Continue after the end of a fit that was given more epochs."""
+        """Say where the fit resumes, as nothing refuses it any more; continue after its end if it has more epochs."""
+        if (saved := self._pending) is not None:
+            extended = self.configuration.extended
+            position = f"epoch {saved.manifest.epoch}, step {saved.manifest.step}{extended and f', extended {extended}'}"
+            rank_zero_info(f"AutoResume: the run resumes at {position} ({saved.path}).")
         if (saved := self._finished) is not None:
             self._pending = None
             clear_restart_flags(self.trainer)
@@ -331,7 +331,8 @@ class ResumableFit(FitObserver):
         if not self._is_running:
             return
         step = self.trainer.global_step
-        made_step = step != self._last_step or self.module.automatic_optimization
+        # steps that are not Lightning's, as those within a backward pass, are not counted
+        made_step = step != self._last_step or step == 0 or self.module.automatic_optimization
         if not is_at_step_boundary(self.trainer) or not made_step:
             return
         # a batch may have several steps, as with several optimizers
@@ -357,11 +358,17 @@ class ResumableFit(FitObserver):
         if self._pending is not None:
             clear_restart_flags(self.trainer)
             self.state.restore(self._pending, Phase.FIT_END)
+            rank_zero_info(f"AutoResume: the run had finished ({self._pending.path}).")
             report_differences(self.trainer, self.state.differences_of_results(self._pending), (), ())
 
     def _ask_ranks(self) -> list[bool]:
         """Return whether any rank was asked to stop, and whether it is time for a save."""
-        return self.rank_agreement.any_rank(bool(self.stop_request.received), self.writer.is_time_over())
+        return self.rank_agreement.any_rank(bool(self._received), self.writer.is_time_over())
+
+    @property
+    def _received(self) -> str:
+        """The signal that came to this rank, or to the process that forked it."""
+        return self.stop_request.received or EARLY_SIGNALS.noted(self.stop_request)
 
     def _save(self, save_point: SavePoint, *, at_once: bool) -> None:
         trainer = self.trainer
@@ -377,9 +384,10 @@ class ResumableFit(FitObserver):
         self.writer.save(save_point, state, self.state.capture_shared, self.selection.identity, waits=at_once)
 
     def _stop(self) -> NoReturn:
-        name = self.stop_request.received or "a signal to another rank"
+        name = self._received or "a signal to another rank"
         step = self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
+        EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)
