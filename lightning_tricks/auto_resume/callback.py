@@ -205,8 +205,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
 
     def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
         """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
-        name = EARLY_SIGNALS.noted(request)
-        if names := list(filter(None, [name] if trainer.world_size == 1 else gather_objects(name))):
+        ranks = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
+        if names := list(filter(None, ranks)):
             EARLY_SIGNALS.forget()
             rank_zero_info(
                 f"AutoResume: stopped by {names[0]} before the first batch. Run the same command again to train."

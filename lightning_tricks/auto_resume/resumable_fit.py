@@ -71,8 +71,7 @@ class ResumableFit(FitObserver):
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
         run_files.await_save = self.writer.wait
-        self.stop_request = stop_request
-        self.loaders = LoaderTracker(trainer, module, stop_request)
+        self.stop_request, self.loaders = stop_request, LoaderTracker(trainer, module, stop_request)
         self.selection: CheckpointSelection
         self.configuration: RunConfiguration
         self.state: FitState
@@ -85,9 +84,8 @@ class ResumableFit(FitObserver):
         self._epoch_start: Mapping[str, Any] | None = None  # the state before the hooks of the epoch's start
         self._last_step = -1
         self._installed = installed
-        installed.callback(self.stop_request.close)
-        installed.callback(self.loaders.close)
-        installed.callback(self.writer.close)
+        for part in (self.stop_request, self.loaders, self.writer):
+            installed.callback(part.close)
         installed.enter_context(call_after_train_end(trainer, self.after_train_end))
         self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
@@ -126,12 +124,10 @@ class ResumableFit(FitObserver):
         if saved is None or not self.configuration.changed_states:
             return
         # what follows from the changes is not a difference from what was saved
-        now = self.state.outline.now()
-        outline = {**saved.rank.get("outline", {}), **{name: now[name] for name in ("optimizers", "schedulers")}}
-        rank = {**saved.rank, "outline": outline}
+        now = {name: self.state.outline.now()[name] for name in ("optimizers", "schedulers")}
+        rank = {**saved.rank, "outline": {**saved.rank.get("outline", {}), **now}}
         if rank["epoch"] is not None and not saved.shared["groups"]:
-            groups = param_group_names(self.module, self.trainer.optimizers)
-            rank["epoch"] = {**rank["epoch"], "groups": groups}
+            rank["epoch"] = {**rank["epoch"], "groups": param_group_names(self.module, self.trainer.optimizers)}
         changed = {change.name for change in self.configuration.changes}
         settings = {name: old for name, old in saved.shared["settings"].items() if f"Trainer.{name}" not in changed}
         self._pending = replace(saved, rank=rank, shared={**saved.shared, "settings": settings})
@@ -156,15 +152,13 @@ class ResumableFit(FitObserver):
     def _check_optimizers(self, saved: SavedState) -> None:
         """Refuse optimizers of other classes than those whose states are about to be loaded."""
         known, present = saved.rank.get("outline", {}).get("optimizers", {}), self.state.outline.now()["optimizers"]
-        others = [name for name in known.keys() & present.keys() if known[name] != present[name]]
-        if others and self.settings.on_change != "old":
-            before, now = known[others[0]], present[others[0]]
-            raise MisconfigurationException(
-                f"AutoResume: the checkpoint {saved.path} has the state of {before}, and configure_optimizers now "
-                f"returned {now}: a hook exchanged it in the fit, or the code has changed. Return {before} from "
-                "configure_optimizers, or choose another dirpath to start anew. With on_change='old' the state is "
-                "loaded nevertheless."
-            )
+        for name in known.keys() & present.keys():
+            if known[name] != present[name] and self.settings.on_change != "old":
+                raise MisconfigurationException(
+                    f"AutoResume: the checkpoint {saved.path} has the state of {known[name]}, and configure_optimizers "
+                    f"now returned {present[name]}: a hook exchanged it in the fit, or the code has changed. Return "
+                    f"{known[name]} from configure_optimizers, or choose another dirpath to start anew."
+                )
 
     def before_signals_registered(self) -> None:
         """Let the Trainer find the handlers of the process, which it restores at its end."""
@@ -232,7 +226,8 @@ class ResumableFit(FitObserver):
         """Say where the fit resumes, as nothing refuses it any more; continue after its end if it has more epochs."""
         if (saved := self._pending) is not None:
             extended = self.configuration.extended
-            position = f"epoch {saved.manifest.epoch}, step {saved.manifest.step}{extended and f', extended {extended}'}"
+            position = f"epoch {saved.manifest.epoch}, step {saved.manifest.step}"
+            position += f", extended {extended}" if extended else ""
             rank_zero_info(f"AutoResume: the run resumes at {position} ({saved.path}).")
         if (saved := self._finished) is not None:
             self._pending = None
@@ -265,25 +260,23 @@ class ResumableFit(FitObserver):
         """Resume in the middle of the epoch; or save between two epochs."""
         if not self._is_running:
             return
-        if self._pending is not None and self._ask_ranks()[0]:
-            self._stop()  # the checkpoint stays the newest
-        saved, self._pending = self._pending, None
+        stop_requested, time_over = self._ask_ranks()
+        if (saved := self._pending) is None:
+            self.state.note(Phase.AFTER_HOOKS)  # what they changed is repeated where the epoch is resumed
+            self.loaders.record_rng_state("batch")
+            self.loaders.record_first_batch()
+            epoch = self.trainer.current_epoch
+            if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):
+                self._save(SavePoint.EPOCH_START, at_once=stop_requested)
+        if stop_requested:
+            self._stop()  # a checkpoint that was to be resumed stays the newest
         if saved is not None:
+            self._pending = None
             self._resume_epoch(saved)
             self._last_step = self.trainer.global_step
             self.writer.skip_step(self._last_step)
             if saved.save_point is SavePoint.AFTER_BATCH:
                 finish_batch()
-            return
-        self.state.note(Phase.AFTER_HOOKS)  # what they changed is repeated where the epoch is resumed
-        self.loaders.record_rng_state("batch")
-        self.loaders.record_first_batch()
-        epoch = self.trainer.current_epoch
-        stop_requested, time_over = self._ask_ranks()
-        if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):
-            self._save(SavePoint.EPOCH_START, at_once=stop_requested)
-        if stop_requested:
-            self._stop()
 
     def _resume_epoch(self, saved: SavedState) -> None:
         """Restore the middle of an epoch: repeat the hooks of its start, then restore all state, and compare it."""
@@ -363,28 +356,21 @@ class ResumableFit(FitObserver):
 
     def _ask_ranks(self) -> list[bool]:
         """Return whether any rank was asked to stop, and whether it is time for a save."""
-        return self.rank_agreement.any_rank(bool(self._received), self.writer.is_time_over())
-
-    @property
-    def _received(self) -> str:
-        """The signal that came to this rank, or to the process that forked it."""
-        return self.stop_request.received or EARLY_SIGNALS.noted(self.stop_request)
+        return self.rank_agreement.any_rank(bool(self.stop_request.received), self.writer.is_time_over())
 
     def _save(self, save_point: SavePoint, *, at_once: bool) -> None:
         trainer = self.trainer
         if not at_once and self.writer.skips():
             return
         if is_sharding(trainer.strategy):
-            reshard_fsdp2(
-                self.module
-            )  # a validation leaves whole parameters, which are others than those of optimizers
+            reshard_fsdp2(self.module)  # a validation leaves whole parameters, other ones than those of optimizers
         at_end = save_point is SavePoint.FIT_END or (save_point is SavePoint.AFTER_BATCH and is_last_batch(trainer))
         state = self.state.capture()
         state |= {"made": self._loader_origins, "epoch": self._epoch_start, "loaders": self.loaders.state(at_end)}
         self.writer.save(save_point, state, self.state.capture_shared, self.selection.identity, waits=at_once)
 
     def _stop(self) -> NoReturn:
-        name = self._received or "a signal to another rank"
+        name = self.stop_request.received or "a signal to another rank"
         step = self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
         EARLY_SIGNALS.forget()

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -24,6 +23,7 @@ Detach = Callable[[], None]
 # States of the training process that its DataLoader workers read
 RUNNING, STOPPING, LEAVING = range(3)
 
+_SIGHUP = getattr(signal, "SIGHUP", None)  # Windows lacks it
 _OVER = -1  # instead of a signal: the fit of the ranks has ended
 _SECONDS_BETWEEN_EXCHANGES = 0.1  # between ranks, approximately
 
@@ -52,10 +52,7 @@ def check_signals(names: object) -> tuple[str, ...]:
                 f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}, which is not one."
             )
         if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(
-                f"signals must not hold {name}, which no process can handle: after it, the run resumes from its "
-                "last save."
-            )
+            raise ValueError(f"signals must not hold {name}, which no process can handle.")
     return found
 
 
@@ -73,6 +70,10 @@ def misses_slurm_signals() -> bool:
         return False
 
 
+def _can_handle_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 class StopRequest:
     """Records that a signal asked for a stop; the handler does nothing else.
 
@@ -81,14 +82,12 @@ class StopRequest:
         detach: Called at SIGHUP instead of a stop; None lets SIGHUP ask for a stop as well.
         exit_code: The exit status after a stop.
 
-    Attributes:
-        received: The name of the signal, or "".
     """
 
     def __init__(self, names: Sequence[str], detach: Detach | None = None, exit_code: int = 0) -> None:
         self.names, self.detach, self.exit_code = tuple(names), detach, exit_code
-        self.received = ""
         self.stopping = RawValue("b", RUNNING)  # for DataLoader workers
+        self._received = 0
         self._exit_finalizer: Any = None
 
     @property
@@ -96,9 +95,15 @@ class StopRequest:
         """Numbers of the signals."""
         return [int(getattr(signal.Signals, name)) for name in self.names]
 
+    @property
+    def received(self) -> str:
+        """The name of the signal that came to this process, or before the fit; or ""."""
+        number = self._received or EARLY_SIGNALS.noted
+        return signal.Signals(number).name if number and number in self.signal_numbers else ""
+
     def install_handlers(self) -> bool:
         """Install the handlers; return whether that is possible, as it is only in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _can_handle_signals():
             return False
         for number in self.signal_numbers:
             signal.signal(number, self._handle)
@@ -117,14 +122,12 @@ class StopRequest:
             self._exit_finalizer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if name == "SIGHUP" and self.detach is not None:
+        if self.detach is not None and number == _SIGHUP:
             self.detach()
             return
-        if name == "SIGINT" and self.received == "SIGINT":
+        if number == self._received == signal.SIGINT:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
-        self.received = name
-        self.stopping.value = STOPPING
+        self._received, self.stopping.value = number, STOPPING
 
 
 class EarlySignals:
@@ -147,24 +150,23 @@ class EarlySignals:
         self._process = 0
 
     def wait(self, callback: object, request: StopRequest) -> None:
-        """Note signals from here on."""
-        if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1"):
+        """Note signals for a callback from here on, in the main thread: no other one can handle signals."""
+        if hasattr(sys, "ps1") or not _can_handle_signals():
             return
         if self._process != os.getpid():
             if callback not in self._waiting:  # it was made in this process, which is no rank of its parent's fit
                 self._launcher = RawValue("i")
             self._process, self._noted = os.getpid(), 0
             self._waiting.clear()
-        if callback not in self._waiting:
-            weakref.finalize(callback, self._after_death).atexit = False
         self._waiting[callback] = request
+        weakref.finalize(callback, self._after_death).atexit = False
         self._launcher.value = max(self._launcher.value, 0)
         self._update_handlers()
 
-    def noted(self, request: StopRequest) -> str:
-        """Return the name of a signal that was noted and asks a fit to stop, or ""."""
-        number = self._noted or max(self._launcher.value, 0)
-        return signal.Signals(number).name if number and number in request.signal_numbers else ""
+    @property
+    def noted(self) -> int:
+        """The number of the signal that was noted here, or in the process that forked this rank; or 0."""
+        return self._noted or max(self._launcher.value, 0)
 
     def forget(self) -> None:
         """Forget the signal, at which a fit stops now."""
@@ -177,12 +179,12 @@ class EarlySignals:
 
     def restore_handlers(self) -> None:
         """Restore the handlers that were found, where nobody else has changed them since."""
-        for number in list(self._found):
+        for number in list(self._found) if _can_handle_signals() else ():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, self._found.pop(number))
 
     def _update_handlers(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if not _can_handle_signals():
             return
         requests = list(self._waiting.values())
         if not requests:
@@ -207,15 +209,21 @@ class EarlySignals:
         is_over = self._process != os.getpid() or self._launcher.value == _OVER
         requests = [] if is_over else list(self._waiting.values())
         if not requests:
-            self.restore_handlers()
-            signal.raise_signal(number)
-        elif (detach := requests[-1].detach) is not None and signal.Signals(number).name == "SIGHUP":
+            self._pass_on(number, frame)
+        elif (detach := requests[-1].detach) is not None and number == _SIGHUP:
             detach()
         elif self._noted:
-            self.restore_handlers()
+            self.forget()
             raise SystemExit(requests[-1].exit_code)
         else:
             self._noted = self._launcher.value = number
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(number) == self._note:
+            signal.signal(number, self._found.pop(number, signal.SIG_DFL))
+            signal.raise_signal(number)
+        elif callable(found := self._found.get(number)):  # a handler that calls this one has taken its place
+            found(number, frame)
 
 
 EARLY_SIGNALS = EarlySignals()
@@ -261,21 +269,19 @@ def redirect_output(path: Path) -> None:
 
     A stream that is a file already stays as it is: only a terminal, or a pipe to a program in it, is closed.
     """
-    log = os.open(os.devnull, os.O_WRONLY)  # a closed terminal must not end the run, whatever happens to the file
-    with suppress(OSError):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() or not path.exists():  # a pipe would wait for its reader
-            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, null), (1, log), (2, log)):
+        if path.exists() and not path.is_file():  # a pipe would wait for its reader
+            raise OSError
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)  # a closed terminal must not end the run
+    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         if not _is_file(target):
             os.dup2(source, target)
-    os.close(log)
-    os.close(null)
     for stream in (sys.stdout, sys.stderr):
-        reopen = getattr(stream, "reconfigure", None)
-        if reopen is not None:
-            reopen(line_buffering=True)  # so that `tail -f` shows each line
+        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+            reconfigure(line_buffering=True)  # so that `tail -f` shows each line
 
 
 def _is_file(descriptor: int) -> bool:

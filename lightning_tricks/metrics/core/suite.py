@@ -227,8 +227,8 @@ class MetricSuite:
         """
         groups = [group.state() for group in self._groups]
         # "misfits" is the name of the invalid values in checkpoints
-        state = {"updates": self.updates, "misfits": self._num_invalid, "groups": groups}
-        state["waiting"] = self._buffer.waiting()
+        counts = {"updates": self.updates, "misfits": self._num_invalid}
+        state = {**counts, "groups": groups, "waiting": self._buffer.waiting()}
         return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)  # type: ignore[no-any-return]
 
     def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | str | None = None) -> None:
