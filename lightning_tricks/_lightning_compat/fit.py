@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat.flavor import import_lightning
+from lightning_tricks._lightning_compat.flavor import TrainerFn, import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from lightning_tricks._lightning_compat.sharded import is_sharding, plain_states
 from lightning_tricks._lightning_compat.trainer import callbacks_of
@@ -16,14 +16,23 @@ if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import Callback, LightningModule, Trainer
 
 
-def module_given_to_callback(name: str, value: Any) -> LightningModule | None:
-    """Return the module of a run if setting an attribute of a callback tells that the run begins; else None.
+class ToldBeforeLoggers:
+    """A base of callbacks that are told of a fit before its loggers begin and its data are prepared.
 
-    The Trainer sets `log` of each callback to the method of the module in `_attach_model_logging_functions`, before it
-    starts the loggers and prepares data. No hook comes as early: `setup` finds the loggers in new versions, and what
-    another process writes in the same directory touched. `__setattr__` of a callback asks this function.
+    No hook comes as early: `setup` finds the loggers in new versions, and what another process writes in the same
+    directory touched. The moment is that at which the Trainer sets `log` of each callback to the method of the module.
     """
-    return value.__self__ if name == "log" else None
+
+    def before_loggers_begin(self, trainer: Trainer, module: LightningModule) -> None:
+        """Called on each rank where a fit begins that is not one of a `Tuner`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `_attach_model_logging_functions` of the Trainer sets `log`."""
+        super().__setattr__(name, value)
+        if name == "log":
+            module = value.__self__
+            if module.trainer.state.fn == TrainerFn.FITTING and not is_tuning(module.trainer):
+                self.before_loggers_begin(module.trainer, module)
 
 
 @contextmanager

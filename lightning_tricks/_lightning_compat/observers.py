@@ -1,13 +1,12 @@
-"""Moments of a run that no hook marks: batches are fetched, errors are raised, signal handlers are registered."""
+"""Moments of a run that no hook marks: batches are fetched, errors are raised."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat.flavor import import_lightning
-from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from lightning_tricks._lightning_compat.guards import needs_private, overriding
 
 if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import Trainer
@@ -134,43 +133,3 @@ def _reporting_errors(plain: Callable[..., Any], on_error: Callable[[Exception],
             raise
 
     return call
-
-
-@contextmanager
-def observe_trainers(
-    before_registering: Callable[[Trainer], object],
-    handler_before: Callable[[int, Any], Any],
-    while_launched: Callable[[Callable[[int], None], Trainer | None], AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Call functions when a Trainer registers its signal handlers or launches ranks, until the context is left.
-
-    Args:
-        before_registering: Called before any Trainer of this process registers its signal handlers.
-        handler_before: Called after that with the number of each signal and the handler that the Trainer found; it
-            returns the one that the Trainer restores at its end.
-        while_launched: Called before ranks are forked or spawned, with what sends a signal to each of them, and the
-            Trainer; the context that it returns is left when they have ended.
-    """
-    with needs_private("AutoResume"):
-        launcher = import_lightning("pytorch.strategies.launchers.multiprocessing")._MultiProcessingLauncher
-        connector = import_lightning("pytorch.trainer.connectors.signal_connector")._SignalConnector
-        register, launch = connector.register_signal_handlers, launcher.launch
-
-    def register_observed(self: Any) -> None:
-        before_registering(self.trainer)
-        register(self)
-        with needs_private("AutoResume"):
-            found = self._original_handlers.items()
-            set_private(self, _original_handlers={number: handler_before(number, handler) for number, handler in found})
-
-    def launch_observed(self: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        with while_launched(self.kill, trainer):
-            return launch(self, *args, trainer=trainer, **kwargs)
-
-    set_private(connector, register_signal_handlers=register_observed)
-    set_private(launcher, launch=launch_observed)
-    try:
-        yield
-    finally:
-        set_private(connector, register_signal_handlers=register)
-        set_private(launcher, launch=launch)

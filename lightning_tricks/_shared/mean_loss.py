@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +45,11 @@ class MeanLoss:
             self._pending.append((loss, factor * samples))
             self.samples += samples
             if len(self._pending) >= _MAX_BATCHES:
-                self._flush()
+                self.flush()
 
     def compute(self) -> Tensor | None:
         """Return the mean, or None if there were no samples."""
-        self._flush()
+        self.flush()
         return None if self._sum is None or not self.samples else self._sum / self.samples
 
     def __copy__(self) -> MeanLoss:
@@ -57,19 +58,23 @@ class MeanLoss:
         vars(other).update(vars(self), _pending=[*self._pending])
         return other
 
-    def state_dict(self) -> dict[str, Tensor | int | None]:
-        """Return the sum, on the CPU, and the number of samples."""
-        self._flush()
-        return {"sum": None if self._sum is None else self._sum.cpu(), "samples": self.samples}
+    def state_dict(self) -> dict[str, Any]:
+        """Return sum, number of samples, and the losses that wait, on the CPU; nothing is added up earlier for it."""
+        losses = torch.stack([loss for loss, _ in self._pending]).cpu() if self._pending else torch.empty(0)
+        waiting = {"losses": losses, "weights": [weight for _, weight in self._pending]}
+        return {"sum": None if self._sum is None else self._sum.cpu(), "samples": self.samples, "waiting": waiting}
 
-    def load(self, states: Sequence[dict[str, Tensor | int | None]], device: torch.device | str | None = None) -> None:
+    def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | str | None = None) -> None:
         """Replace the state by the merged states of several parts of the data."""
-        sums = [part.to(device) for state in states if isinstance(part := state["sum"], Tensor)]
-        self._pending = []
+        sums = [state["sum"].to(device) for state in states if state["sum"] is not None]
         self._sum = torch.stack(sums).sum(0) if sums else None
-        self.samples = sum(part for state in states if isinstance(part := state["samples"], int))
+        self.samples = sum(state["samples"] for state in states)
+        waiting = [state["waiting"] for state in states if "waiting" in state]
+        losses = [loss for part in waiting for loss in part["losses"].to(device)]
+        self._pending = list(zip(losses, [weight for part in waiting for weight in part["weights"]], strict=True))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Add up the losses that wait."""
         if not self._pending:
             return
         with outside_inference_mode():

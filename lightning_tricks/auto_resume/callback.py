@@ -9,18 +9,16 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import is_tuning, module_given_to_callback, slurm_requeue_signal
+from lightning_tricks._lightning_compat.fit import ToldBeforeLoggers, is_tuning, slurm_requeue_signal
 from lightning_tricks._lightning_compat.flavor import (
     DeepSpeedStrategy,
     FSDPStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
-    TrainerFn,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -32,12 +30,12 @@ from lightning_tricks.auto_resume.checkpoint_writer import durable_checkpoints
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import (
     DEFAULT_SIGNALS,
+    EARLY_SIGNALS,
     StopRequest,
     check_signals,
     misses_slurm_signals,
     redirect_output,
 )
-from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
@@ -49,7 +47,7 @@ _OUTLIVES = (
 _REFUSED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy)
 
 
-class AutoResume(TrickCallback):
+class AutoResume(ToldBeforeLoggers, TrickCallback):
     """Save a fit while it runs and resume it automatically, bit for bit, when the same command is run again.
 
     The script stays `trainer.fit(model, datamodule)`. The first process starts the run; a later one resumes from the
@@ -106,8 +104,7 @@ class AutoResume(TrickCallback):
             the main thread on, signals other than SIGINT are noted: the run exits with `exit_code` before it trains,
             and a second signal stops it at once.
         on_hangup: What SIGHUP does, if it is among the signals: with "detach" training continues without its terminal,
-            and the output is appended to `train.log` in `dirpath`, or to `train-2.log` where `train.log` is another
-            program's; with "stop" the run saves and exits.
+            and the output is appended to `train.log` in `dirpath`; with "stop" the run saves and exits.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again.
             Under `ddp_fork` and `ddp_spawn` the main process exits with it as well; torchrun exits with 1.
         on_change: What to do if the script changed since the run was started: another learning rate, optimizer,
@@ -186,45 +183,35 @@ class AutoResume(TrickCallback):
         self._fit: ResumableFit | None = None
         self._origin: dict[str, Any] | None = None  # of checkpoints that are saved after the fit
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Lock the directory as soon as a run begins: no hook comes before the loggers begin."""
-        super().__setattr__(name, value)
-        if (module := module_given_to_callback(name, value)) is not None:
-            self._open_run_files(module)
-
-    def _open_run_files(self, module: LightningModule) -> None:
-        trainer = module.trainer
+    def before_loggers_begin(self, trainer: Trainer, module: LightningModule) -> None:
+        """Lock the directory, unless a signal has asked to stop, before loggers touch what another process writes."""
         self._close()
-        if trainer.state.fn != TrainerFn.FITTING or is_tuning(trainer):
-            return
         if is_fast_dev_run(trainer):
-            EARLY_SIGNALS.leave(self)
-            EARLY_SIGNALS.deliver()
             return
         requeue = slurm_requeue_signal(trainer)
         self._stop_request = self._new_stop_request([name for name in self.signals if name != requeue])
-        self._stop_request.is_alone = trainer.world_size == 1
         EARLY_SIGNALS.wait(self, self._stop_request)
         if trainer.world_size == 1:
-            self._stop_if_asked(trainer, self._stop_request)  # before data is prepared
+            self._stop_if_asked(trainer, self._stop_request)
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
         self._run_files = RunFiles(trainer, root, folder, self._installed)
         self._run_files.open()
         if trainer.world_size == 1:
-            raise_for_problem(self._run_files.problem)  # before loggers touch what another process writes
+            raise_for_problem(self._run_files.problem)
 
     def _new_stop_request(self, signals: Sequence[str]) -> StopRequest:
-        detach = partial(_detach_from_terminal, self.dirpath) if self.on_hangup == "detach" else None
+        log = CheckpointFolder(self.dirpath).path / "train.log"
+        detach = partial(redirect_output, log) if self.on_hangup == "detach" else None
         return StopRequest(signals, detach, self.exit_code)
 
     def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
         """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
-        EARLY_SIGNALS.claim(request)
-        names = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
-        if received := list(filter(None, names)):
+        ranks = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
+        if names := list(filter(None, ranks)):
+            EARLY_SIGNALS.forget()
             rank_zero_info(
-                f"AutoResume: stopped by {received[0]} before the first batch. Run the same command again to train."
+                f"AutoResume: stopped by {names[0]} before the first batch. Run the same command again to train."
             )
             raise SystemExit(self.exit_code)
 
@@ -242,7 +229,7 @@ class AutoResume(TrickCallback):
             return  # the fit follows later
         self._check_supported(trainer, pl_module)
         if self._run_files is None:  # `setup` was called by hand
-            self._open_run_files(pl_module)
+            self.before_loggers_begin(trainer, pl_module)
         run_files: Any = self._run_files
         stop_request: Any = self._stop_request
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
@@ -283,7 +270,8 @@ class AutoResume(TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._close()
-        EARLY_SIGNALS.leave(self)
+        if stage == "fit":
+            EARLY_SIGNALS.leave(self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""
@@ -335,16 +323,6 @@ class AutoResume(TrickCallback):
     def __getstate__(self) -> dict[str, Any]:
         cleared = dict.fromkeys(("_fit", "_run_files", "_stop_request"))
         return {**super().__getstate__(), "_installed": ExitStack(), **cleared}
-
-
-def _detach_from_terminal(dirpath: str | os.PathLike[str]) -> None:
-    folder = CheckpointFolder(dirpath)
-
-    def log_path() -> Path:
-        folder.prepare()
-        return folder.path / "train.log"
-
-    redirect_output(log_path)
 
 
 def _seconds(interval: timedelta | dict[str, float] | None) -> float:

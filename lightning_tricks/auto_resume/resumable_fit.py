@@ -35,8 +35,7 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
-from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
@@ -72,8 +71,7 @@ class ResumableFit(FitObserver):
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
         run_files.await_save = self.writer.wait
-        self.stop_request = stop_request
-        self.loaders = LoaderTracker(trainer, module, stop_request)
+        self.stop_request, self.loaders = stop_request, LoaderTracker(trainer, module, stop_request)
         self.selection: CheckpointSelection
         self.configuration: RunConfiguration
         self.state: FitState
@@ -86,9 +84,8 @@ class ResumableFit(FitObserver):
         self._epoch_start: Mapping[str, Any] | None = None  # the state before the hooks of the epoch's start
         self._last_step = -1
         self._installed = installed
-        installed.callback(self.stop_request.close)
-        installed.callback(self.loaders.close)
-        installed.callback(self.writer.close)
+        for part in (self.stop_request, self.loaders, self.writer):
+            installed.callback(part.close)
         installed.enter_context(call_after_train_end(trainer, self.after_train_end))
         self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
@@ -119,10 +116,6 @@ class ResumableFit(FitObserver):
             self.selection.forget()  # nothing is restored once more
         resize_to_state_dict(self.module, checkpoint["state_dict"], saved.shared["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
-        extended = f", extended {self.configuration.extended}" if self.configuration.extended else ""
-        position = f"resumes at epoch {manifest.epoch}, step {manifest.step}{extended}"
-        is_over = manifest.finished and not extended
-        rank_zero_info(f"AutoResume: the run {'had finished' if is_over else position} ({path}).")
         return path, checkpoint
 
     def on_optimizers_created(self) -> None:
@@ -133,12 +126,10 @@ class ResumableFit(FitObserver):
         if saved is None or not self.configuration.changed_states:
             return
         # what follows from the changes is not a difference from what was saved
-        now = self.state.outline.now()
-        outline = {**saved.rank.get("outline", {}), **{name: now[name] for name in ("optimizers", "schedulers")}}
-        rank = {**saved.rank, "outline": outline}
+        now = {name: self.state.outline.now()[name] for name in ("optimizers", "schedulers")}
+        rank = {**saved.rank, "outline": {**saved.rank.get("outline", {}), **now}}
         if rank["epoch"] is not None and not saved.shared["groups"]:
-            groups = param_group_names(self.module, self.trainer.optimizers)
-            rank["epoch"] = {**rank["epoch"], "groups": groups}
+            rank["epoch"] = {**rank["epoch"], "groups": param_group_names(self.module, self.trainer.optimizers)}
         changed = {change.name for change in self.configuration.changes}
         settings = {name: old for name, old in saved.shared["settings"].items() if f"Trainer.{name}" not in changed}
         self._pending = replace(saved, rank=rank, shared={**saved.shared, "settings": settings})
@@ -160,24 +151,23 @@ class ResumableFit(FitObserver):
     def _check_optimizers(self, saved: SavedState) -> None:
         """Refuse optimizers of other classes than those whose states are about to be loaded."""
         known, present = saved.rank.get("outline", {}).get("optimizers", {}), self.state.outline.now()["optimizers"]
-        others = [name for name in known.keys() & present.keys() if known[name] != present[name]]
-        if others and self.settings.on_change != "old":
-            before, now = known[others[0]], present[others[0]]
-            raise MisconfigurationException(
-                f"AutoResume: the checkpoint {saved.path} has the state of {before}, and configure_optimizers now "
-                f"returned {now}: a hook exchanged it in the fit, or the code has changed. Return {before} from "
-                "configure_optimizers, or choose another dirpath to start anew. With on_change='old' the state is "
-                "loaded nevertheless."
-            )
+        for name in known.keys() & present.keys():
+            if known[name] != present[name] and self.settings.on_change != "old":
+                raise MisconfigurationException(
+                    f"AutoResume: the checkpoint {saved.path} has the state of {known[name]}, and configure_optimizers "
+                    f"now returned {present[name]}: a hook exchanged it in the fit, or the code has changed. Return "
+                    f"{known[name]} from configure_optimizers, or choose another dirpath to start anew."
+                )
+
+    def before_signals_registered(self) -> None:
+        """Let the Trainer find the handlers of the process, which it restores at its end."""
+        EARLY_SIGNALS.restore_handlers()
 
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
         self._is_running = True
         if not self.stop_request.install_handlers():
             rank_zero_warn("AutoResume: signals are handled in the main thread only; periodic saves are still written.")
-        EARLY_SIGNALS.claim(self.stop_request)
-        EARLY_SIGNALS.leave(self.settings)
-        EARLY_SIGNALS.deliver()  # such as that at which SLURM requeues the job
         self._reach(Phase.LIMITS_GIVEN)
         if (saved := self._finished) is not None:
             self.state.restore(saved, Phase.RESULTS)
@@ -232,8 +222,13 @@ class ResumableFit(FitObserver):
         self.loaders.track_validation(loaders, is_saved=not reloaded or self._pending is not None)
 
     def on_train_start(self) -> None:
-        """Continue after the end of a fit that was given more epochs."""
+        """Say where the fit resumes, as nothing refuses it any more; continue after its end if it has more epochs."""
         self.selection.announce()
+        if (saved := self._pending) is not None:
+            extended = self.configuration.extended
+            position = f"epoch {saved.manifest.epoch}, step {saved.manifest.step}"
+            position += f", extended {extended}" if extended else ""
+            rank_zero_info(f"AutoResume: the run resumes at {position} ({saved.path}).")
         if (saved := self._finished) is not None:
             self._pending = None
             clear_restart_flags(self.trainer)
@@ -265,25 +260,23 @@ class ResumableFit(FitObserver):
         """Resume in the middle of the epoch; or save between two epochs."""
         if not self._is_running:
             return
-        if self._pending is not None and self._ask_ranks()[0]:
-            self._stop()  # the checkpoint stays the newest
-        saved, self._pending = self._pending, None
+        stop_requested, time_over = self._ask_ranks()
+        if (saved := self._pending) is None:
+            self.state.note(Phase.AFTER_HOOKS)  # what they changed is repeated where the epoch is resumed
+            self.loaders.record_rng_state("batch")
+            self.loaders.record_first_batch()
+            epoch = self.trainer.current_epoch
+            if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):
+                self._save(SavePoint.EPOCH_START, at_once=stop_requested)
+        if stop_requested:
+            self._stop()  # a checkpoint that was to be resumed stays the newest
         if saved is not None:
+            self._pending = None
             self._resume_epoch(saved)
             self._last_step = self.trainer.global_step
             self.writer.skip_step(self._last_step)
             if saved.save_point is SavePoint.AFTER_BATCH:
                 finish_batch()
-            return
-        self.state.note(Phase.AFTER_HOOKS)  # what they changed is repeated where the epoch is resumed
-        self.loaders.record_rng_state("batch")
-        self.loaders.record_first_batch()
-        epoch = self.trainer.current_epoch
-        stop_requested, time_over = self._ask_ranks()
-        if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):
-            self._save(SavePoint.EPOCH_START, at_once=stop_requested)
-        if stop_requested:
-            self._stop()
 
     def _resume_epoch(self, saved: SavedState) -> None:
         """Restore the middle of an epoch: repeat the hooks of its start, then restore all state, and compare it."""
@@ -333,7 +326,8 @@ class ResumableFit(FitObserver):
             return
         self.state.report_differences()
         step = self.trainer.global_step
-        made_step = step != self._last_step or self.module.automatic_optimization
+        # steps that are not Lightning's, as those within a backward pass, are not counted
+        made_step = step != self._last_step or step == 0 or self.module.automatic_optimization
         if not is_at_step_boundary(self.trainer) or not made_step:
             return
         # a batch may have several steps, as with several optimizers
@@ -360,6 +354,7 @@ class ResumableFit(FitObserver):
         if self._pending is not None:
             clear_restart_flags(self.trainer)
             self.state.restore(self._pending, Phase.FIT_END)
+            rank_zero_info(f"AutoResume: the run had finished ({self._pending.path}).")
             self.state.note_differences(self._pending, self.state.differences_of_results(self._pending), (), ())
             self.state.report_differences()
 
@@ -372,9 +367,7 @@ class ResumableFit(FitObserver):
         if not at_once and self.writer.skips():
             return
         if is_sharding(trainer.strategy):
-            reshard_fsdp2(
-                self.module
-            )  # a validation leaves whole parameters, which are others than those of optimizers
+            reshard_fsdp2(self.module)  # a validation leaves whole parameters, other ones than those of optimizers
         at_end = save_point is SavePoint.FIT_END or (save_point is SavePoint.AFTER_BATCH and is_last_batch(trainer))
         state = self.state.capture()
         state |= {"made": self._loader_origins, "epoch": self._epoch_start, "loaders": self.loaders.state(at_end)}
@@ -384,6 +377,7 @@ class ResumableFit(FitObserver):
         name = self.stop_request.received or "a signal to another rank"
         step = self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
+        EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)

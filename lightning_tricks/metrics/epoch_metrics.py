@@ -65,7 +65,10 @@ class EpochMetrics:
         self, trainer: Trainer, pl_module: LightningModule, stage: str, other_keys: dict[str, str]
     ) -> dict[str, str]:
         """Give each rank the states of all, and return which keys others log on any of them."""
-        own = {index: dataloader.state_dict() for index, dataloader in self.of_stage(stage).items()}
+        own = {}
+        for index, dataloader in self.of_stage(stage).items():
+            dataloader.flush()
+            own[index] = dataloader.state_dict()
         gathered = gather_parts(trainer, (own, other_keys))
         parts = [part for part, _ in gathered]
         for index in sorted({index for part in parts for index in part}):
@@ -218,6 +221,11 @@ class DataloaderMetrics:
             if num_own < size:
                 return _take_first_rows(monitor, inputs, size, num_own, stage), num_own
         return inputs, None
+
+    def flush(self) -> None:
+        """Count the batches that wait, of which there are more bytes than of what they are counted in."""
+        self.suite.flush()
+        self.loss.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics and the loss so far, as tensors and plain values on the CPU."""

@@ -6,15 +6,16 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 
 import pytest
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_tricks import AutoResume, Tricks, TricksMixin
 from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS
 from tests.auto_resume.killing import STOPPED, differences, resumed_at, run
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, Net, loader
@@ -30,6 +31,7 @@ def received():
     numbers = []
     before = {number: signal.signal(number, lambda number, frame: numbers.append(number)) for number in EARLY}
     yield numbers
+    gc.collect()  # callbacks that wait
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -50,17 +52,15 @@ def trainer(*callbacks, **options):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize(
-    ("moment", "saves"),
+    ("moment", "name", "saves"),
     [
-        ("script", 0),
-        ("prepare_data", 0),
-        ("setup", 0),
-        ("configure_model", 0),
-        ("on_sanity_check_start", 0),
-        ("on_train_start", 0),
-        ("training_step", 1),
+        ("script", "SIGTERM", 0),
+        ("prepare_data", "SIGUSR1", 0),
+        ("configure_model", "SIGTERM", 0),
+        ("on_sanity_check_start", "SIGUSR1", 0),
+        ("on_train_start", "SIGTERM", 0),
+        ("training_step", "SIGUSR1", 1),
     ],
 )
 def test_the_run_stops_at_its_first_save_point_or_before_the_first_batch(tmp_path, moment, saves, name):
@@ -75,10 +75,7 @@ def test_the_run_stops_at_its_first_save_point_or_before_the_first_batch(tmp_pat
     ("moment", "rank"),
     [
         ("script", 0),
-        ("prepare_data", 0),
         ("configure_model", 1),
-        ("on_sanity_check_start", 1),
-        ("on_train_start", "launcher"),
         ("on_train_batch_end", "launcher"),
     ],
 )
@@ -89,8 +86,7 @@ def test_a_signal_to_one_process_stops_all_ranks(tmp_path, moment, rank):
     assert differences(killed, whole) == []
 
 
-@pytest.mark.parametrize("moment", ["script", "configure_model", "on_train_start"])
-@pytest.mark.parametrize("options", [OPTIONS, FORKED], ids=["alone", "two ranks"])
+@pytest.mark.parametrize(("options", "moment"), [(OPTIONS, "script"), (OPTIONS, "on_train_start"), (FORKED, "script")])
 def test_a_resumed_run_that_is_stopped_before_its_first_batch_resumes_from_the_same_save(tmp_path, options, moment):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     assert run(killed, {**options, "kill": ["on_train_batch_end", 5, "SIGTERM", 0]}) == STOPPED
@@ -100,14 +96,6 @@ def test_a_resumed_run_that_is_stopped_before_its_first_batch_resumes_from_the_s
     assert run(killed, options) == run(whole, {**options, "guarded": False}) == 0
     assert differences(killed, whole) == []
     assert len(set(resumed_at(killed))) == 1
-
-
-def test_a_run_that_had_finished(tmp_path):
-    assert run(tmp_path, OPTIONS) == 0
-    before = saved(tmp_path)
-    assert run(tmp_path, {**OPTIONS, "kill": ["script", 1, "SIGTERM", 0]}) == STOPPED
-    assert run(tmp_path, OPTIONS) == 0
-    assert saved(tmp_path) == before
 
 
 def test_a_hangup_before_the_fit_detaches(tmp_path):
@@ -183,34 +171,52 @@ def test_handlers_are_as_they_were_when_no_callback_waits(tmp_path, received):
     assert received == [signal.SIGTERM], "nobody can stop at it any more"
 
 
-class Looks(Callback):
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.found = handlers()
-
-    on_validation_batch_start = on_train_batch_start
+def test_nothing_is_noted_in_a_notebook(tmp_path, received, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    guard = AutoResume(tmp_path)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM], guard
 
 
 @pytest.mark.oldest
-def test_a_trainer_without_it_finds_the_handlers_as_they_were(tmp_path, received, monkeypatch):
-    """Lightning lets SLURM requeue the job only where the signal has no handler yet."""
+def test_a_trainer_without_it_handles_signals_as_ever(tmp_path, received, monkeypatch):
+    """Lightning composes its handler of SIGTERM with ours, and lets Slurm requeue where a signal has no handler yet."""
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            found.append(repr(signal.getsignal(signal.SIGUSR1)))
+            if batch_idx == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    found, before = [], handlers()
+    guard = AutoResume(tmp_path)
+    with pytest.raises(SystemExit):
+        trainer(Looks()).fit(Net(), loader())
+    with pytest.raises(SystemExit) as left:
+        trainer(guard).fit(Net(), loader())
+    assert (len(found), left.value.code, received) == (2, STOPPED, [])
+    assert handlers() == before
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(SLURMEnvironment, "detect", lambda: False)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    before, guard = handlers(), AutoResume(tmp_path)
-    bare, looks = Looks(), Looks()
-    runner = trainer(looks, plugins=[SLURMEnvironment()])
-    runner.fit(Net(), loader())
-    assert "_HandlersCompose" in repr(looks.found[sorted(signal.valid_signals()).index(signal.SIGUSR1)])
-    assert handlers() == before
     guard = AutoResume(tmp_path)
-    os.kill(os.getpid(), signal.SIGTERM)
-    trainer(bare).fit(Net(), loader())
-    assert received == [signal.SIGTERM]
-    assert handlers() == before
-    trainer(guard).fit(Net(), loader())
-    assert handlers() == before
+    with pytest.raises(SystemExit):
+        trainer(Looks(), plugins=[SLURMEnvironment()]).fit(Net(), loader())
+    assert "_HandlersCompose" in found[-1], guard
+
+
+def test_a_handler_that_the_trainer_keeps_passes_on_what_nobody_waits_for(tmp_path, received):
+    class Deletes(Callback):
+        def on_train_start(self, trainer, pl_module):
+            guards.clear()
+            gc.collect()
+
+    guards = [AutoResume(tmp_path)]
+    trainer(Deletes()).fit(Net(), loader())
+    assert signal.getsignal(signal.SIGTERM) == EARLY_SIGNALS._note
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] * 2
 
 
 def test_a_handler_that_is_installed_later_stays(tmp_path, received):
@@ -237,7 +243,6 @@ def test_each_way_to_leave_restores_the_handlers(tmp_path, received):
     before = handlers()
     guard = AutoResume(tmp_path / "a")
     trainer(guard).validate(EvaluatedNet(), loader(), verbose=False)
-    assert handlers() == before
     trainer(guard, fast_dev_run=True).fit(EvaluatedNet(), loader())
     assert handlers() == before
     for breaking in (Breaks(), Interrupts(3)):
@@ -294,37 +299,3 @@ def test_from_inside_the_module(tmp_path, received):
         trainer().fit(module, loader())
     assert left.value.code == STOPPED
     assert received == []
-
-
-@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
-def test_beside_a_callback_that_saves_at_exceptions(tmp_path, received):
-    guard, other = AutoResume(tmp_path / "a"), OnExceptionCheckpoint(tmp_path / "b")
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit) as left:
-        trainer(guard, other, enable_checkpointing=True).fit(Net(), loader())
-    assert left.value.code == STOPPED
-
-
-@pytest.mark.parametrize("requeues", [True, False])
-def test_an_early_signal_of_slurm(tmp_path, received, monkeypatch, requeues):
-    """Where Lightning requeues the job, it does so as soon as it handles signals."""
-    command = tmp_path / "scontrol"
-    command.write_text(f"#!/bin/sh\necho $* > {tmp_path}/asked\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "STEP_ID": "0", "PROCID": "0"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    for name in ("SLURM_LOCALID", "SLURM_NODEID"):
-        monkeypatch.setenv(name, "0")
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    guard = AutoResume(tmp_path / "runs")
-    runner = trainer(guard, plugins=[SLURMEnvironment(auto_requeue=requeues)], default_root_dir=tmp_path)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    if requeues:
-        runner.fit(Net(), loader())
-        assert (tmp_path / "asked").read_text() == "requeue 7\n"
-    else:
-        with pytest.raises(SystemExit) as left:
-            runner.fit(Net(), loader())
-        assert left.value.code == STOPPED
-        assert not (tmp_path / "asked").exists()

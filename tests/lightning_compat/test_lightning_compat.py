@@ -3,7 +3,7 @@
 import itertools
 import signal
 import types
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,7 +29,6 @@ from lightning_tricks._lightning_compat import (
     loaders,
     logged_values,
     loggers,
-    observers,
     results,
 )
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
@@ -684,19 +683,23 @@ def test_call_with_next_batch(sized):
     assert len(trained) == 10
 
 
-def test_a_callback_is_given_the_module_before_the_loggers_begin(tmp_path):
-    class Notes(lightning.pytorch.Callback):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if (given := fit.module_given_to_callback(name, value)) is not None:
-                begun.append((given is module, logger._experiment is not None))
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_a_callback_is_told_of_a_fit_before_the_loggers_begin(tmp_path):
+    class Notes(fit.ToldBeforeLoggers, lightning.pytorch.Callback):
+        def before_loggers_begin(self, trainer, module):
+            begun.append((trainer.lightning_module is module, logger._experiment is not None))
 
         def setup(self, trainer, pl_module, stage):
-            begun.append("setup")
+            begun.append(stage)
 
-    begun, module, logger = [], Net(), CSVLogger(tmp_path)
-    Trainer(max_epochs=1, log_every_n_steps=1, callbacks=[Notes()], **{**QUIET, "logger": logger}).fit(module, loader())
-    assert begun == [(True, False), "setup"]
+    begun, module, notes = [], EvaluatedNet(), Notes()
+    for logger in (CSVLogger(tmp_path), CSVLogger(tmp_path)):
+        trainer = Trainer(max_epochs=1, log_every_n_steps=1, callbacks=[notes], **{**QUIET, "logger": logger})
+        if not begun:
+            trainer.validate(module, loader(), verbose=False)
+        else:
+            trainer.fit(module, loader())
+    assert begun == ["validate", (True, False), "fit"]
 
 
 def test_close_workers():
@@ -737,29 +740,6 @@ def test_skip_sanity_check_and_clear_restart_flags():
         with fit_observer.observe_fit(trainer, Skips()) if skips else nullcontext():
             trainer.fit(EvaluatedNet(), loader(), loader())
         assert counts.checks == (not skips)
-
-
-def test_observe_trainers():
-    """Any Trainer is observed, until the context is left; ranks get signals while they are there."""
-    seen, before = [], signal.getsignal(signal.SIGTERM)
-
-    @contextmanager
-    def launched(kill, trainer):
-        seen.append(trainer)
-        kill(signal.SIGTERM)  # there is no rank yet
-        yield
-        seen.append("ended")
-
-    def other(number, found):
-        return signal.SIG_IGN if number == signal.SIGTERM else found
-
-    trainer, forks = Trainer(max_epochs=1, **QUIET), Trainer(max_epochs=1, strategy="ddp_fork", devices=2, **QUIET)
-    with observers.observe_trainers(seen.append, other, launched):
-        trainer.fit(Net(), loader())
-        assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
-        forks.fit(Net(), loader())
-    Trainer(max_epochs=1, **QUIET).fit(Net(), loader())
-    assert seen == [trainer, forks, "ended"]
 
 
 def test_slurm_requeue_signal(monkeypatch):

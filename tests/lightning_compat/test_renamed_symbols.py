@@ -16,8 +16,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.launchers import multiprocessing
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
 from lightning_tricks._lightning_compat import (
@@ -190,18 +188,6 @@ def test_a_renamed_method_is_not_overridden(monkeypatch, owner, name, install):
         with pytest.raises(RuntimeError, match=MATCH), install(trainer):
             pytest.fail("nothing is installed")
     assert {one: set(vars(of)) for one, of in _parts(trainer).items() if of is not None} == before
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"), [(_SignalConnector, "register_signal_handlers"), (multiprocessing, "_MultiProcessingLauncher")]
-)
-def test_a_renamed_part_of_all_trainers(monkeypatch, owner, name):
-    kinds = _SignalConnector, multiprocessing._MultiProcessingLauncher
-    monkeypatch.delattr(owner, name)
-    before = [dict(vars(kind)) for kind in kinds]
-    with pytest.raises(RuntimeError, match=MATCH), observers.observe_trainers(print, print, print):
-        pytest.fail("nothing is observed")
-    assert [dict(vars(kind)) for kind in kinds] == before
 
 
 def test_a_renamed_attribute_of_a_strategy_that_shards():

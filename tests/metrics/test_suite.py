@@ -11,7 +11,8 @@ import torchmetrics.regression as tmr
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
 
-from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics
+from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics, regression_metrics
+from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.metric_groups import ScoreHistogram
 from lightning_tricks.metrics.core.metric_properties import Task, can_concat_batches, task_of
 from lightning_tricks.metrics.core.metric_table import stack_numbers
@@ -285,6 +286,25 @@ def test_a_state_continues_where_it_was():
         assert second.compute() == whole.compute()
     with pytest.raises(ValueError, match="other metrics"):
         MetricSuite({"one": Longest(), "two": tmr.R2Score(), "three": tmr.R2Score()}).load([first.state_dict()])
+
+
+def test_a_save_changes_no_bit():
+    """Which batches are added up at once decides the last bits of a sum: neither saves nor a resume may change it."""
+
+    def run(*, saves, resumes=()):
+        suite, loss = MetricSuite(regression_metrics()), MeanLoss()
+        for step, (preds, target) in enumerate(zip(numbers[0].split(4), numbers[1].split(4), strict=True)):
+            suite.update(preds=preds, target=target)
+            loss.update((preds - target).square(), samples=len(preds))
+            states = (suite.state_dict(), loss.state_dict()) if saves else ()
+            if step in resumes:
+                suite, loss = MetricSuite(regression_metrics()), MeanLoss()
+                suite.load([states[0]], "cpu")
+                loss.load([states[1]], "cpu")
+        return {**suite.compute(), "loss": loss.compute()}
+
+    numbers = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2))  # the buffer is emptied once
+    assert run(saves=True) == run(saves=True, resumes=(3, 500, 1200)) == run(saves=False)
 
 
 def test_nothing_is_read_after_the_first_batch():

@@ -213,7 +213,7 @@ class ChangedOptimizers:
 
 
 def _prefixes(label: str, groups: Sequence[Any]) -> list[str]:
-    return [f"{label}.groups[{number}]" for number in range(len(groups))] if len(groups) > 1 else [label]
+    return [f"{label}.groups[{number}]" for number in range(len(groups))] if len(groups) != 1 else [label]
 
 
 def _of_schedules(optimizer: Any, group: Mapping[str, Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, on which its ranks agree, and the output of a run whose terminal is closed."""
+"""Signals that ask a run to stop, before and in its fit; how ranks agree on them; the output without a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
@@ -22,6 +23,8 @@ Detach = Callable[[], None]
 # States of the training process that its DataLoader workers read
 RUNNING, STOPPING, LEAVING = range(3)
 
+_SIGHUP = getattr(signal, "SIGHUP", None)  # Windows lacks it
+_OVER = -1  # instead of a signal: the fit of the ranks has ended
 _SECONDS_BETWEEN_EXCHANGES = 0.1  # between ranks, approximately
 
 
@@ -49,10 +52,7 @@ def check_signals(names: object) -> tuple[str, ...]:
                 f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}, which is not one."
             )
         if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(
-                f"signals must not hold {name}, which no process can handle: after it, the run resumes from its "
-                "last save."
-            )
+            raise ValueError(f"signals must not hold {name}, which no process can handle.")
     return found
 
 
@@ -70,6 +70,10 @@ def misses_slurm_signals() -> bool:
         return False
 
 
+def _can_handle_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 class StopRequest:
     """Records that a signal asked for a stop; the handler does nothing else.
 
@@ -78,15 +82,12 @@ class StopRequest:
         detach: Called at SIGHUP instead of a stop; None lets SIGHUP ask for a stop as well.
         exit_code: The exit status after a stop.
 
-    Attributes:
-        received: The name of the signal, or "".
-        is_alone: Whether no other rank has to stop at the same moment.
     """
 
     def __init__(self, names: Sequence[str], detach: Detach | None = None, exit_code: int = 0) -> None:
         self.names, self.detach, self.exit_code = tuple(names), detach, exit_code
-        self.received, self.is_alone = "", True
         self.stopping = RawValue("b", RUNNING)  # for DataLoader workers
+        self._received = 0
         self._exit_finalizer: Any = None
 
     @property
@@ -95,18 +96,14 @@ class StopRequest:
         return [int(getattr(signal.Signals, name)) for name in self.names]
 
     @property
-    def early_numbers(self) -> list[int]:
-        """Numbers of the signals that matter before the fit: there, Ctrl+C raises KeyboardInterrupt at once."""
-        return [number for number in self.signal_numbers if number != signal.SIGINT]
-
-    def record(self, number: int) -> None:
-        """Record a signal."""
-        self.received = signal.Signals(number).name
-        self.stopping.value = STOPPING
+    def received(self) -> str:
+        """The name of the signal that came to this process, or before the fit; or ""."""
+        number = self._received or EARLY_SIGNALS.noted
+        return signal.Signals(number).name if number and number in self.signal_numbers else ""
 
     def install_handlers(self) -> bool:
         """Install the handlers; return whether that is possible, as it is only in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _can_handle_signals():
             return False
         for number in self.signal_numbers:
             signal.signal(number, self._handle)
@@ -125,13 +122,111 @@ class StopRequest:
             self._exit_finalizer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if name == "SIGHUP" and self.detach is not None:
+        if self.detach is not None and number == _SIGHUP:
             self.detach()
             return
-        if name == "SIGINT" and self.received == "SIGINT":
+        if number == self._received == signal.SIGINT:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
-        self.record(number)
+        self._received, self.stopping.value = number, STOPPING
+
+
+class EarlySignals:
+    """Notes the signals that come before a fit handles them itself; there is one object in a process.
+
+    An `AutoResume` waits from its construction in the main thread on; its fit asks what was noted. A second signal
+    exits at once, as whoever sends it does not wait for the first batch, and nothing is trained yet. Where nobody waits
+    any more, as in a fork that is no rank, the handler that was found gets the signal.
+
+    Ctrl+C raises KeyboardInterrupt at once, as before any fit, and in a notebook or a shell nothing is noted: no
+    scheduler has started it. In a job of Slurm, a signal that nothing handles is left alone: Lightning lets Slurm
+    requeue the job only then, in a Trainer without an `AutoResume` too. SIGTERM it passes on.
+    """
+
+    def __init__(self) -> None:
+        self._noted = 0
+        self._launcher = RawValue("i")  # what the process noted that forked the ranks; shared with them
+        self._waiting: weakref.WeakKeyDictionary[object, StopRequest] = weakref.WeakKeyDictionary()
+        self._found: dict[int, Any] = {}  # the handlers of the process
+        self._process = 0
+
+    def wait(self, callback: object, request: StopRequest) -> None:
+        """Note signals for a callback from here on, in the main thread: no other one can handle signals."""
+        if hasattr(sys, "ps1") or not _can_handle_signals():
+            return
+        if self._process != os.getpid():
+            if callback not in self._waiting:  # it was made in this process, which is no rank of its parent's fit
+                self._launcher = RawValue("i")
+            self._process, self._noted = os.getpid(), 0
+            self._waiting.clear()
+        self._waiting[callback] = request
+        weakref.finalize(callback, self._after_death).atexit = False
+        self._launcher.value = max(self._launcher.value, 0)
+        self._update_handlers()
+
+    @property
+    def noted(self) -> int:
+        """The number of the signal that was noted here, or in the process that forked this rank; or 0."""
+        return self._noted or max(self._launcher.value, 0)
+
+    def forget(self) -> None:
+        """Forget the signal, at which a fit stops now."""
+        self._noted = self._launcher.value = 0
+
+    def leave(self, callback: object) -> None:
+        """Let a callback whose fit is over wait no longer."""
+        self._waiting.pop(callback, None)
+        self._update_handlers()
+
+    def restore_handlers(self) -> None:
+        """Restore the handlers that were found, where nobody else has changed them since."""
+        for number in list(self._found) if _can_handle_signals() else ():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, self._found.pop(number))
+
+    def _update_handlers(self) -> None:
+        if not _can_handle_signals():
+            return
+        requests = list(self._waiting.values())
+        if not requests:
+            self._launcher.value = _OVER
+            self.restore_handlers()
+        for number in {number for request in requests for number in request.signal_numbers} - {signal.SIGINT}:
+            found = signal.getsignal(number)
+            is_left = "SLURM_JOB_ID" in os.environ and found == signal.SIG_DFL and number != signal.SIGTERM
+            if found not in (None, self._note) and not is_left:  # one that is not Python's could not be restored
+                self._found[number] = found
+                signal.signal(number, self._note)
+
+    def _after_death(self) -> None:
+        """Let the process have a signal at which nobody can stop any more."""
+        if self._process == os.getpid() and not list(self._waiting):
+            self._update_handlers()
+            number, self._noted = self._noted, 0
+            if number:
+                signal.raise_signal(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_over = self._process != os.getpid() or self._launcher.value == _OVER
+        requests = [] if is_over else list(self._waiting.values())
+        if not requests:
+            self._pass_on(number, frame)
+        elif (detach := requests[-1].detach) is not None and number == _SIGHUP:
+            detach()
+        elif self._noted:
+            self.forget()
+            raise SystemExit(requests[-1].exit_code)
+        else:
+            self._noted = self._launcher.value = number
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(number) == self._note:
+            signal.signal(number, self._found.pop(number, signal.SIG_DFL))
+            signal.raise_signal(number)
+        elif callable(found := self._found.get(number)):  # a handler that calls this one has taken its place
+            found(number, frame)
+
+
+EARLY_SIGNALS = EarlySignals()
 
 
 class RankAgreement:
@@ -169,25 +264,24 @@ class RankAgreement:
         return [answer > 0 for answer in highest]
 
 
-def redirect_output(log_path: Callable[[], Path]) -> None:
+def redirect_output(path: Path) -> None:
     """Append standard output and error to a file, also for child processes, and let standard input be empty.
 
     A stream that is a file already stays as it is: only a terminal, or a pipe to a program in it, is closed.
     """
     try:
-        log = os.open(log_path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe would wait for its reader
+            raise OSError
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)  # a closed terminal must not end the run
-    null = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, null), (1, log), (2, log)):
+    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         if not _is_file(target):
             os.dup2(source, target)
-    os.close(log)
-    os.close(null)
     for stream in (sys.stdout, sys.stderr):
-        reopen = getattr(stream, "reconfigure", None)
-        if reopen is not None:
-            reopen(line_buffering=True)  # so that `tail -f` shows each line
+        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+            reconfigure(line_buffering=True)  # so that `tail -f` shows each line
 
 
 def _is_file(descriptor: int) -> bool:

@@ -215,12 +215,20 @@ class MetricSuite:
         """Drop all data so far."""
         self.load([])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all data so far, as tensors and plain values on the CPU."""
+    def flush(self) -> None:
+        """Count the batches that wait."""
         self._buffer.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all data so far, as tensors and plain values on the CPU.
+
+        Batches that wait stay so: which of them are added up at once decides the last bits of a sum, and must not
+        depend on when the state is saved.
+        """
         groups = [group.state() for group in self._groups]
         # "misfits" is the name of the invalid values in checkpoints
-        state = {"updates": self.updates, "misfits": self._num_invalid, "groups": groups}
+        counts = {"updates": self.updates, "misfits": self._num_invalid}
+        state = {**counts, "groups": groups, "waiting": self._buffer.waiting()}
         return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)  # type: ignore[no-any-return]
 
     def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | str | None = None) -> None:
@@ -247,6 +255,9 @@ class MetricSuite:
         for state in seen:
             self._num_invalid = self._num_invalid + state["misfits"]
         self.updates = sum(state["updates"] for state in seen)
+        for state in seen:
+            if state.get("waiting"):
+                self._buffer.add(state["waiting"])
 
     def _to(self, device: Any) -> None:
         if device is not None:
@@ -291,7 +302,13 @@ class BatchBuffer:
         """Drop the batches that wait."""
         self._pending: list[list[Tensor]] = []
         self._signature: list[Any] = []
-        self._num_rows = self._rows_per_batch = self._bytes_per_batch = 0
+        self._num_rows = self._num_bytes = self._rows_per_batch = self._bytes_per_batch = 0
+
+    def waiting(self) -> dict[str, Tensor]:
+        """Return the batches that wait, concatenated; `add` lets them wait in another buffer."""
+        columns = zip(*self._pending, strict=True)
+        with outside_inference_mode():
+            return {name: torch.cat(column) for name, column in zip(self._names, columns, strict=False)}
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Copy a batch; count those that wait where there are enough of them, or where this one differs from them."""
@@ -314,16 +331,15 @@ class BatchBuffer:
             return
         self._pending.append([value.detach().clone() if value.requires_grad else value.clone() for value in batch])
         self._num_rows += self._rows_per_batch
-        if self._num_rows >= _MAX_ROWS or len(self._pending) * self._bytes_per_batch >= _MAX_BYTES:
+        self._num_bytes += self._bytes_per_batch
+        if self._num_rows >= _MAX_ROWS or self._num_bytes >= _MAX_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Count the batches that wait."""
         if self._pending:
-            columns = zip(*self._pending, strict=True)
-            with outside_inference_mode():
-                batch = {name: torch.cat(column) for name, column in zip(self._names, columns, strict=True)}
-            self._pending, self._num_rows = [], 0
+            batch = self.waiting()
+            self._pending, self._num_rows, self._num_bytes = [], 0, 0
             self._update(batch)
 
     def _change_signature(self, signature: list[Any], batch: list[Any]) -> None:
