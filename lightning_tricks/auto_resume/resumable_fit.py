@@ -106,7 +106,7 @@ class ResumableFit(FitObserver):
             manifest, path = newest
             checkpoint = self.selection.load(path)
             saved = SavedState.from_checkpoint(manifest, path, checkpoint, self.trainer, self.module)
-            self.configuration.resume_from(saved)
+            self.configuration.resume_from(saved, checkpoint)
         self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
         if saved is None:
             self._restore_after_setup()
@@ -162,13 +162,12 @@ class ResumableFit(FitObserver):
         """Refuse optimizers of other classes than those whose states are about to be loaded."""
         known, present = saved.rank.get("outline", {}).get("optimizers", {}), self.state.outline.now()["optimizers"]
         others = [name for name in known.keys() & present.keys() if known[name] != present[name]]
-        if others and self.settings.on_change != "old":
+        if others:
             before, now = known[others[0]], present[others[0]]
             raise MisconfigurationException(
                 f"AutoResume: the checkpoint {saved.path} has the state of {before}, and configure_optimizers now "
                 f"returned {now}: a hook exchanged it in the fit, or the code has changed. Return {before} from "
-                "configure_optimizers, or choose another dirpath to start anew. With on_change='old' the state is "
-                "loaded nevertheless."
+                "configure_optimizers, or choose another dirpath to start anew."
             )
 
     def on_signals_registered(self) -> None:
@@ -306,6 +305,7 @@ class ResumableFit(FitObserver):
         """Report what is not as it was saved, except what another start changed, and set that."""
         is_known = self.configuration.is_known_change
         drawn_anew = [path for path in self.state.attributes.drawn_anew(saved) if not is_known(path)]
+        paths = [path for path in paths if not is_known(path)]
         if self.configuration.changed_states:
             paths = [path for path in paths if not path.startswith("optimizers.")]
         report_differences(self.trainer, paths, drawn_anew, self.loaders.data_differences)
