@@ -307,8 +307,10 @@ class ResumableFit(FitObserver):
         drawn_anew = [path for path in self.state.attributes.drawn_anew(saved) if not is_known(path)]
         paths = [path for path in paths if not is_known(path)]
         if self.configuration.changed_states:
-            paths = [path for path in paths if not path.startswith("optimizers.")]
-        report_differences(self.trainer, paths, drawn_anew, self.loaders.data_differences)
+            made_anew = ("optimizers.", "lr_schedulers", "the class of learning rate scheduler")
+            paths = [path for path in paths if not path.startswith(made_anew)]
+        data = [] if self.configuration.has_other_data else self.loaders.data_differences
+        report_differences(self.trainer, paths, drawn_anew, data)
         self.state.restore(saved, Phase.COMPARED)
 
     def _reload_weights(self, saved: SavedState) -> None:

@@ -35,13 +35,13 @@ from lightning_tricks.auto_resume.core.configuration import (
     ROOT,
     Change,
     Configuration,
-    arguments_of,
     changes_between,
     class_code,
     describe,
     describe_layers,
     describe_loaders,
     describe_optimizers,
+    described_arguments,
     flatten,
     is_longer,
     numbered,
@@ -382,16 +382,29 @@ class RunConfiguration(Part):
     # -- what follows for other parts
 
     def is_known_change(self, path: str) -> bool:
-        """Whether the value at a path, such as "module.net.2.p", is among what was said to differ."""
+        """Whether the value at a path, such as "module.net.2.p", is among what was said to differ, or does not train."""
+        callbacks = callbacks_of(self.trainer)
+        pairs = zip(numbered(callbacks), callbacks, strict=True)
+        decided = [f"callbacks.{label}." for label, one in pairs if getattr(one, "training_arguments", None) is not None]
+        if path.startswith((*decided,)):
+            return True
         names = [re.sub(r"(^|\.)hparams\.", lambda at: at[1] or f"{ROOT}.", name) for name in self._said if name]
         return any(f".{path}".endswith(f".{name}") for name in names)
+
+    @property
+    def has_other_data(self) -> bool:
+        """Whether another data set takes effect."""
+        return any(_is_of_loaders(change) and ".dataset" in change.name for change in self.changes)
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Load and set what another start changed once more, as the resume has restored old values."""
         if phase is not Phase.COMPARED:  # wrappers of optimizers keep options that were restored
             states = self.changed_states.get("optimizer_states", ())
             for optimizer, state in zip(self.trainer.optimizers, states, strict=False):
+                options = [dict(group) for group in optimizer.param_groups]
                 optimizer.load_state_dict(state)
+                for group, known in zip(optimizer.param_groups, options, strict=False):
+                    group.update(known | group)  # with what a new scheduler has added
             return
         callbacks = callbacks_of(self.trainer)
         owners = {
@@ -441,13 +454,14 @@ def _describe_callback(label: str, callback: Callback) -> Configuration:
     found, names = Configuration(), getattr(callback, "training_arguments", None)
     if isinstance(callback, _OBSERVERS) or (names is not None and not names):
         return found
-    arguments = arguments_of(callback) if names is None else {name: getattr(callback, name) for name in names}
-    for name, value in arguments.items():
-        found.values |= dict(describe(f"{label}.{name}", value))
+    if names is None:
+        found.values = described_arguments(label, callback)
+    else:
+        found.values = {path: value for name in names for path, value in describe(f"{label}.{name}", getattr(callback, name))}
     if code := class_code(type(callback)):
         found.code[label] = [type(callback).__name__, code]
     # one of the user's without arguments may be there to look or to stop
-    is_record = names is None and not arguments and not type(callback).__module__.startswith(f"{LIGHTNING}.")
+    is_record = names is None and not found.values and not type(callback).__module__.startswith(f"{LIGHTNING}.")
     (found.records if is_record else found.kinds)[label] = "in use"
     return found
 

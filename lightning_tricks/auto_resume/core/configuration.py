@@ -58,7 +58,7 @@ _COUNTERS = re.compile(
 )
 _OF_THE_MACHINE = frozenset({"capturable", "foreach", "fused"})  # which kernels make the same step
 _SHUFFLES = {"RandomSampler": True, "SequentialSampler": False}
-_OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed"})  # arguments of samplers
+_OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed", "shuffle"})  # arguments of samplers
 
 
 @dataclass(frozen=True)
@@ -220,10 +220,16 @@ def _constructor_arguments(kind: type) -> tuple[str, ...]:
 
 
 def arguments_of(instance: object) -> dict[str, Any]:
-    """Return the arguments of an object's constructor that it stores under their names, if they are comparable."""
+    """Return the arguments of an object's constructor that it stores under their names."""
     held = getattr(instance, "__dict__", {})
-    names = [name for name in _constructor_arguments(type(instance)) if name in held]
-    return {name: held[name] for name in names if is_comparable(plain(held[name]))}
+    return {name: held[name] for name in _constructor_arguments(type(instance)) if name in held}
+
+
+def described_arguments(label: str, instance: object, skipped: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return the comparable values of an object's arguments, by names such as "Noise.scale"."""
+    arguments = arguments_of(instance)
+    names = [name for name in arguments if name not in skipped]
+    return {path: value for name in names for path, value in describe(f"{label}.{name}", arguments[name])}
 
 
 def describe(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -316,9 +322,7 @@ def describe_layers(module: nn.Module, skipped: tuple[type, ...], recorded: Set[
         found.kinds[label] = kind.__name__
         if code := class_code(kind):
             found.code[label] = [kind.__name__, code]
-        for name, value in arguments_of(layer).items():
-            if path or name not in recorded:
-                found.values |= dict(describe(f"{label}.{name}", value))
+        found.values |= described_arguments(label, layer, frozenset() if path else recorded)
     for name, buffer in module.named_buffers():
         shape = "any shape" if is_lazy(buffer) else f"shape {list(buffer.shape)}"
         found.kinds[strip_compile_prefix(name)] = BUFFER + shape
@@ -428,14 +432,12 @@ def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
         for part, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
             kind = type(value).__name__
             is_ours = type(value).__module__.startswith("lightning_tricks.")  # it depends on the stage of the fit
-            if value is None or is_ours or kind.startswith("_") or kind in {*_SHUFFLES, "BatchSampler"}:
+            if value is None or is_ours or kind.startswith("_") or kind == "BatchSampler":
                 continue
             if not isinstance(shuffle, bool) or part == "batch_sampler":
                 found.kinds[f"{label}.{part}"] = kind
-            for option, given in arguments_of(value).items():
-                is_of_the_data = option in _OF_THE_DATA or isinstance(plain(given), list | dict) or given == size
-                if not is_of_the_data and option != "shuffle":
-                    found.values[f"{label}.{part}.{option}"] = plain(given)
+            given = described_arguments(f"{label}.{part}", value, _OF_THE_DATA)
+            found.values |= {name: one for name, one in given.items() if not isinstance(one, list) and one != size}
     return found
 
 
@@ -449,8 +451,7 @@ def _add_datasets(found: Configuration, label: str, dataset: Any) -> int | None:
             found.code[label] = [kind.__name__, code]
         sizes.append(_size(dataset))
         found.values |= {f"{label}.length": sizes[-1]} if sizes[-1] is not None else {}
-        for name, value in arguments_of(dataset).items() if not kind.__module__.startswith("torch.") else ():
-            found.values |= dict(describe(f"{label}.{name}", value))
+        found.values |= {} if kind.__module__.startswith("torch.") else described_arguments(label, dataset)
         dataset = getattr(dataset, "dataset", None)
     return sizes[0] if sizes else None
 
