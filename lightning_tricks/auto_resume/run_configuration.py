@@ -111,15 +111,17 @@ class RunConfiguration(Part):
         self._created: Sequence[Any] = ()  # the optimizers
         self._late: dict[str, Any] = {}  # the saved parameters that `configure_optimizers` makes
         self._has_loaders = self._has_optimizers = False
-        self._now = Configuration(records=dict(self._records()), found=self._found())
+        numbers = number_attributes(trainer, module)
+        before = {**number_attributes(trainer, module, initial=True), **settings.before_tuning}
+        self._searched = [name for name, value in numbers.items() if value != before.get(name, value)]
+        self._now = Configuration(records=dict(self._records()), numbers=numbers)
         self._parameters = {name for name, _ in module.named_parameters()}
-        self._begun: list[tuple[Any, Callable[[], Configuration], Configuration]] = []
+        self._begun: list[tuple[Any, Callable[[], Configuration], Configuration, Configuration]] = []
         for owner, describe_owner in self._owners():
             found = describe_owner()
-            with suppress(TypeError):  # not hashable
-                _begin_with(found, *_LEFT.get(owner, (found, found)))
-            self._begun.append((owner, describe_owner, found))
-            self._now.add(found)
+            begun = _begun_with(found, *_LEFT.get(owner, (found, found)))
+            self._begun.append((owner, describe_owner, found, begun))
+            self._now.add(begun)
 
     # -- what there is
 
@@ -153,24 +155,19 @@ class RunConfiguration(Part):
                 if not are_callbacks(value):  # they are compared by themselves
                     yield from flatten(f"{prefix}.{name}", value)
 
-    def _found(self) -> dict[str, Any]:
-        """Return the numbers that were set after the construction, as a Tuner sets what it finds."""
-        before = {**number_attributes(self.trainer, self.module, initial=True), **self.settings.before_tuning}
-        now = number_attributes(self.trainer, self.module)
-        return {name: value for name, value in now.items() if name in before and before[name] != value}
-
     def close(self) -> None:
         """Note what the fit leaves in what is compared."""
-        for owner, describe_owner, begun in self._begun:
-            with suppress(Exception):  # not hashable, or gone
-                _LEFT[owner] = begun, describe_owner()
+        for owner, describe_owner, found, begun in self._begun:
+            with suppress(Exception):  # what is left may be broken
+                if (left := describe_owner()) != found:
+                    _LEFT[owner] = begun, left
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
         record = vars(self._now).copy()
         record["exchanged"] = list(map(id, self.trainer.optimizers)) != list(map(id, self._created))
         if self._before is not None:
-            for name in ("code", "records", "found"):
+            for name in ("code", "records", "numbers"):
                 record[name] = {**record[name], **vars(self._before)[name]}
             record["values"] = {**record["values"], **self._kept}
         return {"configuration": record}
@@ -223,7 +220,7 @@ class RunConfiguration(Part):
 
     def _reason(self, change: Change) -> str:
         """Return why a change is no reason to stop; empty if it is one."""
-        if self._before is not None and self._before.is_scaled_by_tuner(change, self._now):
+        if self._before is not None and self._before.is_scaled(change, self._now, self._searched):
             return "tuner"
         # another number of ranks makes other steps, and the Trainer shuffles what several ranks read
         is_shuffle = change.name.endswith(".shuffle") and _is_of_loaders(change)
@@ -254,7 +251,7 @@ class RunConfiguration(Part):
         self._check_can_go_on([*new, *reasons["ignored"]])
         if not self._said:
             records = changes_between(before.records, self._now.records)
-            reasons["record"] = [change for change in records if change.name not in self._now.found]
+            reasons["record"] = [change for change in records if change.name not in self._searched]
             if names := before.changed_code(self._now):
                 rank_zero_info(f"AutoResume: the code of {list_names(names)} differs from that of the first start.")
         self._said |= {change.name for change in (*found, *reasons["record"])} | {""}
@@ -385,7 +382,9 @@ class RunConfiguration(Part):
         """Whether the value at a path, such as "module.net.2.p", is among what was said to differ, or does not train."""
         callbacks = callbacks_of(self.trainer)
         pairs = zip(numbered(callbacks), callbacks, strict=True)
-        decided = [f"callbacks.{label}." for label, one in pairs if getattr(one, "training_arguments", None) is not None]
+        decided = [
+            f"callbacks.{label}." for label, one in pairs if getattr(one, "training_arguments", None) is not None
+        ]
         if path.startswith((*decided,)):
             return True
         names = [re.sub(r"(^|\.)hparams\.", lambda at: at[1] or f"{ROOT}.", name) for name in self._said if name]
@@ -457,7 +456,9 @@ def _describe_callback(label: str, callback: Callback) -> Configuration:
     if names is None:
         found.values = described_arguments(label, callback)
     else:
-        found.values = {path: value for name in names for path, value in describe(f"{label}.{name}", getattr(callback, name))}
+        found.values = {
+            path: value for name in names for path, value in describe(f"{label}.{name}", getattr(callback, name))
+        }
     if code := class_code(type(callback)):
         found.code[label] = [type(callback).__name__, code]
     # one of the user's without arguments may be there to look or to stop
@@ -466,14 +467,14 @@ def _describe_callback(label: str, callback: Callback) -> Configuration:
     return found
 
 
-def _begin_with(found: Configuration, begun: Configuration, left: Configuration) -> None:
-    """Replace what an earlier fit of the object left by what that fit had begun with."""
-    found.kinds = begun.kinds if found.kinds == left.kinds else found.kinds
-    found.off = begun.off if found.off == left.off else found.off
-    found.values = {
+def _begun_with(found: Configuration, begun: Configuration, left: Configuration) -> Configuration:
+    """Return what there is, where an earlier fit of the object did not leave it; else what that fit had begun with."""
+    values = {
         name: begun.values.get(name, value) if left.values.get(name) == value else value
         for name, value in found.values.items()
     }
+    kinds = begun.kinds if found.kinds == left.kinds else found.kinds
+    return replace(found, kinds=kinds, values=values, off=begun.off if found.off == left.off else found.off)
 
 
 def _has_given(configuration: Configuration) -> bool:

@@ -79,7 +79,7 @@ class Renamed(Net):
 def _edited_class(text: str) -> type[LightningModule]:
     """Return a class whose step is written as in a text."""
     scope: dict[str, Any] = {"Net": Net, "__name__": __name__}
-    exec(f"class Edited(Net):\n    def training_step(self, batch, batch_idx):\n{text}", scope)  # noqa: S102
+    exec(f"class Edited(Net):\n    def training_step(self, batch, batch_idx):\n{text}", scope)
     found: type[LightningModule] = scope["Edited"]
     return found
 
@@ -535,7 +535,7 @@ EDITS = {
         {"loader": {**LOADER, "drop_last": True}}, refused=("train_dataloader.drop_last: False -> True",)
     ),
     "a sampler": Edit(
-        {"sampler": lambda x: WeightedRandomSampler(torch.ones(len(x)), len(x))},
+        {"sampler": lambda x: WeightedRandomSampler(torch.ones(len(x)), len(x), replacement=False)},
         refused=("train_dataloader.sampler: none -> WeightedRandomSampler",),
     ),
     "another sampler": Edit(
@@ -554,9 +554,7 @@ EDITS = {
         refused=("train_dataloader.sampler.replacement: False -> True",),
     ),
     "class of the data": Edit({"data": OtherData}, refused=("train_dataloader.dataset: Augmented -> OtherData",)),
-    "argument of the data": Edit(
-        {"data_arguments": {"crop": 8}}, refused=("train_dataloader.dataset.crop: 4 -> 8",)
-    ),
+    "argument of the data": Edit({"data_arguments": {"crop": 8}}, refused=("train_dataloader.dataset.crop: 4 -> 8",)),
     "more data": Edit({"rows": 60}, refused=("train_dataloader.dataset.length: 44 -> 60",)),
     "another transform": Edit(
         {"data_arguments": {"transform": Scale(2.0)}},
@@ -600,7 +598,9 @@ EDITS = {
     ),
     "another activation": Edit({"activation": nn.Tanh}, refused=("net.1: ReLU -> Tanh",)),
     "an activation of a user's": Edit(
-        {"activation": Warped}, refused=("net.1: ReLU -> Warped",), by_hand=lambda _, module: _exchange(module, Warped())
+        {"activation": Warped},
+        refused=("net.1: ReLU -> Warped",),
+        by_hand=lambda _, module: _exchange(module, Warped()),
     ),
     "a class of a layer that was renamed": Edit({"activation": WarpedToo}, {"activation": Warped}),
     "a layer without weights": Edit({"more_layers": lambda: [nn.Softsign()]}, refused=("net.4: none -> Softsign",)),
@@ -621,9 +621,7 @@ EDITS = {
         refused=("net.2.training: True -> False",),
         by_hand=lambda trainer, module: module.net[2].eval(),
     ),
-    "all layers evaluate": Edit(
-        {"build": lambda module: module.net.eval()}, refused=("net.training: True -> False",)
-    ),
+    "all layers evaluate": Edit({"build": lambda module: module.net.eval()}, refused=("net.training: True -> False",)),
     "a buffer": Edit(
         {"build": lambda module: module.register_buffer("mean", torch.zeros(8))},
         refused=(r"mean: none -> 'buffer of shape \[8\]'",),
@@ -664,7 +662,9 @@ EDITS = {
         by_hand=lambda trainer, module: setattr(trainer.callbacks[0], "scale", 0.5),
     ),
     "a user's callback added": Edit({"callbacks": _noise(0.5)}, refused=("Noise: none -> 'in use'",)),
-    "a user's callback removed": Edit({"callbacks": list}, {"callbacks": _noise(0.5)}, refused=("Noise: 'in use' -> none",)),
+    "a user's callback removed": Edit(
+        {"callbacks": list}, {"callbacks": _noise(0.5)}, refused=("Noise: 'in use' -> none",)
+    ),
     "a user's callback without arguments": Edit(
         {"callbacks": lambda: [Bare()]}, said=RECORDS + "Bare: none -> 'in use'"
     ),
@@ -753,7 +753,8 @@ def test_what_an_edit_does(name, stopped, tmp_path, caplog):
     assert bool(warned) == bool(edit.warned), warned
     assert edit.warned in "".join(warned)
     if not edit.refused:
-        assert len(lines := said(caplog.text)) == bool(edit.said), lines
+        lines = said(caplog.text)
+        assert len(lines) == bool(edit.said), lines
         assert not edit.said or re.fullmatch(edit.said, lines[0]), lines
         if not edit.warned and edit.now.keys() <= {"options", "optimizer", "temperature", "module", "activation"}:
             assert edit.said or same(module.state_dict(), run(None, **before)[1].state_dict())
@@ -768,10 +769,188 @@ def test_what_an_edit_does(name, stopped, tmp_path, caplog):
         assert same(module.state_dict(), run(None, ByHand(edit.by_hand), **before)[1].state_dict())
     copied = stopped(name, tmp_path / "ignored")
     caplog.clear()
-    other = run(copied, guard={"ignore": eval(ignored[1])}, **now)[1]  # noqa: S307 - what the error printed
+    other = run(copied, guard={"ignore": eval(ignored[1])}, **now)[1]
     assert same(other.state_dict(), module.state_dict())
     assert len([line for line in said(caplog.text) if line.startswith("these changes take effect")]) == 1
     caplog.clear()
     again = run(folder, **now)  # the new values are now those of the run
     assert "had finished" in caplog.text
     assert again[0].global_step == trainer.global_step
+
+
+def test_samples_are_seen_once_though_batches_are_larger(stopped, tmp_path):
+    for name, size in (("batch size", 8), ("smaller batches", 3)):
+        folder = stopped(name, tmp_path / name)
+        _, module = run(folder, guard={"on_change": "new"}, **EDITS[name].now)
+        in_epoch = [count for step, (_, count) in module.seen.items() if step >= RESUMED_AT]
+        seen = (RESUMED_AT - BATCHES) * 4
+        rest = 44 - seen // size * size
+        assert sum(in_epoch[: -(-rest // size)]) == rest
+        assert sum(in_epoch) == rest + 44
+
+
+def test_a_function_of_the_step_is_called_as_often_as_without(tmp_path):
+    """Describing a schedule calls nothing; a changed one is stepped on a copy, with the objects that it calls."""
+    log = tmp_path / "calls"  # a list would be restored
+
+    class Counted(Decay):
+        def __call__(self, step: int) -> float:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{id(self)}\n")
+            return super().__call__(step)
+
+    def number_of_calls(folder: Any, factor: float, *callbacks: Callback, **guard: Any) -> int:
+        def schedule(optimizer: Any) -> Any:
+            return lr_scheduler.LambdaLR(optimizer, Counted(factor))
+
+        log.write_text("", encoding="utf-8")
+        trainer, _ = run(folder, *callbacks, guard=guard, schedule=(schedule, {}, "step"))
+        this = trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0]
+        return log.read_text(encoding="utf-8").splitlines().count(str(id(this)))
+
+    assert number_of_calls(None, 0.9) == number_of_calls(tmp_path / "whole", 0.9) == 1 + 33
+    number_of_calls(tmp_path / "stopped", 0.9, Crash())
+    assert number_of_calls(tmp_path / "stopped", 0.8, on_change="new") == 1 + 33 - RESUMED_AT
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_all_ranks_refuse_and_take_what_changed(ranks, tmp_path):
+    ways = {"trainer": {"devices": ranks, "strategy": "ddp_fork"}}
+    run(tmp_path, **ways, epochs=1)
+    with pytest.raises(Exception, match=r"SGD\.lr: 0\.1 -> 0\.01"):
+        run(tmp_path, **ways, epochs=1, lr=0.01)
+    run(tmp_path, **ways, epochs=2, lr=0.01, guard={"on_change": "new"})
+    newest = torch.load(max(tmp_path.glob("*.ckpt")), weights_only=True)
+    assert newest["global_step"] == 12
+    assert newest["optimizer_states"][0]["param_groups"][0]["lr"] == 0.01
+
+
+def test_a_finished_run_is_extended_and_takes_another_learning_rate_then(tmp_path, caplog):
+    run(tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"SGD\.lr: 0\.1 -> 0\.01"):
+        run(tmp_path, lr=0.01)
+    run(tmp_path, lr=0.01, guard={"on_change": "new"})
+    assert "they take effect when it is given more epochs" in caplog.text
+    caplog.clear()
+    _, module = run(tmp_path, lr=0.01, epochs=4, guard={"on_change": "new"})
+    assert {rate for step, (rate, _) in module.seen.items() if step >= 33} == {0.01}
+    assert "resumes at epoch 3, step 33, extended from 3 to 4 epochs" in caplog.text
+    assert "had finished" not in caplog.text
+
+
+def test_what_was_done_cannot_be_taken_back(stopped, tmp_path):
+    folder = stopped("lr", tmp_path / "run")
+    with pytest.raises(MisconfigurationException, match=r"Trainer\.max_epochs: 3 -> 1"):
+        run(folder, epochs=1)
+    with pytest.raises(MisconfigurationException, match=r"max_epochs: 3 -> 1: the run is at 2 epochs, beyond it"):
+        run(folder, epochs=1, guard={"on_change": "new"})
+
+
+def test_another_rank_of_lora_is_refused(tmp_path):
+    run(tmp_path, Crash(), callbacks=lambda: [LoRA(1, target_modules="linear")])
+    with pytest.raises(MisconfigurationException, match=r"lora_.*has shape"):
+        run(tmp_path, callbacks=lambda: [LoRA(2, target_modules="linear")], guard={"on_change": "new"})
+
+
+def test_patterns_of_ignore(stopped, tmp_path, caplog):
+    folder = stopped("lr", tmp_path / "run")
+    run(folder, guard={"ignore": ["SGD.*", "re:^net.*p$", "Nois.out_dir"]}, lr=0.01, dropout=0.5)
+    assert "these changes take effect without a question, as ignore says: net.2.p: 0.2 -> 0.5; SGD.lr" in caplog.text
+    assert "ignore=['Nois.out_dir'] matches no name of what is compared" in caplog.text
+    for wrong, error in (("SGD.lr", TypeError), ([3], TypeError), (["re:("], ValueError)):
+        with pytest.raises(error, match="ignore"):
+            AutoResume(tmp_path, ignore=wrong)
+
+
+class Growing(LightningDataModule):
+    def train_dataloader(self):
+        x = torch.randn(44, 6, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4 + self.trainer.current_epoch)
+
+
+class Annealed(Callback):
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rate *= 0.9
+        pl_module.net[2].p = self.rate
+        pl_module.net[2].eval()
+
+
+def trained(folder: Any, module: Any, data: Any, *callbacks: Callback, **given: Any) -> Trainer:
+    """Fit with a folder, guarded."""
+    guard = [AutoResume(folder, every_n_train_steps=2)] if folder else []
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False)
+    trainer = Trainer(accelerator="cpu", callbacks=[*guard, *callbacks], **{"max_epochs": 3, **quiet, **given})
+    trainer.fit(module, data)
+    return trainer
+
+
+def test_batches_that_a_hook_makes_larger_are_no_change(tmp_path):
+    def fit(folder: Any, *callbacks: Callback) -> dict[str, Any]:
+        seed_everything(7, verbose=False)
+        THIS.update(SCRIPT)
+        module = Net(SCRIPT, 0.5)
+        trained(folder, module, Growing(), *callbacks, reload_dataloaders_every_n_epochs=1, max_epochs=4)
+        return module.state_dict()
+
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(tmp_path, Crash())
+    assert same(fit(tmp_path), fit(None))
+
+
+@pytest.mark.filterwarnings("ignore:.*in eval mode")
+def test_what_hooks_set_in_a_fit_is_no_change_when_its_objects_are_fitted_again(tmp_path):
+    seed_everything(7, verbose=False)
+    THIS.update(SCRIPT)
+    module, annealed = Net(SCRIPT, 0.5), Annealed(0.5)
+    x = torch.randn(44, 6)
+    data = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4)
+    with pytest.raises(RuntimeError, match="crash"):
+        trained(tmp_path, module, data, annealed, Crash())
+    annealed.rate, left = 0.4, annealed.rate
+    with pytest.raises(MisconfigurationException, match=r"settings:\n  Annealed\.rate: 0\.5 -> 0\.4\nNothing"):
+        trained(tmp_path, module, data, annealed)
+    annealed.rate = left
+    trained(tmp_path, module, data, annealed)
+    assert annealed.rate == pytest.approx(0.5 * 0.9**33)
+
+
+class Searched(Net):
+    def __init__(self, decay: float) -> None:
+        super().__init__({**SCRIPT, "hparams": {"lr": 0.1}}, 0.5)
+        self.decay = decay
+
+    def configure_optimizers(self):
+        lr = self.hparams["lr"]
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=lr, momentum=0.9, weight_decay=self.decay)
+        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, lr, total_steps=100)]
+
+
+@pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|other data|had other values)")
+@pytest.mark.parametrize("by_another_trainer", [False, True])
+def test_what_a_tuner_finds_is_no_change_and_all_else_is(by_another_trainer, tmp_path, caplog):
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False)
+
+    def search_and_fit(number: int, decay: float = 0.1) -> Trainer:
+        seed_everything(7, verbose=False)
+        module, data = Searched(decay), DataLoader(TensorDataset(torch.randn(44, 6), torch.arange(44) % 3), 4)
+        options = {"accelerator": "cpu", "default_root_dir": tmp_path / "root", "max_epochs": number, **quiet}
+        trainer = Trainer(callbacks=[AutoResume(tmp_path / "run")], **options)
+        tuner = Tuner(Trainer(**options) if by_another_trainer else trainer)
+        tuner.lr_find(module, data, num_training=10 * number)  # it finds another rate each time
+        trainer.fit(module, data)
+        return trainer
+
+    first, caplog_of_first = search_and_fit(1), caplog.text
+    with pytest.raises(
+        MisconfigurationException, match=r"settings:\n  module\.decay: .*\n  SGD\.weight_decay: .*\nNot"
+    ):
+        search_and_fit(2, decay=0.2)
+    second = search_and_fit(2)
+    assert second.current_epoch == 2
+    assert "a Tuner found other values than at the first start" not in caplog_of_first
+    assert "a Tuner found other values than at the first start, whose values go on: SGD.lr: " in caplog.text
+    rates = [one.optimizers[0].param_groups[0]["max_lr"] for one in (first, second)]
+    assert rates[0] == rates[1]

@@ -20,7 +20,7 @@ import re
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -100,7 +100,7 @@ class Configuration:
             name stands for all that is inside.
         code: Of objects of classes of the user's, the name of the class and a digest of its code.
         records: Hyper-parameters, which do not train by themselves.
-        found: Those that were set after the construction, as a Tuner does, and numbers that it set as attributes.
+        numbers: Those that are numbers, and numbers among the attributes, which a Tuner may have found.
         late: The names of the parameters that `configure_optimizers` made.
         groups: For each optimizer, the names of the parameters in its groups.
         exchanged: Whether the fit exchanged the optimizers, so that a later start cannot be compared with them.
@@ -111,7 +111,7 @@ class Configuration:
     off: dict[str, bool] = field(default_factory=dict)
     code: dict[str, list[str]] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
     groups: list[list[list[str]]] = field(default_factory=list)
     exchanged: bool = False
@@ -143,9 +143,9 @@ class Configuration:
         names = [name for name in now.code if name in {*same, ROOT} & self.code.keys()]
         return [*dict.fromkeys(now.code[name][0] for name in names if not self._has_same_code(name, now))]
 
-    def is_scaled_by_tuner(self, change: Change, now: Configuration) -> bool:
-        """Whether a value changes exactly as one does that a Tuner found in both starts."""
-        pairs = [(self.found[name], value) for name, value in now.found.items() if name in self.found]
+    def is_scaled(self, change: Change, now: Configuration, names: Iterable[str]) -> bool:
+        """Whether a value changes by exactly the factor by which one of some numbers does."""
+        pairs = [(self.numbers[name], now.numbers[name]) for name in names if name in self.numbers]
         return any(_is_scaled(change.before, change.now, old, new) for old, new in pairs if old != new)
 
     def _has_same_code(self, name: str, now: Configuration) -> bool:
