@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_duration, check_path
+from lightning_tricks._shared.patterns import as_patterns
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.auto_resume.checkpoint_writer import durable_checkpoints
@@ -39,7 +40,6 @@ from lightning_tricks.auto_resume.core.signals import (
 )
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
-from lightning_tricks.auto_resume.run_configuration import check_patterns, number_attributes
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
 _OUTLIVES = (
@@ -178,12 +178,12 @@ class AutoResume(TrickCallback):
         self.on_hangup = check_choice("on_hangup", on_hangup, ("detach", "stop"))
         self.exit_code = exit_code
         self.on_change = check_choice("on_change", on_change, ("raise", "new"))
-        self.ignore = check_patterns(ignore)
+        as_patterns("ignore", ignore)
+        self.ignore = ignore
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self.asynchronous = asynchronous
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
-        self.before_tuning: Mapping[str, float] = {}
         EARLY_SIGNALS.wait(self, self._new_stop_request(self.signals))
         # Between setup and teardown
         self._stop_request: StopRequest | None = None
@@ -243,7 +243,6 @@ class AutoResume(TrickCallback):
             self.say("a fast_dev_run is neither saved nor resumed")
             return
         if is_tuning(trainer):
-            self.before_tuning = self.before_tuning or number_attributes(trainer, pl_module)
             return  # the fit follows later
         self._check_supported(trainer, pl_module)
         if self._run_files is None:  # `setup` was called by hand

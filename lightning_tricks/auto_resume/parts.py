@@ -37,7 +37,6 @@ class Settings(Protocol):
     on_failed_save: str
     allow_pickle: bool
     asynchronous: bool | Literal["skip"]
-    before_tuning: Mapping[str, float]
 
     @property
     def seconds_between_saves(self) -> float:

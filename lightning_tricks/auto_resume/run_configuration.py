@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.patterns import Pattern, as_patterns, strip_compile_prefix
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks.auto_resume.attribute_parts import are_callbacks
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
@@ -108,13 +108,12 @@ class RunConfiguration(Part):
         self._rescheduled: list[str] = []  # what another number of ranks changed in schedules
         self._kept: dict[str, Any] = {}  # values of the first start that go on
         self._said: set[str] = set()  # the names of what was said
-        self._created: Sequence[Any] = ()  # the optimizers
         self._late: dict[str, Any] = {}  # the saved parameters that `configure_optimizers` makes
         self._has_loaders = self._has_optimizers = False
-        numbers = number_attributes(trainer, module)
-        before = {**number_attributes(trainer, module, initial=True), **settings.before_tuning}
-        self._searched = [name for name, value in numbers.items() if value != before.get(name, value)]
-        self._now = Configuration(records=dict(self._records()), numbers=numbers)
+        self._ignored = as_patterns("ignore", settings.ignore)
+        records, initial = dict(self._records("hparams")), dict(self._records("hparams_initial"))
+        self._searched = [name for name, value in records.items() if initial.get(name, value) != value]  # by a Tuner
+        self._now = Configuration(records=records)
         self._parameters = {name for name, _ in module.named_parameters()}
         self._begun: list[tuple[Any, Callable[[], Configuration], Configuration, Configuration]] = []
         for owner, describe_owner in self._owners():
@@ -129,9 +128,12 @@ class RunConfiguration(Part):
         """Yield the objects that are described before the fit, and what describes them."""
         yield self.trainer, self._describe_trainer
         yield self.module, self._describe_module
-        callbacks = callbacks_of(self.trainer)
-        for label, callback in zip(numbered(callbacks), callbacks, strict=True):
+        for label, callback in self._callbacks().items():
             yield callback, partial(_describe_callback, label, callback)
+
+    def _callbacks(self) -> dict[str, Callback]:
+        callbacks = callbacks_of(self.trainer)
+        return dict(zip(numbered(callbacks), callbacks, strict=True))
 
     def _describe_trainer(self) -> Configuration:
         seed = os.environ.get("PL_GLOBAL_SEED", "")
@@ -149,9 +151,9 @@ class RunConfiguration(Part):
             found.code["datamodule"] = [type(datamodule).__name__, code]
         return found
 
-    def _records(self) -> Iterator[tuple[str, Any]]:
+    def _records(self, attribute: str) -> Iterator[tuple[str, Any]]:
         for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
-            for name, value in owner.hparams.items() if owner is not None else ():
+            for name, value in getattr(owner, attribute, {}).items():
                 if not are_callbacks(value):  # they are compared by themselves
                     yield from flatten(f"{prefix}.{name}", value)
 
@@ -165,11 +167,9 @@ class RunConfiguration(Part):
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
         record = vars(self._now).copy()
-        record["exchanged"] = list(map(id, self.trainer.optimizers)) != list(map(id, self._created))
-        if self._before is not None:
-            for name in ("code", "records", "numbers"):
-                record[name] = {**record[name], **vars(self._before)[name]}
-            record["values"] = {**record["values"], **self._kept}
+        if (before := self._before) is not None:
+            record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
+            record |= {"values": {**self._now.values, **self._kept}, "late": [*{*self._now.late, *before.late}]}
         return {"configuration": record}
 
     # -- what changed
@@ -190,7 +190,7 @@ class RunConfiguration(Part):
             )
         if self.trainer.strategy.restore_checkpoint_after_setup:
             return
-        self._late = {name: weights.pop(name) for name in before.late if name in weights}
+        self._late = {name: weights.pop(name) for name in before.late if name in weights.keys() - self._parameters}
         own = {strip_compile_prefix(name): name for name in self.module.state_dict()}
         for change in changes_between(before.kinds, self._now.kinds):
             if BUFFER in f"{change.before} {change.now}":
@@ -204,14 +204,12 @@ class RunConfiguration(Part):
             return []
         loaders = _IN_USE if self._has_loaders else _GIVEN
         are_known = self._has_loaders or all(_has_given(one) for one in (self._before, self._now))
-        states = {*numbered(self.trainer.optimizers), *self._schedule_labels()} if self._before.exchanged else set()
         found = []
         for change in self._before.changes_to(self._now):
             label = change.label.partition("[")[0]
             is_other = label in (_GIVEN, _IN_USE) and (label != loaders or not are_known)
-            is_state = self._before.exchanged and (label in states or label.startswith(("optimizer ", "scheduler ")))
             is_extended = bool(self.extended) and change.name.removeprefix("Trainer.") in _LIMITS
-            if not (is_other or is_state or is_extended):
+            if not (is_other or is_extended):
                 found.append(replace(change, name=change.name.replace(_GIVEN, _IN_USE)))
         return found
 
@@ -226,7 +224,7 @@ class RunConfiguration(Part):
         is_shuffle = change.name.endswith(".shuffle") and _is_of_loaders(change)
         if self._saved.world_size_changed and (is_shuffle or change.label in self._schedule_labels()):
             return "ranks"
-        return "ignored" if _matching(self.settings.ignore, [change.name]) else ""
+        return "ignored" if any(_matches(pattern, change.name) for pattern in self._ignored) else ""
 
     def _decide(self) -> None:
         """Raise an error for changes that are new, or say what becomes of them; all ranks have to call it."""
@@ -296,13 +294,13 @@ class RunConfiguration(Part):
             return  # the fit makes others, as for a later stage
         optimizers, configs = self.trainer.optimizers, self.trainer.lr_scheduler_configs
         found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
-        self._now.groups, self._created = found.groups, list(optimizers)
+        self._now.groups = found.groups
         self._now.add(found)
         self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
         self._restore_late_parameters()
         self._decide()
-        if checkpoint is None or self._before is None or self._before.exchanged:
+        if checkpoint is None or self._before is None:
             return
         names = [*self._rescheduled, *(change.name for change in self.changes)]
         if not names and self._before.groups == self._now.groups:
@@ -372,20 +370,17 @@ class RunConfiguration(Part):
 
     def _check_patterns(self) -> None:
         """Say which patterns of `ignore` match nothing that is compared."""
-        names = {*self._said, *(name for one in (self._before, self._now) if one is not None for name in one.names())}
-        if unused := [text for text in self.settings.ignore if not _matching([text], names)]:
+        names = {*self._said, *self._now.names(), *(() if self._before is None else self._before.names())}
+        unused = [one.text for one in self._ignored if not any(_matches(one, name) for name in names)]
+        if unused:
             rank_zero_info(f"AutoResume: ignore={unused} matches no name of what is compared.")
 
     # -- what follows for other parts
 
     def is_known_change(self, path: str) -> bool:
-        """Whether the value at a path, such as "module.net.2.p", is among what was said to differ, or does not train."""
-        callbacks = callbacks_of(self.trainer)
-        pairs = zip(numbered(callbacks), callbacks, strict=True)
-        decided = [
-            f"callbacks.{label}." for label, one in pairs if getattr(one, "training_arguments", None) is not None
-        ]
-        if path.startswith((*decided,)):
+        """Whether the value at a path, such as "module.net.2.p", was said to differ, or does not train."""
+        owners = self._callbacks().items()
+        if any(path.startswith(f"callbacks.{label}.") and hasattr(one, "training_arguments") for label, one in owners):
             return True
         names = [re.sub(r"(^|\.)hparams\.", lambda at: at[1] or f"{ROOT}.", name) for name in self._said if name]
         return any(f".{path}".endswith(f".{name}") for name in names)
@@ -405,47 +400,12 @@ class RunConfiguration(Part):
                 for group, known in zip(optimizer.param_groups, options, strict=False):
                     group.update(known | group)  # with what a new scheduler has added
             return
-        callbacks = callbacks_of(self.trainer)
-        owners = {
-            ROOT: self.module,
-            **dict(self.module.named_modules()),
-            **dict(zip(numbered(callbacks), callbacks, strict=True)),
-        }
+        owners: dict[str, Any] = {**dict(self.module.named_modules()), **self._callbacks(), ROOT: self.module}
         for change in self.changes:
             label, _, name = change.name.rpartition(".")
             owner, is_plain = owners.get(label), isinstance(change.now, bool | int | float | str)
             if is_plain and plain(getattr(owner, name, None)) == change.before:  # else a hook has set it
                 setattr(owner, name, change.now)
-
-
-def check_patterns(ignore: Sequence[str]) -> Sequence[str]:
-    """Return the argument `ignore`, or raise an error that names it."""
-    if isinstance(ignore, str) or not isinstance(ignore, Sequence):
-        raise TypeError(f"ignore must be a list of patterns, got {ignore!r} ({type(ignore).__name__}).")
-    for text in ignore:
-        try:
-            Pattern(text)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"ignore: {error}") from error
-    return ignore
-
-
-def number_attributes(trainer: Trainer, module: LightningModule, *, initial: bool = False) -> dict[str, float]:
-    """Return the numbers among the hyper-parameters, and the attributes, of the module and the datamodule.
-
-    Args:
-        trainer: The Trainer of the fit.
-        module: The module that is trained.
-        initial: Whether to return the hyper-parameters alone, as they were constructed.
-    """
-    found: dict[str, float] = {}
-    for prefix, owner in (("", module), ("datamodule.", datamodule_of(trainer))):
-        hparams = {} if owner is None else owner.hparams_initial if initial else owner.hparams
-        attributes = {} if owner is None or initial else vars(owner)
-        for label, held in ((f"{prefix}hparams", hparams), (prefix or f"{ROOT}.", attributes)):
-            numbers = {name: value for name, value in held.items() if type(value) in (int, float)}
-            found |= {f"{label.removesuffix('.')}.{name}": value for name, value in numbers.items()}
-    return found
 
 
 def _describe_callback(label: str, callback: Callback) -> Configuration:
@@ -481,13 +441,12 @@ def _has_given(configuration: Configuration) -> bool:
     return any(name.startswith(_GIVEN) for name in configuration.values)
 
 
+def _matches(pattern: Pattern, name: str) -> bool:
+    return pattern.text == name or pattern.matches(name)  # a name may have brackets
+
+
 def _is_of_loaders(change: Change) -> bool:
     return change.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))
-
-
-def _matching(patterns: Sequence[str], names: Collection[str]) -> bool:
-    """Whether a pattern is one of the names, which may have brackets, or matches one."""
-    return any(text == name or Pattern(text).matches(name) for text in patterns for name in names)
 
 
 def _listed(changes: Sequence[Change], separator: str) -> str:

@@ -857,7 +857,7 @@ def test_patterns_of_ignore(stopped, tmp_path, caplog):
     run(folder, guard={"ignore": ["SGD.*", "re:^net.*p$", "Nois.out_dir"]}, lr=0.01, dropout=0.5)
     assert "these changes take effect without a question, as ignore says: net.2.p: 0.2 -> 0.5; SGD.lr" in caplog.text
     assert "ignore=['Nois.out_dir'] matches no name of what is compared" in caplog.text
-    for wrong, error in (("SGD.lr", TypeError), ([3], TypeError), (["re:("], ValueError)):
+    for wrong, error in ((3, TypeError), ([3], TypeError), (["re:("], ValueError)):
         with pytest.raises(error, match="ignore"):
             AutoResume(tmp_path, ignore=wrong)
 

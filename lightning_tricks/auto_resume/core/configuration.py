@@ -100,10 +100,8 @@ class Configuration:
             name stands for all that is inside.
         code: Of objects of classes of the user's, the name of the class and a digest of its code.
         records: Hyper-parameters, which do not train by themselves.
-        numbers: Those that are numbers, and numbers among the attributes, which a Tuner may have found.
         late: The names of the parameters that `configure_optimizers` made.
         groups: For each optimizer, the names of the parameters in its groups.
-        exchanged: Whether the fit exchanged the optimizers, so that a later start cannot be compared with them.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -111,10 +109,8 @@ class Configuration:
     off: dict[str, bool] = field(default_factory=dict)
     code: dict[str, list[str]] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
     groups: list[list[list[str]]] = field(default_factory=list)
-    exchanged: bool = False
 
     def add(self, other: Configuration) -> None:
         """Add what became known later."""
@@ -144,8 +140,8 @@ class Configuration:
         return [*dict.fromkeys(now.code[name][0] for name in names if not self._has_same_code(name, now))]
 
     def is_scaled(self, change: Change, now: Configuration, names: Iterable[str]) -> bool:
-        """Whether a value changes by exactly the factor by which one of some numbers does."""
-        pairs = [(self.numbers[name], now.numbers[name]) for name in names if name in self.numbers]
+        """Whether a value changes by exactly the factor by which one of some hyper-parameters does."""
+        pairs = [(self.records[name], now.records[name]) for name in names if name in self.records]
         return any(_is_scaled(change.before, change.now, old, new) for old, new in pairs if old != new)
 
     def _has_same_code(self, name: str, now: Configuration) -> bool:

@@ -50,10 +50,13 @@ class ChangedOptimizers:
         self._before, self._now, self._changed = before, now, set(changed)
         self._regrouped, self._other_ranks = regrouped, other_ranks
         self._labels = numbered([config.scheduler for config in configs])
+        self._is_rescheduled = self._changes_schedules()
         self._lost_schedules = any(name.startswith("scheduler ") and name not in now.kinds for name in self._changed)
-        self._stepped = [_without_states(optimizer) for optimizer in optimizers]  # whose groups the copies set
-        self._memo = {id(one): one for one in shared}
-        self._memo |= {id(one): other for one, other in zip(optimizers, self._stepped, strict=True)}
+        # copies of the optimizers share their parameters; copies of schedules set the groups of these copies
+        parameters = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+        self._memo: dict[int, Any] = {id(one): one for one in (*shared, *parameters)}
+        self._memo |= {id(optimizer.state): defaultdict(dict) for optimizer in optimizers}
+        self._stepped = [copy.deepcopy(optimizer, self._memo) for optimizer in optimizers]
 
     def states(
         self, optimizer_states: Sequence[Any], scheduler_states: Sequence[Any], steps: int, epochs: int
@@ -66,16 +69,15 @@ class ChangedOptimizers:
             steps: Number of optimizer steps that the run has made.
             epochs: Number of epochs that it has completed.
         """
-        missing = [None] * (len(self._configs) + len(self._optimizers))
-        saved = [*scheduler_states, *missing]
-        schedules = [self._schedule(number, saved[number], steps, epochs) for number in range(len(self._configs))]
-        saved = [*optimizer_states, *missing]
-        return [self._optimizer(number, saved[number]) for number in range(len(self._optimizers))], schedules
+        saved = dict(enumerate(scheduler_states))
+        schedules = [self._schedule(number, saved.get(number), steps, epochs) for number in range(len(self._configs))]
+        saved = dict(enumerate(optimizer_states))
+        return [self._optimizer(number, saved.get(number)) for number in range(len(self._optimizers))], schedules
 
     def _schedule(self, number: int, saved: Any, steps: int, epochs: int) -> Any:
         config, label = self._configs[number], self._labels[number]
         is_known = saved is not None and f"scheduler {number}" not in self._changed
-        if is_known and not self._is_rescheduled(_optimizer_of(config)):
+        if is_known and not self._is_rescheduled:
             return saved
         if not _is_replayable(config.scheduler):
             state = copy.deepcopy(config.scheduler.state_dict())
@@ -100,29 +102,21 @@ class ChangedOptimizers:
         if self._configs[number].interval != "step" or not self._other_ranks or not lengths:
             return 1.0
         now, old = max(lengths)  # the length of the whole, of which the run may have another number of epochs
-        for epochs_now, epochs in self._positive_numbers(["Trainer.max_epochs", "Trainer.max_steps"]):
-            now, old = now * epochs, old * epochs_now
-        return now / old
+        limits = self._positive_numbers(["Trainer.max_epochs", "Trainer.max_steps"]) or [(1, 1)]
+        return now / old * limits[0][1] / limits[0][0]
 
     def _positive_numbers(self, names: Sequence[str]) -> list[tuple[int, int]]:
         """Return the values of now and of before that are whole numbers above zero."""
         pairs = [(self._now.values.get(name), self._before.values.get(name)) for name in names]
         return [(n, old) for n, old in pairs if isinstance(n, int) and isinstance(old, int) and n > 0 and old > 0]
 
-    def _is_rescheduled(self, optimizer: Any) -> bool:
-        """Whether learning rates of an optimizer, or a schedule of it, changed."""
-        names, begins = set[str](), list[str]()
-        for number, (label, one) in enumerate(zip(numbered(self._optimizers), self._optimizers, strict=True)):
-            if one is optimizer:
-                names |= {f"optimizer {number}", f"{label}.groups"}
-                labels = group_labels(label, one.param_groups)
-                pairs = zip(labels, one.param_groups, strict=True)
-                names |= {f"{prefix}.{option}" for prefix, group in pairs for option in _of_schedules(one, group)}
-        for number, config in enumerate(self._configs):
-            if _optimizer_of(config) is optimizer:
-                names.add(f"scheduler {number}")
-                begins.append(f"{self._labels[number]}.")
-        return self._lost_schedules or any(name in names or name.startswith((*begins,)) for name in self._changed)
+    def _changes_schedules(self) -> bool:
+        """Whether optimizers, learning rates or schedules changed: then all schedules are stepped anew."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        defaults = {name for optimizer in self._optimizers for name in getattr(optimizer, "defaults", ())}
+        options = {"lr", *(name for group in groups for name in group if name not in defaults | GROUP_ENTRIES)}
+        begins = ("optimizer ", "scheduler ", *(f"{label}." for label in self._labels))
+        return any(name.startswith(begins) or name.rpartition(".")[2] in {*options, "groups"} for name in self._changed)
 
     def _optimizer(self, number: int, saved: Any) -> Any:
         optimizer, groups = self._optimizers[number], self._stepped[number].param_groups
@@ -130,9 +124,8 @@ class ChangedOptimizers:
         if not saved or number >= len(self._before.groups):
             return present
         before, now, label = self._before.groups[number], self._now.groups[number], numbered(self._optimizers)[number]
-        created = [
-            {**group, **_options(stepped)} for group, stepped in zip(present["param_groups"], groups, strict=True)
-        ]
+        pairs = zip(groups, present["param_groups"], strict=True)
+        created = [{**stepped, "params": group["params"]} for stepped, group in pairs]
         if {f"optimizer {number}", f"{label}.groups"} & self._changed:
             return _usable(optimizer, {**saved, "param_groups": created, "state": _moved(saved, before, now, created)})
         if before != now and not self._regrouped:  # in another order, as from a set
@@ -140,11 +133,10 @@ class ChangedOptimizers:
         if not self._changed:
             return saved
         kept = [dict(group) for group in saved["param_groups"]]  # hooks may have added some
-        is_rescheduled = self._is_rescheduled(optimizer)
         for prefix, group, new in zip(group_labels(label, optimizer.param_groups), kept, created, strict=False):
             names = {name for name in new if f"{prefix}.{name}" in self._changed} - {"lr"}
             group |= {name: new[name] for name in names}
-            group |= self._rates(optimizer, prefix, group, new) if is_rescheduled else {}
+            group |= self._rates(optimizer, prefix, group, new) if self._is_rescheduled else {}
         return _usable(optimizer, {**saved, "param_groups": kept})
 
     def _rates(self, optimizer: Any, prefix: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,20 +153,6 @@ class ChangedOptimizers:
         rate = now if plain(saved["lr"]) == before else saved["lr"] * (now / before)
         rate = torch.as_tensor(rate) if isinstance(saved["lr"], torch.Tensor) else rate
         return {"lr": rate, **({"initial_lr": new["initial_lr"]} if "initial_lr" in new else {})}
-
-
-def _without_states(optimizer: Any) -> Any:
-    """Return an optimizer with the same parameters, whose options can be set without a change of the original."""
-    found = copy.copy(optimizer)
-    found.state = defaultdict(dict)
-    found.param_groups = [
-        {**copy.deepcopy(_options(group)), "params": group["params"]} for group in optimizer.param_groups
-    ]
-    return found
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _of_schedules(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
