@@ -72,7 +72,7 @@ _OBSERVERS = (
 _SENTENCES = {
     "record": "these do not train by themselves and differ from those of the first start; the run goes on",
     "tuner": "a Tuner found other values than at the first start, whose values go on",
-    "ranks": "schedules and orders go on as those of a run with this number of ranks",
+    "ranks": "schedules and loaders go on as those of a run with this number of ranks",
     "ignored": "these changes take effect without a question, as ignore says",
 }
 # What fits of this process began with, and what they left. Another fit of one object, as in a notebook, is configured
@@ -220,9 +220,9 @@ class RunConfiguration(Part):
         """Return why a change is no reason to stop; empty if it is one."""
         if self._before is not None and self._before.is_scaled(change, self._now, self._searched):
             return "tuner"
-        # another number of ranks makes other steps, and the Trainer shuffles what several ranks read
-        is_shuffle = change.name.endswith(".shuffle") and _is_of_loaders(change)
-        if self._saved.world_size_changed and (is_shuffle or change.label in self._schedule_labels()):
+        # another number of ranks makes other steps, the Trainer shuffles what several ranks read, and scripts share out
+        is_shared_out = change.name.endswith((".shuffle", ".length")) and _is_of_loaders(change)
+        if self._saved.world_size_changed and (is_shared_out or change.label in self._schedule_labels()):
             return "ranks"
         return "ignored" if any(_matches(pattern, change.name) for pattern in self._ignored) else ""
 
