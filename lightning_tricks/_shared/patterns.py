@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
@@ -43,6 +43,23 @@ class Pattern:
 
     def _expression(self) -> re.Pattern[str]:
         return re.compile(self.text[3:] if self.text.startswith("re:") else translate(self.text))
+
+
+def as_patterns(argument: str, given: str | Sequence[str]) -> list[Pattern]:
+    """Return patterns from an argument that takes one or several.
+
+    Raises:
+        TypeError: If the argument is neither a string nor a list of strings.
+        ValueError: If a pattern is empty or not a regular expression.
+    """
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {given!r} ({type(given).__name__}).")
+    try:
+        return [Pattern(text) for text in given]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from error
 
 
 _TOKENS = re.compile(

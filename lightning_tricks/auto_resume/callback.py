@@ -24,6 +24,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_duration, check_path
+from lightning_tricks._shared.patterns import as_patterns
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.auto_resume.checkpoint_writer import durable_checkpoints
@@ -107,12 +108,15 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             and the output is appended to `train.log` in `dirpath`; with "stop" the run saves and exits.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again.
             Under `ddp_fork` and `ddp_spawn` the main process exits with it as well; torchrun exits with 1.
-        on_change: What to do if the script changed since the run was started: another learning rate, optimizer,
-            schedule, batch size, seed, hyper-parameter, setting of the Trainer or of a callback, or another layer. With
-            "raise" an error lists the changes. With "new" the new values take effect from the resume on, while moments,
-            position and random states continue; schedules have the values that they would have had at this step. With
-            "old" the old values are kept where they can be, and a message names where they cannot. More epochs or steps
-            alone are not a change: they extend the run.
+        on_change: What to do if the script changed what trains since the run was started: optimizers, their groups and
+            schedules, layers and their modes, what is frozen, buffers, training loaders, samplers and datasets,
+            callbacks and their arguments, settings of the Trainer, or the seed. With "raise" an error lists the
+            changes. With "new" the new values take effect from the resume on, while moments, position and random states
+            continue; schedules have the values that they would have had at this step. More epochs or steps alone are
+            not a change: they extend the run. Nor are hyper-parameters, which are named in a line.
+        ignore: Patterns over the names that such an error prints, such as `"MyCallback.run_name"`: a glob that must
+            match the whole name (`"MyCallback.*"`), or `re:` and a regular expression. What they match takes effect
+            without an error, and is named in a line.
         on_failed_save: With "warn" training continues when a save fails, for example on a full disk; with "raise" an
             error ends it. The checkpoint before is complete in both cases. A checkpoint that could not be resumed, as
             hooks put objects into it, counts as a failed save.
@@ -125,8 +129,9 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             restoring.
 
     Raises:
-        TypeError: If a number or the signals have the wrong type.
-        ValueError: If a value is out of range, a signal is unknown, or `dirpath` is an address such as `s3://...`.
+        TypeError: If a number, the signals or the patterns have the wrong type.
+        ValueError: If a value is out of range, a signal is unknown, a pattern is none, or `dirpath` is an address such
+            as `s3://...`.
         MisconfigurationException: In a fit under FSDP1 or DeepSpeed.
 
     Examples:
@@ -147,7 +152,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         signals: Sequence[str] = DEFAULT_SIGNALS,
         on_hangup: Literal["detach", "stop"] = "detach",
         exit_code: int = 75,
-        on_change: Literal["raise", "new", "old"] = "raise",
+        on_change: Literal["raise", "new"] = "raise",
+        ignore: Sequence[str] = (),
         on_failed_save: Literal["warn", "raise"] = "warn",
         asynchronous: bool | Literal["skip"] = False,
         allow_pickle: bool = False,
@@ -169,12 +175,13 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         self.signals = signals
         self.on_hangup = check_choice("on_hangup", on_hangup, ("detach", "stop"))
         self.exit_code = exit_code
-        self.on_change = check_choice("on_change", on_change, ("raise", "new", "old"))
+        self.on_change = check_choice("on_change", on_change, ("raise", "new"))
+        as_patterns("ignore", ignore)
+        self.ignore = ignore
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self.asynchronous = asynchronous
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
-        self.was_tuned = False
         EARLY_SIGNALS.wait(self, self._new_stop_request(self.signals))
         # Between setup and teardown
         self._stop_request: StopRequest | None = None
@@ -225,7 +232,6 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             self.say("a fast_dev_run is neither saved nor resumed")
             return
         if is_tuning(trainer):
-            self.was_tuned = True
             return  # the fit follows later
         self._check_supported(trainer, pl_module)
         if self._run_files is None:  # `setup` was called by hand

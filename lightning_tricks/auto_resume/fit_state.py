@@ -182,8 +182,9 @@ class FitState:
         for optimizer, initial_groups in zip(optimizers, groups, strict=True):
             optimizer.param_groups[:] = [group for group, _ in initial_groups]
             for group, values in initial_groups:
+                added = {name: value for name, value in group.items() if name not in values}  # by a new scheduler
                 group.clear()
-                group.update(values)
+                group.update(values | added)
         for scheduler, state in zip(schedulers, states, strict=True):
             scheduler.load_state_dict(state)
         now = list(self._tensors())

@@ -87,6 +87,9 @@ class Structure(Part):
         """Note the groups of the optimizers as soon as there are some, and what hooks changed."""
         if phase is Phase.FIT_START:
             self._groups = param_group_names(self.module, self.trainer.optimizers)
+            self._parameters = {
+                name for name, _ in self.module.named_parameters()
+            }  # configure_optimizers may make some
         elif phase in (Phase.BEFORE_HOOKS, Phase.AFTER_HOOKS):
             self.capture_shared({})
 

@@ -34,10 +34,10 @@ class Settings(Protocol):
     keep_last: int
     exit_code: int
     on_change: str
+    ignore: Sequence[str]
     on_failed_save: str
     allow_pickle: bool
     asynchronous: bool | Literal["skip"]
-    was_tuned: bool
 
     @property
     def seconds_between_saves(self) -> float:

@@ -105,7 +105,7 @@ class ResumableFit(FitObserver):
             manifest, path = newest
             checkpoint = self.selection.load(path)
             saved = SavedState.from_checkpoint(manifest, path, checkpoint, self.trainer, self.module)
-            self.configuration.resume_from(saved)
+            self.configuration.resume_from(saved, checkpoint)
         self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
         if saved is None:
             self._restore_after_setup()
@@ -152,7 +152,7 @@ class ResumableFit(FitObserver):
         """Refuse optimizers of other classes than those whose states are about to be loaded."""
         known, present = saved.rank.get("outline", {}).get("optimizers", {}), self.state.outline.now()["optimizers"]
         for name in known.keys() & present.keys():
-            if known[name] != present[name] and self.settings.on_change != "old":
+            if known[name] != present[name]:
                 raise MisconfigurationException(
                     f"AutoResume: the checkpoint {saved.path} has the state of {known[name]}, and configure_optimizers "
                     f"now returned {present[name]}: a hook exchanged it in the fit, or the code has changed. Return "
@@ -299,9 +299,12 @@ class ResumableFit(FitObserver):
         """Note what is not as it was saved, except what another start changed, and set that."""
         is_known = self.configuration.is_known_change
         drawn_anew = [path for path in self.state.attributes.drawn_anew(saved) if not is_known(path)]
+        paths = [path for path in paths if not is_known(path)]
         if self.configuration.changed_states:
-            paths = [path for path in paths if not path.startswith("optimizers.")]
-        self.state.note_differences(saved, paths, drawn_anew, self.loaders.data_differences)
+            made_anew = ("optimizers.", "lr_schedulers", "the class of learning rate scheduler")
+            paths = [path for path in paths if not path.startswith(made_anew)]
+        data = [] if self.configuration.has_other_data else self.loaders.data_differences
+        self.state.note_differences(saved, paths, drawn_anew, data)
         self._installed.callback(self.state.report_differences, is_local=True)  # where no step comes
         self.state.restore(saved, Phase.COMPARED)
 

@@ -1,44 +1,83 @@
-"""What a fit is configured with, and what another start of its script changed: refused, taken or ignored."""
+"""What a fit is configured with, and what another start of its script changed: refused, taken, or said in a line."""
 
 from __future__ import annotations
 
 import copy
-import inspect
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torchmetrics import Metric, MetricCollection
+
+from lightning_tricks._lightning_compat.fit import loop_limits
 from lightning_tricks._lightning_compat.flavor import (
+    LIGHTNING,
+    Callback,
     LightningModule,
     MisconfigurationException,
     Trainer,
+    import_lightning,
     rank_zero_info,
-    rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loaders import given_train_loaders
-from lightning_tricks._lightning_compat.trainer import datamodule_of
-from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks._shared.patterns import Pattern, as_patterns, strip_compile_prefix
+from lightning_tricks._shared.text import describe_error, list_names
+from lightning_tricks.auto_resume.attribute_parts import are_callbacks
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.configuration import (
-    ABSENT,
+    BUFFER,
+    ROOT,
     Change,
     Configuration,
+    changes_between,
+    class_code,
+    describe,
+    describe_layers,
     describe_loaders,
+    describe_optimizers,
+    described_arguments,
+    flatten,
     is_longer,
     numbered,
     plain,
 )
-from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
-from lightning_tricks.auto_resume.fit_settings import FitSettings
+from lightning_tricks.auto_resume.core.optimizer_changes import ChangedOptimizers
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState, Settings
+from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 
 _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
 # The training loaders as they are given to `fit`, and as the Trainer uses them
 _GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
-# What a Tuner sets before the fit, and what schedules take from it
-_SEARCHED = re.compile(".*lrs?|.*learning_rate|batch_size")
 _MOST_LINES = 20
+_callbacks = import_lightning("pytorch.callbacks")
+_OBSERVERS = (
+    _callbacks.BasePredictionWriter,
+    _callbacks.BatchSizeFinder,
+    _callbacks.Checkpoint,
+    _callbacks.DeviceStatsMonitor,
+    _callbacks.LearningRateFinder,
+    _callbacks.LearningRateMonitor,
+    _callbacks.ModelSummary,
+    _callbacks.ProgressBar,
+    _callbacks.ThroughputMonitor,
+    _callbacks.Timer,
+)
+# Why a change is no reason to stop -> what is said
+_SENTENCES = {
+    "record": "these do not train by themselves and differ from those of the first start; the run goes on",
+    "tuner": "a Tuner found other values than at the first start, whose values go on",
+    "ranks": "schedules and loaders go on as those of a run with this number of ranks",
+    "ignored": "these changes take effect without a question, as ignore says",
+}
+# What fits of this process began with, and what they left. Another fit of one object, as in a notebook, is configured
+# with the former, unless somebody has set something else meanwhile.
+_LEFT: WeakKeyDictionary[Any, tuple[Configuration, Configuration]] = WeakKeyDictionary()
 
 
 class RunConfiguration(Part):
@@ -50,7 +89,7 @@ class RunConfiguration(Part):
         module: The module that is trained.
 
     Attributes:
-        changes: What this start changed, as far as it is known.
+        changes: What this start changed and takes effect, as far as it is known.
         changed_states: The entries of the checkpoint with the states of optimizers and schedulers, if this start
             changed them; else empty.
         extended: How the run is extended, such as "from 3 to 10 epochs"; empty if it is not.
@@ -66,110 +105,186 @@ class RunConfiguration(Part):
         self.changed_states: dict[str, Any] = {}
         self._saved: SavedState  # where the fit resumes
         self._before: Configuration | None = None
-        self._fit = FitSettings(trainer, module)
-        self._now = self._fit.now
-        self._ignored: list[Change] = []
         self._rescheduled: list[str] = []  # what another number of ranks changed in schedules
-        self._created: Sequence[Any] = ()  # the optimizers
-        self._has_loaders = self._has_optimizers = self._said_incidental = False
+        self._kept: dict[str, Any] = {}  # values of the first start that go on
+        self._said: set[str] = set()  # the names of what was said
+        self._late: dict[str, Any] = {}  # the saved parameters that `configure_optimizers` makes
+        self._has_loaders = self._has_optimizers = False
+        self._ignored = as_patterns("ignore", settings.ignore)
+        records, initial = dict(self._records("hparams")), dict(self._records("hparams_initial"))
+        self._searched = [name for name, value in records.items() if initial.get(name, value) != value]  # by a Tuner
+        self._now = Configuration(records=records)
+        self._parameters = {name for name, _ in module.named_parameters()}
+        self._begun: list[tuple[Any, Callable[[], Configuration], Configuration, Configuration]] = []
+        for owner, describe_owner in self._owners():
+            found = describe_owner()
+            begun = _begun_with(found, *_LEFT.get(owner, (found, found)))
+            self._begun.append((owner, describe_owner, found, begun))
+            self._now.add(begun)
 
-    def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the present configuration, with the old values of what is ignored."""
-        record = asdict(self._now)
-        record["exchanged"] = list(map(id, self.trainer.optimizers)) != list(map(id, self._created))
-        for change in self._ignored:
-            part = "arguments" if change.name in self._now.arguments else "values"
-            record[part][change.name] = change.before
-            if self._before is not None:  # with it goes what its scheduler derived from it
-                derived = f"{change.label}._"
-                values = self._before.values.items()
-                record["values"] |= {name: value for name, value in values if name.startswith(derived)}
-        return {"configuration": record}
+    # -- what there is
+
+    def _owners(self) -> Iterator[tuple[Any, Callable[[], Configuration]]]:
+        """Yield the objects that are described before the fit, and what describes them."""
+        yield self.trainer, self._describe_trainer
+        yield self.module, self._describe_module
+        for label, callback in self._callbacks().items():
+            yield callback, partial(_describe_callback, label, callback)
+
+    def _callbacks(self) -> dict[str, Callback]:
+        callbacks = callbacks_of(self.trainer)
+        return dict(zip(numbered(callbacks), callbacks, strict=True))
+
+    def _describe_trainer(self) -> Configuration:
+        seed = os.environ.get("PL_GLOBAL_SEED", "")
+        settings = {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "precision")}
+        limits = loop_limits(self.trainer)
+        settings |= {name: limits[name] for name in ("min_epochs", "max_epochs", "min_steps", "max_steps")}
+        values = {f"Trainer.{name}": plain(value) for name, value in settings.items()}
+        return Configuration(values={"seed": int(seed) if seed.isdecimal() else None, **values})
+
+    def _describe_module(self) -> Configuration:
+        found = describe_layers(self.module, (Metric, MetricCollection), set(self.module.hparams))
+        found.values[f"{ROOT}.automatic_optimization"] = self.module.automatic_optimization
+        datamodule = datamodule_of(self.trainer)
+        if datamodule is not None and (code := class_code(type(datamodule))):
+            found.code["datamodule"] = [type(datamodule).__name__, code]
+        return found
+
+    def _records(self, attribute: str) -> Iterator[tuple[str, Any]]:
+        for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
+            for name, value in getattr(owner, attribute, {}).items():
+                if not are_callbacks(value):  # they are compared by themselves
+                    yield from flatten(f"{prefix}.{name}", value)
 
     def close(self) -> None:
-        """Leave the Trainer as it was."""
-        self._fit.close()
+        """Note what the fit leaves in what is compared."""
+        for owner, describe_owner, found, begun in self._begun:
+            with suppress(Exception):  # what is left may be broken
+                if (left := describe_owner()) != found:
+                    _LEFT[owner] = begun, left
 
-    def resume_from(self, saved: SavedState) -> None:
-        """Compare with what the run was started with; with `on_change="old"`, set back what can be set."""
-        self._saved = saved
-        if "configuration" not in saved.shared:  # an older release wrote the checkpoint
+    def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
+        record = vars(self._now).copy()
+        if (before := self._before) is not None:
+            record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
+            record |= {"values": {**self._now.values, **self._kept}, "late": [*{*self._now.late, *before.late}]}
+        return {"configuration": record}
+
+    # -- what changed
+
+    def resume_from(self, saved: SavedState, checkpoint: dict[str, Any]) -> None:
+        """Note with what the run was started, and let its weights be loaded into a module with other buffers.
+
+        Args:
+            saved: What is resumed.
+            checkpoint: The checkpoint that is about to be loaded, whose state dict is changed in place.
+        """
+        self._saved, before = saved, Configuration(**saved.shared["configuration"])
+        self._before, values, weights = before, before.values, checkpoint["state_dict"]
+        limits = {name: (values[f"Trainer.{name}"], self._now.values[f"Trainer.{name}"]) for name in _LIMITS}
+        if not any(is_longer(now, old) for old, now in limits.values()):
+            self.extended = " and ".join(
+                f"from {old} to {now} {_LIMITS[name]}" for name, (old, now) in limits.items() if is_longer(old, now)
+            )
+        if self.trainer.strategy.restore_checkpoint_after_setup:
             return
-        self._before = Configuration(**saved.shared["configuration"])
-        self.extended = " and ".join(
-            f"from {before} to {now} {unit}" for _, (before, now, unit) in self._extensions().items()
-        )
-        for change in self._find_changes()[0] if self.settings.on_change == "old" else ():
-            if self._fit.set_back(change):
-                self._ignored.append(change)
+        self._late = {name: weights.pop(name) for name in before.late if name in weights.keys() - self._parameters}
+        own = {strip_compile_prefix(name): name for name in self.module.state_dict()}
+        for change in changes_between(before.kinds, self._now.kinds):
+            if BUFFER in f"{change.before} {change.now}":
+                name = own.get(change.name, change.name)
+                weights.pop(name, None)
+                weights |= {name: self.module.state_dict()[name]} if change.name in own else {}
 
-    def _extensions(self) -> dict[str, tuple[Any, Any, str]]:
-        before = {} if self._before is None else self._before.values
-        limits = {name: (before.get(f"Trainer.{name}"), self._now.values[f"Trainer.{name}"]) for name in _LIMITS}
-        return {
-            name: (*pair, _LIMITS[name])
-            for name, pair in limits.items()
-            if f"Trainer.{name}" in before and is_longer(*pair)
-        }
-
-    def _find_changes(self) -> tuple[list[Change], list[Change]]:
-        """Return the changes, and those that do not shape the training, as far as this start is known."""
-        before = self._before
-        if before is None:
-            return [], []
-        extensions = self._extensions()
-        lengths = [(old, new) for old, new, _ in extensions.values()]
-        extended = {f"Trainer.{name}" for name in extensions}
-        found, incidental = before.changes_to(self._now, self._is_default)
-        was_searched, schedules = self._was_searched(), self._schedule_labels()
-        states = {*numbered(self.trainer.optimizers), *schedules}
-        changes = []
-        for change in found:
-            leaf = change.name.rpartition(".")[2]
-            is_length = ("epoch" in leaf or "step" in leaf) and (change.before, change.now) in lengths
-            is_state = change.label in states or change.label.startswith(("optimizer ", "scheduler "))
-            if change.name in extended or is_length or (before.exchanged and is_state):
-                continue
-            is_found = was_searched and _SEARCHED.fullmatch(leaf)
-            # another number of ranks makes other steps, and the Trainer shuffles what several ranks read
-            is_shuffle = leaf == "shuffle" and _is_of_loaders(change)
-            if is_found or (self._saved.world_size_changed and (is_shuffle or change.label in schedules)):
-                incidental.append(change)
-            else:
-                changes.append(replace(change, why=self._reason(change)))
-        # what a scheduler derives from its arguments, in private attributes, changes with them
-        labels = {change.label for change in changes if "._" not in change.name}
-        return [change for change in changes if "._" not in change.name or change.label not in labels], incidental
+    def _differences(self) -> list[Change]:
+        """Return what this start changes of what trains, as far as it is known, with names as users see them."""
+        if self._before is None:
+            return []
+        loaders = _IN_USE if self._has_loaders else _GIVEN
+        are_known = self._has_loaders or all(_has_given(one) for one in (self._before, self._now))
+        found = []
+        for change in self._before.changes_to(self._now):
+            label = change.label.partition("[")[0]
+            is_other = label in (_GIVEN, _IN_USE) and (label != loaders or not are_known)
+            is_extended = bool(self.extended) and change.name.removeprefix("Trainer.") in _LIMITS
+            if not (is_other or is_extended):
+                found.append(replace(change, name=change.name.replace(_GIVEN, _IN_USE)))
+        return found
 
     def _schedule_labels(self) -> list[str]:
         return numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
 
-    def _was_searched(self) -> bool:
-        """Whether a Tuner, of this Trainer or another one, has set a hyper-parameter."""
-        initial = self.module.hparams_initial
-        found = [name for name in self.module.hparams if _SEARCHED.fullmatch(str(name))]
-        return self.settings.was_tuned or any(self.module.hparams[name] != initial.get(name) for name in found)
-
     def _reason(self, change: Change) -> str:
-        """Return what a schedule's length follows from."""
-        if change.label.startswith("optimizer ") and ABSENT not in (change.before, change.now):
-            return "moments continue where both keep the same ones"
-        is_schedule = change.label in self._schedule_labels()
-        numbers = all(isinstance(value, int | float) for value in (change.before, change.now))
-        if not (self.extended and is_schedule) or (numbers and change.now <= change.before):
-            return ""
-        return "its length follows from that of the run"
+        """Return why a change is no reason to stop; empty if it is one."""
+        if self._before is not None and self._before.is_scaled(change, self._now, self._searched):
+            return "tuner"
+        # another number of ranks makes other steps, the Trainer shuffles what several ranks read, and scripts share out
+        is_shared_out = change.name.endswith((".shuffle", ".length")) and _is_of_loaders(change)
+        if self._saved.world_size_changed and (is_shared_out or change.label in self._schedule_labels()):
+            return "ranks"
+        return "ignored" if any(_matches(pattern, change.name) for pattern in self._ignored) else ""
 
-    def _is_default(self, name: str, value: Any) -> bool:
-        owner: Any = datamodule_of(self.trainer) if name.startswith("datamodule.") else self.module
-        parameter = inspect.signature(type(owner).__init__).parameters.get(name.rpartition(".")[2])
-        return parameter is not None and plain(parameter.default) == value
+    def _decide(self) -> None:
+        """Raise an error for changes that are new, or say what becomes of them; all ranks have to call it."""
+        if (before := self._before) is None:
+            return
+        found = [one for one in self.trainer.strategy.broadcast(self._differences()) if one.name not in self._said]
+        reasons: dict[str, list[Change]] = {reason: [] for reason in ("", *_SENTENCES)}
+        for change in found:
+            reasons[self._reason(change)].append(change)
+        new = reasons.pop("")
+        if new and self.settings.on_change == "raise":
+            names = [change.name for change in new[:_MOST_LINES]]
+            raise MisconfigurationException(
+                f"AutoResume: {self._saved.path.parent} holds a run that was started with other settings:\n  "
+                f"{_listed(new, chr(10) + '  ')}\n"
+                "Nothing was trained or changed. Choose one of these:\n"
+                "- AutoResume(..., on_change='new') continues with the new values; moments, position and random states "
+                "go on.\n"
+                f"- AutoResume(..., ignore={names}) does so for these alone, whenever they change.\n"
+                "- Another dirpath starts a new run."
+            )
+        self._check_can_go_on([*new, *reasons["ignored"]])
+        if not self._said:
+            records = changes_between(before.records, self._now.records)
+            reasons["record"] = [change for change in records if change.name not in self._searched]
+            if names := before.changed_code(self._now):
+                rank_zero_info(f"AutoResume: the code of {list_names(names)} differs from that of the first start.")
+        self._said |= {change.name for change in (*found, *reasons["record"])} | {""}
+        self._kept |= {change.name: change.before for change in reasons["tuner"]}
+        self._rescheduled += [change.name for change in reasons["ranks"] if not _is_of_loaders(change)]
+        self.changes += [*new, *reasons["ignored"]]
+        for reason, changes in reasons.items():
+            if changes:
+                rank_zero_info(f"AutoResume: {_SENTENCES[reason]}: {_listed(changes, '; ')}.")
+        if new:
+            is_over = self._saved.manifest.finished and not self.extended
+            end = " The run had finished: they take effect when it is given more epochs or steps." if is_over else ""
+            rank_zero_info(f"AutoResume: the run goes on with new values: {_listed(new, '; ')}.{end}")
+
+    def _check_can_go_on(self, changes: Sequence[Change]) -> None:
+        manifest = self._saved.manifest
+        begun = manifest.epoch + (manifest.batches > 0 and not manifest.finished)
+        done = {"Trainer.max_epochs": begun, "Trainer.max_steps": manifest.step}
+        for change in changes:
+            why = ""
+            if change.name in done and not is_longer(done[change.name] - 1, change.now):
+                why = f"the run is at {done[change.name]} {_LIMITS[change.name.partition('.')[2]]}, beyond it"
+            elif change.name == f"{ROOT}.automatic_optimization":
+                why = "the steps of a run are counted in another way then"
+            if why:
+                raise MisconfigurationException(
+                    f"AutoResume: the run cannot go on with {change}: {why}. Set the old value, or choose another "
+                    "dirpath to start a new run."
+                )
 
     def check_optimizers(self, checkpoint: dict[str, Any] | None) -> None:
         """Note what the optimizers were created with, and decide on what changed; all ranks have to call it.
 
         Args:
-            checkpoint: The checkpoint that the Trainer is about to restore; with `on_change="new"`, its states of
+            checkpoint: The checkpoint that the Trainer is about to restore; if changes take effect, its states of
                 optimizers and schedulers are changed in place. None if there is none.
 
         Raises:
@@ -178,44 +293,59 @@ class RunConfiguration(Part):
         if self._has_optimizers:
             return  # the fit makes others, as for a later stage
         optimizers, configs = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        with isolated_rng():  # functions of users are called
-            found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
-        self._now.groups, self._created = found.groups, list(optimizers)
-        for label, config in zip(self._schedule_labels(), configs, strict=True):
-            for option in SCHEDULE_OPTIONS:
-                self._fit.places[f"{label}.{option}"] = config, option, getattr(config, option)
-        self._fit.add(found)
-        self._fit.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
+        found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
+        self._now.groups = found.groups
+        self._now.add(found)
+        self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
+        self._restore_late_parameters()
         self._decide()
-        if checkpoint is None or self._before is None or self._before.exchanged:
+        if checkpoint is None or self._before is None:
             return
-        names = [change.name for change in self.changes] if self.settings.on_change == "new" else []
-        names += self._rescheduled if self.settings.on_change != "old" else []
+        names = [*self._rescheduled, *(change.name for change in self.changes)]
         if not names and self._before.groups == self._now.groups:
             return
-        regrouped = bool(self._saved.shared["groups"])
+        regrouped, manifest = bool(self._saved.shared["groups"]), self._saved.manifest
         if regrouped and any(name.endswith(".groups") for name in names):
             raise MisconfigurationException(
                 "AutoResume: hooks changed the parameter groups of the run, and configure_optimizers now returns other "
                 "ones than at its first start, so that the saved states have no place. Return the groups of then, or "
                 "choose another dirpath."
             )
-        ranks = self._saved.world_size, self.trainer.world_size
-        changed = ChangedOptimizers(
-            optimizers, configs, self._before, self._now, names, regrouped=regrouped, ranks=ranks
-        )
-        states, manifest = (checkpoint["optimizer_states"], checkpoint["lr_schedulers"]), self._saved.manifest
         try:
-            states = changed.states(*states, manifest.step, manifest.epoch)
-        except ValueError as error:
+            changed = ChangedOptimizers(
+                optimizers,
+                configs,
+                self._before,
+                self._now,
+                names,
+                shared=(self.module, self.trainer),
+                regrouped=regrouped,
+                other_ranks=self._saved.world_size_changed,
+            )
+            saved = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+            states = changed.states(*saved, manifest.step, manifest.epoch)
+        except Exception as error:  # of schedules, which may end, or call what cannot be copied
             raise MisconfigurationException(
-                f"AutoResume: a schedule ends before step {manifest.step}, which the run has reached ({error}). "
-                "Give it more steps, or choose another dirpath to start a new run."
+                f"AutoResume: the schedules of this start cannot be brought to step {manifest.step}, which the run has "
+                f"reached ({describe_error(error)}). Give a schedule that ends before it more steps, or choose another "
+                "dirpath to start a new run."
             ) from error
         changed_entries = dict(zip(("optimizer_states", "lr_schedulers"), states, strict=True))
         checkpoint |= changed_entries
         self.changed_states = copy.deepcopy(changed_entries)
+
+    def _restore_late_parameters(self) -> None:
+        """Note the parameters that `configure_optimizers` made, and load those that were saved."""
+        made = {name: one for name, one in self.module.named_parameters() if name not in self._parameters}
+        self._now.late = list(made)
+        for name, value in self._late.items():
+            if name not in made or made[name].shape != value.shape:
+                raise MisconfigurationException(
+                    f"AutoResume: at the first start of the run configure_optimizers made the parameter {name} of "
+                    f"shape {list(value.shape)}, and now it does not. Make it as then, or choose another dirpath."
+                )
+            made[name].data.copy_(value)
 
     def check_loaders(self, loaders: Sequence[Any], *, resumes: bool) -> float | None:
         """Note the training loaders, and decide on what changed; those that a fit creates later are only noted.
@@ -223,125 +353,96 @@ class RunConfiguration(Part):
         Returns:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
-        self._fit.add(describe_loaders(loaders, _IN_USE))
-        if not resumes or self._has_loaders:  # those that are reloaded are the fit's
+        self._now.add(describe_loaders(loaders, _IN_USE))
+        if self._has_loaders:  # those that are reloaded are the fit's
             return None
         self._has_loaders = True
         if self._has_optimizers:  # configure_optimizers may ask for the number of batches
             self._decide()
-        changes = [change for change in self._find_changes()[0] if _is_of_loaders(change)]
-        if not changes:
+            self._check_patterns()
+        changes = [one for one in self._differences() if _is_of_loaders(one) and self._reason(one) != "ranks"]
+        if not (changes and resumes):
             return None
         sizes = [change for change in changes if change.name == f"{_IN_USE}.batch_size"]
         if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
             return 1.0
         return float(sizes[0].now / sizes[0].before)
 
-    def _decide(self) -> None:
-        """Raise an error for changes that are new, or say what becomes of them."""
-        known = {change.name for change in self.changes}
-        found, incidental = self.trainer.strategy.broadcast(self._find_changes())
-        known |= {name.replace(_GIVEN, _IN_USE) for name in known}
-        if not self._has_loaders:
-            known |= {change.name for change in found if _is_of_loaders(change)}
-        new = [change for change in found if change.name not in known]
-        self.changes += new
-        schedules = [change for change in incidental if change.label in self._schedule_labels()]
-        incidental = [change for change in incidental if change not in schedules]
-        if schedules and not self._rescheduled:
-            self._rescheduled = [change.name for change in schedules]
-            ranks = self._saved.world_size if self.settings.on_change == "old" else self.trainer.world_size
-            rank_zero_info(
-                f"AutoResume: schedules go on as those of a run with {ranks} ranks: {_listed(schedules, '; ')}."
-            )
-        if incidental and not self._said_incidental:
-            self._said_incidental = True
-            rank_zero_info(
-                "AutoResume: these arguments differ from those of the first start, and were taken for what does not "
-                f"shape the training: {_listed(incidental, '; ')}."
-            )
-        if not new:
-            return
-        if self.settings.on_change == "raise":
-            raise MisconfigurationException(
-                f"AutoResume: {self._saved.path.parent} holds a run that was started with other settings:\n  "
-                f"{_listed(new, chr(10) + '  ')}\n"
-                "Nothing was trained or changed. Choose one of these:\n"
-                "- AutoResume(..., on_change='new') continues with the new values; moments, position and random states "
-                "go on.\n"
-                "- AutoResume(..., on_change='old') continues with the old values.\n"
-                "- Another dirpath starts a new run."
-            )
-        if self.settings.on_change == "new":
-            self._check_length(new)
-            is_over = self._saved.manifest.finished and not self.extended
-            end = " The run had finished: they take effect when it is given more epochs or steps." if is_over else ""
-            rank_zero_info(f"AutoResume: the run goes on with new values: {_listed(new, '; ')}.{end}")
-            return
-        self._keep_old(new)
+    def _check_patterns(self) -> None:
+        """Say which patterns of `ignore` match nothing that is compared."""
+        names = {*self._said, *self._now.names(), *(() if self._before is None else self._before.names())}
+        unused = [one.text for one in self._ignored if not any(_matches(one, name) for name in names)]
+        if unused:
+            rank_zero_info(f"AutoResume: ignore={unused} matches no name of what is compared.")
 
-    def _check_length(self, changes: Sequence[Change]) -> None:
-        manifest = self._saved.manifest
-        begun = manifest.epoch + (manifest.batches > 0 and not manifest.finished)
-        done = {"Trainer.max_epochs": begun, "Trainer.max_steps": manifest.step}
-        for change in changes:
-            if change.name in done and not is_longer(done[change.name] - 1, change.now):
-                raise MisconfigurationException(
-                    f"AutoResume: the run is at {done[change.name]} {_LIMITS[change.name.partition('.')[2]]}, beyond "
-                    f"{change.name}={change.now}. Give it more, continue with the old value by "
-                    "on_change='old', or choose another dirpath."
-                )
-
-    def _keep_old(self, changes: Sequence[Change]) -> None:
-        """Say which changes are ignored, and which cannot be."""
-        refused = [change for change in changes if self._cannot_go_on(change)]
-        if refused:
-            raise MisconfigurationException(
-                f"AutoResume(on_change='old'): the saved state does not fit {_listed(refused, '; ')}. Set the old "
-                "values in the script, continue with the new ones by on_change='new', or choose another dirpath."
-            )
-        restored = {*numbered(self.trainer.optimizers), *self._schedule_labels(), "seed"}
-        for change in changes:
-            is_restored = change.label in restored and not change.name.endswith("()")  # a function is not saved
-            if change not in self._ignored and (self._fit.set_back(change) or is_restored):
-                self._ignored.append(change)
-        ignored = [change for change in changes if change in self._ignored]
-        same = [(change.before, change.now) for change in ignored]  # an argument that was passed on
-        in_effect = [change for change in changes if (change.before, change.now) not in same]
-        if ignored:
-            rank_zero_info(f"AutoResume(on_change='old'): the old values are kept: {_listed(ignored, '; ')}.")
-        if in_effect:
-            rank_zero_warn(
-                f"AutoResume(on_change='old'): these changes are in effect nevertheless, as the script has made its "
-                f"objects with them: {_listed(in_effect, '; ')}."
-            )
-
-    def _cannot_go_on(self, change: Change) -> bool:
-        kind, _, option = change.name.rpartition(".")
-        is_state = change.name.startswith(("optimizer ", "scheduler "))
-        ends_early = option == "total_steps" and is_longer(change.before, change.now) and bool(self.extended)
-        return is_state or (option == "groups" and kind in numbered(self.trainer.optimizers)) or ends_early
+    # -- what follows for other parts
 
     def is_known_change(self, path: str) -> bool:
-        """Whether the attribute at a path, such as "module.net.2.p", is among the changes, or what a Tuner found."""
-        if self._was_searched() and _SEARCHED.fullmatch(path.rpartition(".")[2]):
+        """Whether the value at a path, such as "module.net.2.p", was said to differ, or does not train."""
+        owners = self._callbacks().items()
+        if any(path.startswith(f"callbacks.{label}.") and hasattr(one, "training_arguments") for label, one in owners):
             return True
-        names = [change.name for change in self.changes]
-        return any(path.endswith(f".{name}") or path == f"module.{name.partition('.')[2]}" for name in names)
+        names = [re.sub(r"(^|\.)hparams\.", lambda at: at[1] or f"{ROOT}.", name) for name in self._said if name]
+        return any(f".{path}".endswith(f".{name}") for name in names)
+
+    @property
+    def has_other_data(self) -> bool:
+        """Whether another data set takes effect."""
+        return any(_is_of_loaders(change) and ".dataset" in change.name for change in self.changes)
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Load and set what another start changed once more, as the resume has restored old values."""
         if phase is not Phase.COMPARED:  # wrappers of optimizers keep options that were restored
             states = self.changed_states.get("optimizer_states", ())
             for optimizer, state in zip(self.trainer.optimizers, states, strict=False):
+                options = [dict(group) for group in optimizer.param_groups]
                 optimizer.load_state_dict(state)
+                for group, known in zip(optimizer.param_groups, options, strict=False):
+                    group.update(known | group)  # with what a new scheduler has added
             return
-        for change in self.changes if self.settings.on_change == "new" else ():
-            owner, name, value = self._fit.places.get(change.name, (None, "", None))
-            if owner is None or isinstance(owner, Trainer | Mapping):
-                continue
-            if plain(getattr(owner, name, None)) == change.before:  # else a hook has set it
-                setattr(owner, name, value)
+        owners: dict[str, Any] = {**dict(self.module.named_modules()), **self._callbacks(), ROOT: self.module}
+        for change in self.changes:
+            label, _, name = change.name.rpartition(".")
+            owner, is_plain = owners.get(label), isinstance(change.now, bool | int | float | str)
+            if is_plain and plain(getattr(owner, name, None)) == change.before:  # else a hook has set it
+                setattr(owner, name, change.now)
+
+
+def _describe_callback(label: str, callback: Callback) -> Configuration:
+    """Return the arguments of a callback that may train: those that its class names, or all plain ones."""
+    found, names = Configuration(), getattr(callback, "training_arguments", None)
+    if isinstance(callback, _OBSERVERS) or (names is not None and not names):
+        return found
+    if names is None:
+        found.values = described_arguments(label, callback)
+    else:
+        found.values = {
+            path: value for name in names for path, value in describe(f"{label}.{name}", getattr(callback, name))
+        }
+    if code := class_code(type(callback)):
+        found.code[label] = [type(callback).__name__, code]
+    # one of the user's without arguments may be there to look or to stop
+    is_record = names is None and not found.values and not type(callback).__module__.startswith(f"{LIGHTNING}.")
+    (found.records if is_record else found.kinds)[label] = "in use"
+    return found
+
+
+def _begun_with(found: Configuration, begun: Configuration, left: Configuration) -> Configuration:
+    """Return what there is, where an earlier fit of the object did not leave it; else what that fit had begun with."""
+    values = {
+        name: begun.values.get(name, value) if left.values.get(name) == value else value
+        for name, value in found.values.items()
+    }
+    kinds = begun.kinds if found.kinds == left.kinds else found.kinds
+    return replace(found, kinds=kinds, values=values, off=begun.off if found.off == left.off else found.off)
+
+
+def _has_given(configuration: Configuration) -> bool:
+    return any(name.startswith(_GIVEN) for name in configuration.values)
+
+
+def _matches(pattern: Pattern, name: str) -> bool:
+    return pattern.text == name or pattern.matches(name)  # a name may have brackets
 
 
 def _is_of_loaders(change: Change) -> bool:

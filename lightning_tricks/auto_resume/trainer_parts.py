@@ -28,7 +28,7 @@ from lightning_tricks._lightning_compat.results import capture_loop_state, named
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS
+from lightning_tricks.auto_resume.core.configuration import SCHEDULE_OPTIONS
 from lightning_tricks.auto_resume.parts import (
     IN_THE_FIT,
     ChangedValues,

@@ -23,7 +23,7 @@ from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.sharded import partial_shards_loaded
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.added_parameters import RECORD_KEY
-from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.patterns import as_patterns, strip_compile_prefix
 from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.finetuning.core.base_model_fingerprint import (
@@ -33,7 +33,6 @@ from lightning_tricks.finetuning.core.base_model_fingerprint import (
     forget,
     trainable_names,
 )
-from lightning_tricks.finetuning.core.injection import as_patterns
 from lightning_tricks.finetuning.core.trainable_weights import (
     complete_checkpoint,
     leave_out_base,

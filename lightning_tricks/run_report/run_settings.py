@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import os
 import sys
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,11 +22,10 @@ from lightning_tricks.auto_resume.core.attributes.user_code import is_user_modul
 from lightning_tricks.auto_resume.core.configuration import (
     arguments_of,
     describe_loaders,
-    is_comparable,
+    describe_optimizers,
     numbered,
     plain,
 )
-from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, describe_optimizers, scheduler_values
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.secret_values import hidden
@@ -179,16 +177,9 @@ def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) 
 
 def _add_optimizers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
     optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
-    described = describe_optimizers(optimizers, [], param_group_names(module, optimizers))
+    described = describe_optimizers(optimizers, configs, param_group_names(module, optimizers))
     for name, value in {**described.kinds, **described.values}.items():
         found.add(name, value)
-    schedulers = [config.scheduler for config in configs]
-    for label, config in zip(numbered(schedulers), configs, strict=True):
-        found.add("type", type(config.scheduler).__qualname__, label)
-        for option in SCHEDULE_OPTIONS:
-            found.add(option, plain(getattr(config, option)), label)
-        for name, value in scheduler_values(label, config.scheduler, _code_of):
-            found.add(name, value)
 
 
 def _add_data(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
@@ -216,31 +207,6 @@ def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
                 found.add("length", len(data), label)
             found.add_arguments(label, data)
             data = getattr(data, "dataset", None)
-
-
-def _code_of(function: Any) -> str:
-    """Return a digest of a function's code and of the plain values that it uses; it is not called."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return f"{type(function).__qualname__} {arguments_of(function)}"
-    values = [*(function.__defaults__ or ()), *(_content(cell) for cell in function.__closure__ or ())]
-    used = [value for value in map(plain, values) if is_comparable(value)]
-    return f"{function.__name__} {digest([*_constants(code), repr(used)])}"
-
-
-def _content(cell: types.CellType) -> Any:
-    with suppress(ValueError):  # it is empty
-        return cell.cell_contents
-    return None
-
-
-def _constants(code: types.CodeType) -> Iterator[str]:
-    yield from (code.co_code.hex(), repr(code.co_names))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _constants(constant)
-        else:
-            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
 
 
 def _user_files(module: LightningModule) -> list[Path]:

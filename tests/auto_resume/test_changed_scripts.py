@@ -1,8 +1,7 @@
-"""A script that is edited between two starts: what changed is listed, taken or ignored, as `on_change` says."""
+"""A script that is edited between two starts: each edit is refused by name, told in one line, or no change at all."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import warnings
@@ -13,62 +12,36 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
-from lightning_tricks import (
-    AutoResume,
-    GradientClipping,
-    LoRA,
-    ScheduleSpec,
-    seed_everything,
-)
+from lightning_tricks import AutoResume, GradientClipping, LoRA, ScheduleSpec, seed_everything
 from lightning_tricks.lr_schedules import build_schedule
 from tests.contract.lab import same
 
 STOPPED_AT, RESUMED_AT, BATCHES = 15, 14, 11
 
-SCRIPT: dict[str, Any] = {
-    "seed": 7,
-    "lr": 0.1,
-    "optimizer": torch.optim.SGD,
-    "options": {"momentum": 0.9},
-    "groups": None,  # weight decay of each of two groups
-    "schedule": None,  # class, arguments, interval
-    "spec": None,  # a ScheduleSpec
-    "rows": 44,
-    "loader": {"batch_size": 4, "shuffle": True},
-    "sampler": None,
-    "augment": None,
-    "dropout": 0.2,
-    "activation": nn.ReLU,
-    "width": 8,
-    "loss_weight": 1.0,
-    "hparams": {},
-    "argument": 0.5,
-    "epochs": 3,
-    "trainer": {},
-    "callbacks": list,
-}
-
 
 class Net(LightningModule):
-    def __init__(self, loss_weight: float, argument: float, script: dict[str, Any], **others: Any) -> None:
+    """A module that a script's edits shape; what they are is no attribute of it, which would be compared."""
+
+    def __init__(self, script: dict[str, Any], argument: float) -> None:
         super().__init__()
-        self.save_hyperparameters({"loss_weight": loss_weight, **others})
+        self.save_hyperparameters({"loss_weight": 1.0, **script["hparams"]})
         self.argument = argument
         self.net = nn.Sequential(
             nn.Linear(6, script["width"]),
             script["activation"](),
             nn.Dropout(script["dropout"]),
             nn.Linear(script["width"], 3),
+            *script["more_layers"](),
         )
-        object.__setattr__(self, "_script", script)
         self.seen: dict[int, tuple[float, int]] = {}
+        script["build"](self)
 
     def training_step(self, batch, batch_idx):
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
@@ -78,14 +51,17 @@ class Net(LightningModule):
         return self.hparams["loss_weight"] * self.argument * loss
 
     def configure_optimizers(self):
-        script = self._script
-        groups: Any = [one for one in self.parameters() if one.requires_grad]
+        script = THIS
+        groups: Any = [one for one in self.net.parameters() if one.requires_grad]
         if script["groups"]:
             layers = (self.net[0], self.net[3])
             groups = [
                 {"params": part.parameters(), "weight_decay": decay}
                 for part, decay in zip(layers, script["groups"], strict=True)
             ]
+        if script["temperature"]:
+            self.temperature = nn.Parameter(torch.ones(script["temperature"]))
+            groups = [*groups, self.temperature]
         optimizer = script["optimizer"](groups, lr=script["lr"], **script["options"])
         if script["spec"]:
             return {"optimizer": optimizer, "lr_scheduler": build_schedule(optimizer, script["spec"], self.trainer)}
@@ -96,14 +72,37 @@ class Net(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": interval, "monitor": "loss"}]
 
 
+class Renamed(Net):
+    """`Net` under another name."""
+
+
+def _edited_class(text: str) -> type[LightningModule]:
+    """Return a class whose step is written as in a text."""
+    scope: dict[str, Any] = {"Net": Net, "__name__": __name__}
+    exec(f"class Edited(Net):\n    def training_step(self, batch, batch_idx):\n{text}", scope)
+    found: type[LightningModule] = scope["Edited"]
+    return found
+
+
+STEP = "        'Sum.'\n        return super(type(self), self).training_step(batch, batch_idx) * 1.0"
+COMMENTED = STEP.replace("Sum", "The sum").replace("\n", "\n\n        # of a batch\n").replace("(batch,", "(\nbatch,")
+
+
 class Augmented(TensorDataset):
-    def __init__(self, *tensors: torch.Tensor, transform: Any = None) -> None:
+    def __init__(self, *tensors: torch.Tensor, transform: Any = None, crop: int = 4) -> None:
         super().__init__(*tensors)
-        self.transform = transform
+        self.transform, self.crop = transform, crop
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         return (x if self.transform is None else self.transform(x)), y
+
+
+class OtherData(Augmented):
+    """Another class of the same data."""
+
+    def __len__(self) -> int:
+        return super().__len__()
 
 
 class Scale:
@@ -115,6 +114,8 @@ class Scale:
 
 
 class Crash(Callback):
+    training_arguments = ()
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == STOPPED_AT:
             raise RuntimeError("crash")
@@ -123,7 +124,7 @@ class Crash(Callback):
 class ByHand(Callback):
     """Makes the same edit in a run that is not stopped."""
 
-    def __init__(self, act: Callable[[Trainer, Any], None]) -> None:
+    def __init__(self, act: Callable[[Trainer, Any], object]) -> None:
         self.act = act
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -131,21 +132,82 @@ class ByHand(Callback):
             self.act(trainer, pl_module)
 
 
-def run(folder: Any, *callbacks: Callback, on_change: Any = "raise", **edits: Any) -> tuple[Trainer, Any]:
+class Noise(Callback):
+    """A callback of a user, that changes the training by an argument."""
+
+    def __init__(self, scale: float, out_dir: str = "a") -> None:
+        self.scale, self.out_dir = scale, out_dir
+
+    def on_after_backward(self, trainer, pl_module):
+        for one in pl_module.parameters():
+            if one.grad is not None:
+                one.grad.mul_(1 + self.scale)
+
+
+class Watches(Noise):
+    """One that says itself that it only looks."""
+
+    training_arguments = ()
+
+    def on_after_backward(self, trainer, pl_module):
+        pass
+
+
+class Bare(Callback):
+    """One without arguments."""
+
+
+THIS: dict[str, Any] = {}  # the script that runs
+
+
+def _as_it_is(module: Any) -> None:
+    """Build nothing more."""
+
+
+SCRIPT: dict[str, Any] = {
+    "seed": 7,
+    "lr": 0.1,
+    "optimizer": torch.optim.SGD,
+    "options": {"momentum": 0.9},
+    "groups": None,  # weight decay of each of two groups
+    "schedule": None,  # class, arguments, interval
+    "spec": None,  # a ScheduleSpec
+    "temperature": 0,  # the length of a parameter that configure_optimizers makes
+    "rows": 44,
+    "data": Augmented,
+    "data_arguments": {},
+    "loader": {"batch_size": 4, "shuffle": True},
+    "sampler": None,
+    "module": Net,
+    "build": _as_it_is,
+    "dropout": 0.2,
+    "activation": nn.ReLU,
+    "more_layers": tuple,
+    "width": 8,
+    "hparams": {},
+    "argument": 0.5,
+    "epochs": 3,
+    "trainer": {},
+    "callbacks": list,
+}
+
+
+def run(folder: Any, *callbacks: Callback, guard: Any = None, **edits: Any) -> tuple[Trainer, Any]:
     """Run the script with edits; with a folder, guarded."""
-    script = {**SCRIPT, **edits}
+    global THIS
+    script = THIS = {**SCRIPT, **edits}
     seed_everything(script["seed"], verbose=False)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(script["rows"], 6, generator=generator)
-    data = Augmented(x, x[:, :3].argmax(1), transform=script["augment"])
+    data = script["data"](x, x[:, :3].argmax(1), **script["data_arguments"])
     arguments = dict(script["loader"])
     if script["sampler"]:
         arguments |= {"shuffle": None, "sampler": script["sampler"](x)}
-    module = Net(script["loss_weight"], script["argument"], script, **script["hparams"])
-    guard = [AutoResume(folder, every_n_train_steps=2, on_change=on_change)] if folder else []
+    module = script["module"](script, script["argument"])
+    guards = [AutoResume(folder, every_n_train_steps=2, **(guard or {}))] if folder else []
     given: dict[str, Any] = {
         "accelerator": "cpu",
-        "callbacks": [*guard, *script["callbacks"](), *callbacks],
+        "callbacks": [*guards, *script["callbacks"](), *callbacks],
         "enable_checkpointing": False,
         "enable_model_summary": False,
         "enable_progress_bar": False,
@@ -169,20 +231,22 @@ class Edit:
     Attributes:
         now: What the second start changes.
         before: What the script was before, beside `SCRIPT`.
-        line: A regular expression of a line in the error; empty if it is no change.
-        old: What `on_change="old"` does: "kept" ends as if nothing had been edited; "nevertheless" and "refused".
-        by_hand: Makes the edit in a run that is not stopped, which then ends with the same weights.
+        refused: Regular expressions of all lines of the error, in any order; empty if it is no reason to stop.
+        said: A regular expression of the one line that is logged; empty if none is.
+        by_hand: Makes the edit in a run that is not stopped, which then ends as a run with `on_change="new"`.
         rates: Whether `on_change="new"` has the learning rates of a run that was edited from the start.
-        warns: A regular expression of a warning that comes in all cases.
+        new: Part of the error of `on_change="new"`, where that is one.
+        warned: Part of a warning that comes in all cases.
     """
 
     now: dict[str, Any]
     before: dict[str, Any] = field(default_factory=dict)
-    line: str = ""
-    old: str = "kept"
-    by_hand: Callable[[Trainer, Any], None] | None = None
+    refused: tuple[str, ...] = ()
+    said: str = ""
+    by_hand: Callable[[Trainer, Any], object] | None = None
     rates: bool = True
-    warns: str = ""
+    new: str = ""
+    warned: str = ""
 
 
 def _set_option(name: str, value: Any, groups: slice = slice(None)) -> Callable[[Trainer, Any], None]:
@@ -201,12 +265,23 @@ def _one_cycle(rate: float, total: int) -> tuple[Any, dict[str, Any], str]:
     return lr_scheduler.OneCycleLR, {"max_lr": rate, "total_steps": total}, "step"
 
 
-def _cosine(epochs: int) -> tuple[Any, dict[str, Any], str]:
-    return lr_scheduler.CosineAnnealingLR, {"T_max": epochs}, "epoch"
-
-
 def _power(base: float) -> tuple[Any, dict[str, Any], str]:
     return lr_scheduler.LambdaLR, {"lr_lambda": lambda step: base**step}, "step"
+
+
+class Decay:
+    """A function of the step that remembers how often it was called, as torch saves it."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.value = factor, 1.0
+
+    def __call__(self, step: int) -> float:
+        self.value *= self.factor
+        return self.value
+
+
+def _remembered(factor: float) -> tuple[Any, dict[str, Any], str]:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(factor)), {}, "step"
 
 
 def _plateau(factor: float) -> tuple[Any, dict[str, Any], str]:
@@ -227,14 +302,6 @@ class Polynomial(lr_scheduler.LRScheduler):
 def _warm_up(optimizer: Any, gamma: float) -> Any:
     parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, gamma)]
     return lr_scheduler.SequentialLR(optimizer, parts, [4])
-
-
-def _milestone(step: int) -> tuple[Any, dict[str, Any], str]:
-    def make(optimizer: Any) -> Any:
-        parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 100), lr_scheduler.ExponentialLR(optimizer, 0.5 + step / 100)]
-        return lr_scheduler.SequentialLR(optimizer, parts, [step])
-
-    return make, {}, "step"
 
 
 def _backwards(parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -261,26 +328,42 @@ class Wrapper(torch.optim.SGD):
         return self.base.step(closure)
 
 
-def _machine(one: bool) -> dict[str, Any]:
-    here, name = ("/a", "fox") if one else ("/b", "dog")
-    return {
-        "cpu_count": 2 + one,
-        "env": {"SHLVL": str(2 + one)},
-        "exp_name": name,
-        "git_sha": "abc1234" if one else "def5678",
-        "machine": name,
-        "name": name,
-        "train_files": [f"{here}/{number}.png" for number in range(3 + one)],
-        "use_cuda": one,
-        "version": 1 + one,
-        "world_size": 1 + one,
-    }
+class EachOther(Sampler):
+    """A sampler with an argument."""
+
+    def __init__(self, count: int, start: int = 0) -> None:
+        self.count, self.start = count, start
+
+    def __iter__(self):
+        return iter([*range(self.start, self.count), *range(self.start)])
+
+    def __len__(self) -> int:
+        return self.count
 
 
-def _namespace(rate: float) -> dict[str, Any]:
-    return {
-        "args": argparse.Namespace(mixup=rate, output_dir=f"runs/{rate}", started="2026-11-2" + str(int(10 * rate)))
-    }
+class Warped(nn.Module):
+    """A layer of a user, without weights."""
+
+    def forward(self, x):
+        return x.sin()
+
+
+class WarpedToo(nn.Module):
+    """The same code under another name."""
+
+    forward = Warped.forward
+
+
+def _freeze(module: Any) -> None:
+    module.net[0].requires_grad_(False)
+
+
+def _freeze_bias(module: Any) -> None:
+    module.net[0].bias.requires_grad = False
+
+
+def _manual(module: Any) -> None:
+    module.automatic_optimization = False
 
 
 def _clipping(norm: float) -> Callable[[], list[Callback]]:
@@ -291,254 +374,329 @@ def _patience(number: int) -> Callable[[], list[Callback]]:
     return lambda: [EarlyStopping("loss", patience=number, mode="max")]
 
 
-class Noise(Callback):
-    """A callback of a user, that changes the training by an argument."""
+def _noise(*arguments: Any) -> Callable[[], list[Callback]]:
+    return lambda: [Noise(*arguments)]
 
-    def __init__(self, scale: float, out_dir: str = "a") -> None:
-        self.scale, self.out_dir = scale, out_dir
 
-    def on_after_backward(self, trainer, pl_module):
-        for one in pl_module.parameters():
-            one.grad.mul_(1 + self.scale)
+def _job(number: int) -> dict[str, Any]:
+    """Return what differs each time that one command is queued."""
+    now = f"2026-11-2{number}_10-32-1{number}"
+    return {
+        "hparams": {
+            "output_dir": f"outputs/{now}",
+            "started": now,
+            "slurm_job_id": 4711 + number,
+            "host": f"node{number}",
+            "port": 29500 + number,
+            "git": {"sha": "abc1234"[number:], "dirty": bool(number)},
+            "day": number,
+        }
+    }
 
+
+ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {}}
+LOADER = {"batch_size": 4, "shuffle": True}
+RECORDS = "these do not train by themselves and differ from those of the first start; the run goes on: "
+CODE = "the code of {} differs from that of the first start"
 
 EDITS = {
-    "lr": Edit({"lr": 0.01}, line="SGD.lr: 0.1 -> 0.01", by_hand=_set_option("lr", 0.01)),
+    "lr": Edit({"lr": 0.01}, refused=("SGD.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)),
     "momentum": Edit(
-        {"options": {"momentum": 0.5}}, line="SGD.momentum: 0.9 -> 0.5", by_hand=_set_option("momentum", 0.5)
+        {"options": {"momentum": 0.5}}, refused=("SGD.momentum: 0.9 -> 0.5",), by_hand=_set_option("momentum", 0.5)
     ),
     "weight decay": Edit(
         {"options": {"momentum": 0.9, "weight_decay": 0.1}},
-        line="SGD.weight_decay: 0 -> 0.1",
+        refused=("SGD.weight_decay: 0 -> 0.1",),
         by_hand=_set_option("weight_decay", 0.1),
     ),
-    "several options": Edit(
-        {"lr": 0.01, "options": {"momentum": 0.5}}, line=r"SGD.lr: 0.1 -> 0.01\n  SGD.momentum: 0.9 -> 0.5"
+    "two changes at once": Edit(
+        {"lr": 0.01, "loader": {"batch_size": 8, "shuffle": True}, "dropout": 0.5, "build": _freeze},
+        refused=(
+            "net.2.p: 0.2 -> 0.5",
+            "net.0.requires_grad: True -> False",
+            "SGD.lr: 0.1 -> 0.01",
+            r"SGD.groups: 'parameters: 4 .*' -> 'parameters: 2 .*'",
+            "train_dataloader.batch_size: 4 -> 8",
+        ),
     ),
     "decay of one group": Edit(
         {"groups": (0.0, 0.1)},
         {"groups": (0.0, 0.0)},
-        line=r"SGD.groups\[1\].weight_decay: 0.0 -> 0.1",
+        refused=(r"SGD.groups\[1\].weight_decay: 0.0 -> 0.1",),
         by_hand=_set_option("weight_decay", 0.1, slice(1, 2)),
     ),
-    "two groups": Edit(
-        {"groups": (0.0, 0.0)}, line="SGD.groups: .*4.* -> .*2, 2", old="refused", by_hand=lambda *_: None
-    ),
+    "two groups": Edit({"groups": (0.0, 0.0)}, refused=("SGD.groups: .*4 .* -> .*2, 2 .*",), by_hand=lambda *_: None),
     "one group": Edit(
-        {"groups": None},
-        {"groups": (0.0, 0.0)},
-        line="SGD.groups: .*2, 2.* -> .*4",
-        old="refused",
-        by_hand=lambda *_: None,
+        {"groups": None}, {"groups": (0.0, 0.0)}, refused=("SGD.groups: .*2, 2.* -> .*4.*",), by_hand=lambda *_: None
     ),
     "betas": Edit(
         {"options": {"betas": (0.5, 0.9)}},
-        {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {}},
-        line=r"Adam.betas: \[0.9, 0.999\] -> \[0.5, 0.9\]",
+        ADAM,
+        refused=(r"Adam.betas: \[0.9, 0.999\] -> \[0.5, 0.9\]",),
         by_hand=_set_option("betas", (0.5, 0.9)),
     ),
     "an option with another moment": Edit(
-        {"options": {"amsgrad": True}},
-        {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {}},
-        line="Adam.amsgrad: False -> True",
+        {"options": {"amsgrad": True}}, ADAM, refused=("Adam.amsgrad: False -> True",)
     ),
     "an optimizer with the same moments": Edit(
         {"optimizer": torch.optim.AdamW},
-        {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {"weight_decay": 0.0}},
-        line="optimizer 0: Adam -> AdamW",
-        old="refused",
+        {**ADAM, "options": {"weight_decay": 0.0}},
+        refused=("optimizer 0: Adam -> AdamW",),
         by_hand=lambda *_: None,
     ),
+    "another optimizer": Edit({"optimizer": torch.optim.Adam, "options": {}}, refused=("optimizer 0: SGD -> Adam",)),
     "lr in a wrapper": Edit(
-        {"lr": 0.01}, {"optimizer": Wrapper}, line="Wrapper.lr: 0.1 -> 0.01", by_hand=_set_option("lr", 0.01)
+        {"lr": 0.01}, {"optimizer": Wrapper}, refused=("Wrapper.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)
     ),
     "kernels of an optimizer": Edit(
         {"options": {"momentum": 0.9, "foreach": True}}, {"options": {"momentum": 0.9, "foreach": False}}
     ),
     "order of the parameters": Edit({"optimizer": _backwards}),
-    "another optimizer": Edit(
-        {"optimizer": torch.optim.Adam, "options": {}}, line="optimizer 0: SGD -> Adam", old="refused"
+    "a parameter of the optimizer's": Edit({}, {"temperature": 2}),
+    "a parameter of the optimizer's, of another length": Edit(
+        {"temperature": 3},
+        {"temperature": 2},
+        new="configure_optimizers made the parameter temperature of shape [2], and now it does not",
+    ),
+    "a parameter of the optimizer's less": Edit(
+        {"temperature": 0}, {"temperature": 2}, new="configure_optimizers made the parameter temperature of shape [2]"
     ),
     "factor of a step schedule": Edit(
-        {"schedule": _step(5, 0.1)}, {"schedule": _step(5, 0.5)}, line="StepLR.gamma: 0.5 -> 0.1"
-    ),
-    "length of its steps": Edit(
-        {"schedule": _step(3, 0.5)}, {"schedule": _step(5, 0.5)}, line="StepLR.step_size: 5 -> 3"
+        {"schedule": _step(5, 0.1)}, {"schedule": _step(5, 0.5)}, refused=("StepLR.gamma: 0.5 -> 0.1",)
     ),
     "interval of a schedule": Edit(
         {"schedule": _step(1, 0.5, "step")},
         {"schedule": _step(1, 0.5, "epoch")},
-        line="StepLR.interval: epoch -> step",
+        refused=("StepLR.interval: epoch -> step",),
         rates=False,  # the number of its steps continues
     ),
-    "lr of a schedule": Edit({"lr": 0.3}, {"schedule": _step(5, 0.5)}, line="SGD.lr: 0.1 -> 0.3"),
+    "lr of a schedule": Edit({"lr": 0.3}, {"schedule": _step(5, 0.5)}, refused=("SGD.lr: 0.1 -> 0.3",)),
     "max_lr of a cycle": Edit(
-        {"schedule": _one_cycle(0.4, 40)}, {"schedule": _one_cycle(0.2, 40)}, line="SGD.max_lr: 0.2 -> 0.4"
+        {"schedule": _one_cycle(0.4, 40)},
+        {"schedule": _one_cycle(0.2, 40)},
+        refused=("SGD.lr: .*", "SGD.max_lr: 0.2 -> 0.4", "SGD.min_lr: .*"),
     ),
     "a longer cycle": Edit(
         {"epochs": 5, "schedule": _one_cycle(0.2, 55)},
         {"schedule": _one_cycle(0.2, 33)},
-        line=r"OneCycleLR.total_steps: 33 -> 55 \(its length follows from that of the run\)",
-        old="refused",
-    ),
-    "a longer cosine": Edit(
-        {"epochs": 5, "schedule": _cosine(5)},
-        {"schedule": _cosine(3)},
-        line=r"CosineAnnealingLR.T_max: 3 -> 5 \(its length follows from that of the run\)",
-        old="extended",
+        refused=("OneCycleLR.total_steps: 33 -> 55",),
     ),
     "a longer spec": Edit(
-        {"epochs": 5},
-        {"spec": ScheduleSpec("polynomial")},
-        line=r"FactorLR.factor\(\): .* \(its length follows from that of the run\)",
-        old="nevertheless",
+        {"epochs": 5}, {"spec": ScheduleSpec("polynomial")}, refused=(r"FactorLR.factor\..*: 33 -> 55",)
     ),
-    "a function": Edit(
-        {"schedule": _power(0.8)}, {"schedule": _power(0.9)}, line=r"LambdaLR.lr_lambdas\(\): ", old="nevertheless"
+    "a variable of a function": Edit(
+        {"schedule": _power(0.8)}, {"schedule": _power(0.9)}, refused=("LambdaLR.lr_lambdas.base: 0.9 -> 0.8",)
+    ),
+    "the code of a function": Edit(
+        {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.9**step}, "step")},
+        {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.8**step}, "step")},
+        refused=("LambdaLR.lr_lambdas.code: 'bytecode .*' -> 'bytecode .*'",),
+    ),
+    "an object that is called": Edit(
+        {"schedule": _remembered(0.8)},
+        {"schedule": _remembered(0.9)},
+        refused=("LambdaLR.lr_lambdas.factor: 0.9 -> 0.8", "LambdaLR.lr_lambdas.value: 0.9 -> 0.8"),
     ),
     "a schedule of a user": Edit(
         {"schedule": (Polynomial, {"power": 1.0}, "step")},
         {"schedule": (Polynomial, {"power": 0.5}, "step")},
-        line="Polynomial.power: 0.5 -> 1.0",
+        refused=("Polynomial.power: 0.5 -> 1.0",),
     ),
     "a part of a schedule": Edit(
         {"schedule": (_warm_up, {"gamma": 0.5}, "step")},
         {"schedule": (_warm_up, {"gamma": 0.9}, "step")},
-        line=r"SequentialLR.schedulers\[1\].gamma: 0.9 -> 0.5",
-    ),
-    "milestone of a schedule": Edit(
-        {"schedule": _milestone(20)}, {"schedule": _milestone(10)}, line=r"SequentialLR.schedulers\[1\].gamma"
+        refused=(r"SequentialLR.schedulers\[1\].gamma: 0.9 -> 0.5",),
     ),
     "what a schedule adds to groups": Edit(
         {"schedule": (torch.optim.swa_utils.SWALR, {"swa_lr": 0.02}, "step")},
         {"schedule": (torch.optim.swa_utils.SWALR, {"swa_lr": 0.05}, "step")},
-        line="SGD.swa_lr: 0.05 -> 0.02",
+        refused=("SGD.swa_lr: 0.05 -> 0.02",),
     ),
     "factor on a plateau": Edit(
         {"schedule": _plateau(0.1)},
         {"schedule": _plateau(0.5)},
-        line="ReduceLROnPlateau.factor: 0.5 -> 0.1",
+        refused=("ReduceLROnPlateau.factor: 0.5 -> 0.1",),
         rates=False,
     ),
-    "lr on a plateau": Edit({"lr": 0.2}, {"schedule": _plateau(0.5)}, line="SGD.lr: 0.1 -> 0.2"),
+    "lr on a plateau": Edit({"lr": 0.2}, {"schedule": _plateau(0.5)}, refused=("SGD.lr: 0.1 -> 0.2",)),
     "another schedule": Edit(
         {"schedule": (lr_scheduler.ExponentialLR, {"gamma": 0.9}, "step")},
         {"schedule": _step(5, 0.5)},
-        line="scheduler 0: StepLR -> ExponentialLR",
-        old="refused",
+        refused=("scheduler 0: StepLR -> ExponentialLR",),
     ),
-    "a first schedule": Edit({"schedule": _step(5, 0.5)}, line="scheduler 0: none -> StepLR", old="refused"),
-    "no schedule": Edit(
-        {"schedule": None}, {"schedule": _step(5, 0.5)}, line="scheduler 0: StepLR -> none", old="refused"
-    ),
-    "larger batches": Edit(
-        {"loader": {"batch_size": 8, "shuffle": True}},
-        line="train_dataloaders?.batch_size: 4 -> 8",
-        old="nevertheless",
-    ),
-    "smaller batches": Edit(
-        {"loader": {"batch_size": 3, "shuffle": True}},
-        line="train_dataloaders?.batch_size: 4 -> 3",
-        old="nevertheless",
-    ),
+    "a first schedule": Edit({"schedule": _step(5, 0.5)}, refused=("scheduler 0: none -> StepLR",)),
+    "no schedule": Edit({"schedule": None}, {"schedule": _step(5, 0.5)}, refused=("scheduler 0: StepLR -> none",)),
+    "batch size": Edit({"loader": {**LOADER, "batch_size": 8}}, refused=("train_dataloader.batch_size: 4 -> 8",)),
+    "smaller batches": Edit({"loader": {**LOADER, "batch_size": 3}}, refused=("train_dataloader.batch_size: 4 -> 3",)),
     "no shuffling": Edit(
-        {"loader": {"batch_size": 4, "shuffle": False}},
-        line="train_dataloaders?.shuffle: True -> False",
-        old="nevertheless",
-    ),
-    "shuffling": Edit(
-        {"loader": {"batch_size": 4, "shuffle": True}},
-        {"loader": {"batch_size": 4, "shuffle": False}},
-        line="train_dataloaders?.shuffle: False -> True",
-        old="nevertheless",
+        {"loader": {"batch_size": 4, "shuffle": False}}, refused=("train_dataloader.shuffle: True -> False",)
     ),
     "dropping the last batch": Edit(
-        {"loader": {"batch_size": 4, "shuffle": True, "drop_last": True}},
-        line="train_dataloaders?.drop_last: False -> True",
-        old="nevertheless",
+        {"loader": {**LOADER, "drop_last": True}}, refused=("train_dataloader.drop_last: False -> True",)
     ),
     "a sampler": Edit(
+        {"sampler": lambda x: WeightedRandomSampler(torch.ones(len(x)), len(x), replacement=False)},
+        refused=("train_dataloader.sampler: none -> WeightedRandomSampler",),
+    ),
+    "another sampler": Edit(
         {"sampler": lambda x: WeightedRandomSampler(torch.ones(len(x)), len(x))},
-        line="train_dataloaders?.sampler: none -> WeightedRandomSampler",
-        old="nevertheless",
+        {"sampler": lambda x: EachOther(len(x))},
+        refused=("train_dataloader.sampler: EachOther -> WeightedRandomSampler",),
     ),
-    "more data": Edit({"rows": 60}, warns="other data than in the stopped run"),
+    "argument of a sampler": Edit(
+        {"sampler": lambda x: EachOther(len(x), 7)},
+        {"sampler": lambda x: EachOther(len(x))},
+        refused=("train_dataloader.sampler.start: 0 -> 7",),
+    ),
+    "drawing twice": Edit(
+        {"sampler": lambda x: RandomSampler(range(len(x)), replacement=True)},
+        {"sampler": lambda x: RandomSampler(range(len(x)))},
+        refused=("train_dataloader.sampler.replacement: False -> True",),
+    ),
+    "class of the data": Edit({"data": OtherData}, refused=("train_dataloader.dataset: Augmented -> OtherData",)),
+    "argument of the data": Edit({"data_arguments": {"crop": 8}}, refused=("train_dataloader.dataset.crop: 4 -> 8",)),
+    "more data": Edit({"rows": 60}, refused=("train_dataloader.dataset.length: 44 -> 60",)),
     "another transform": Edit(
-        {"augment": Scale(2.0)}, {"augment": Scale(1.0)}, warns="other data than in the stopped run"
+        {"data_arguments": {"transform": Scale(2.0)}},
+        {"data_arguments": {"transform": Scale(1.0)}},
+        refused=("train_dataloader.dataset.transform.factor: 1.0 -> 2.0",),
     ),
-    "accumulation": Edit({"trainer": {"accumulate_grad_batches": 2}}, line="Trainer.accumulate_grad_batches: 1 -> 2"),
+    "number of workers": Edit({"loader": {**LOADER, "num_workers": 1}}, warned="had num_workers=0 and has 1"),
+    "accumulation": Edit(
+        {"trainer": {"accumulate_grad_batches": 2}}, refused=("Trainer.accumulate_grad_batches: 1 -> 2",)
+    ),
     "clipping of the Trainer": Edit(
         {"trainer": {"gradient_clip_val": 0.01}},
         {"trainer": {"gradient_clip_val": 1.0}},
-        line="Trainer.gradient_clip_val: 1.0 -> 0.01",
+        refused=("Trainer.gradient_clip_val: 1.0 -> 0.01",),
         by_hand=lambda trainer, module: setattr(trainer, "gradient_clip_val", 0.01),
     ),
     "half of the batches": Edit(
         {"trainer": {"limit_train_batches": 5}},
         {"trainer": {"limit_train_batches": 11}},
-        line="Trainer.limit_train_batches: 11 -> 5",
+        refused=("Trainer.limit_train_batches: 11 -> 5",),
+    ),
+    "when it validates": Edit(
+        {"trainer": {"val_check_interval": 0.5}}, refused=("Trainer.val_check_interval: 1.0 -> 0.5",)
     ),
     "precision": Edit(
-        {"trainer": {"precision": "bf16-mixed"}},
-        line="Trainer.precision: '32-true' -> 'bf16-mixed'",
-        old="nevertheless",
+        {"trainer": {"precision": "bf16-mixed"}}, refused=("Trainer.precision: '32-true' -> 'bf16-mixed'",)
+    ),
+    "more epochs": Edit({"epochs": 5}),
+    "fewer epochs": Edit({"epochs": 2}, refused=("Trainer.max_epochs: 3 -> 2",)),
+    "fewer steps": Edit({"trainer": {"max_steps": 20}}, refused=("Trainer.max_steps: -1 -> 20",)),
+    "steps in place of epochs": Edit(
+        {"epochs": None, "trainer": {"max_steps": 50}},
+        refused=("Trainer.max_epochs: 3 -> -1", "Trainer.max_steps: -1 -> 50"),
+        by_hand=None,
+    ),
+    "seed": Edit({"seed": 8}, refused=("seed: 7 -> 8",)),
+    "dropout": Edit(
+        {"dropout": 0.5},
+        refused=("net.2.p: 0.2 -> 0.5",),
+        by_hand=lambda trainer, module: setattr(module.net[2], "p", 0.5),
+    ),
+    "another activation": Edit({"activation": nn.Tanh}, refused=("net.1: ReLU -> Tanh",)),
+    "an activation of a user's": Edit(
+        {"activation": Warped},
+        refused=("net.1: ReLU -> Warped",),
+        by_hand=lambda _, module: _exchange(module, Warped()),
+    ),
+    "a class of a layer that was renamed": Edit({"activation": WarpedToo}, {"activation": Warped}),
+    "a layer without weights": Edit({"more_layers": lambda: [nn.Softsign()]}, refused=("net.4: none -> Softsign",)),
+    "frozen": Edit(
+        {"build": _freeze},
+        refused=("net.0.requires_grad: True -> False", "SGD.groups: .*4 .* -> .*2 .*"),
+    ),
+    "a frozen bias": Edit(
+        {"build": _freeze_bias}, refused=("net.0.bias.requires_grad: True -> False", "SGD.groups: .*4 .* -> .*3 .*")
+    ),
+    "thawed": Edit(
+        {"build": _as_it_is},
+        {"build": _freeze},
+        refused=("net.0.requires_grad: False -> True", "SGD.groups: .*2 .* -> .*4 .*"),
+    ),
+    "a layer that evaluates": Edit(
+        {"build": lambda module: module.net[2].eval()},
+        refused=("net.2.training: True -> False",),
+        by_hand=lambda trainer, module: module.net[2].eval(),
+    ),
+    "all layers evaluate": Edit({"build": lambda module: module.net.eval()}, refused=("net.training: True -> False",)),
+    "a buffer": Edit(
+        {"build": lambda module: module.register_buffer("mean", torch.zeros(8))},
+        refused=(r"mean: none -> 'buffer of shape \[8\]'",),
+    ),
+    "a buffer less": Edit(
+        {"build": _as_it_is},
+        {"build": lambda module: module.register_buffer("mean", torch.zeros(8))},
+        refused=(r"mean: 'buffer of shape \[8\]' -> none",),
+    ),
+    "a larger buffer": Edit(
+        {"build": lambda module: module.register_buffer("mean", torch.zeros(9))},
+        {"build": lambda module: module.register_buffer("mean", torch.zeros(8))},
+        refused=(r"mean: 'buffer of shape \[8\]' -> 'buffer of shape \[9\]'",),
+    ),
+    "manual optimization": Edit(
+        {"build": _manual},
+        refused=("module.automatic_optimization: True -> False",),
+        new="the steps of a run are counted in another way then",
+    ),
+    "an argument that the module stores": Edit(
+        {"argument": 0.25},
+        refused=("module.argument: 0.5 -> 0.25",),
+        by_hand=lambda trainer, module: setattr(module, "argument", 0.25),
     ),
     "norm of GradientClipping": Edit(
         {"callbacks": _clipping(0.01)},
         {"callbacks": _clipping(1.0)},
-        line="GradientClipping.max_norm: 1.0 -> 0.01",
-        old="nevertheless",
+        refused=("GradientClipping.max_norm: 1.0 -> 0.01",),
     ),
-    "GradientClipping added": Edit(
-        {"callbacks": _clipping(0.01)}, line="GradientClipping: none -> 'in use'", old="nevertheless"
+    "GradientClipping added": Edit({"callbacks": _clipping(0.01)}, refused=("GradientClipping: none -> 'in use'",)),
+    "patience": Edit(
+        {"callbacks": _patience(5)}, {"callbacks": _patience(3)}, refused=("EarlyStopping.patience: 3 -> 5",)
     ),
-    "patience": Edit({"callbacks": _patience(5)}, {"callbacks": _patience(3)}, line="EarlyStopping.patience: 3 -> 5"),
-    "a callback of a user": Edit(
-        {"callbacks": lambda: [Noise(0.5, "b/c")]},
-        {"callbacks": lambda: [Noise(0.0)]},
-        line="Noise.scale: 0.0 -> 0.5",
+    "argument of a user's callback": Edit(
+        {"callbacks": _noise(0.5, "b/c")},
+        {"callbacks": _noise(0.0)},
+        refused=("Noise.scale: 0.0 -> 0.5", "Noise.out_dir: a -> 'b/c'"),
         by_hand=lambda trainer, module: setattr(trainer.callbacks[0], "scale", 0.5),
     ),
-    "an observer": Edit({"callbacks": lambda: [LearningRateMonitor()], "trainer": {"logger": True}}),
-    "seed": Edit({"seed": 8}, line="seed: 7 -> 8"),
-    "dropout": Edit(
-        {"dropout": 0.5}, line="net.2.p: 0.2 -> 0.5", by_hand=lambda trainer, module: setattr(module.net[2], "p", 0.5)
+    "a user's callback added": Edit({"callbacks": _noise(0.5)}, refused=("Noise: none -> 'in use'",)),
+    "a user's callback removed": Edit(
+        {"callbacks": list}, {"callbacks": _noise(0.5)}, refused=("Noise: 'in use' -> none",)
     ),
-    "another activation": Edit({"activation": nn.Tanh}, line="net.1: ReLU -> Tanh", old="nevertheless"),
-    "weight of a loss": Edit(
-        {"loss_weight": 2.0},
-        line="hparams.loss_weight: 1.0 -> 2.0",
-        by_hand=lambda trainer, module: module.hparams.update(loss_weight=2.0),
+    "a user's callback without arguments": Edit(
+        {"callbacks": lambda: [Bare()]}, said=RECORDS + "Bare: none -> 'in use'"
     ),
-    "an argument that is no hyper-parameter": Edit(
-        {"argument": 0.25},
-        line="Net.argument: 0.5 -> 0.25",
-        by_hand=lambda trainer, module: setattr(module, "argument", 0.25),
+    "weight averaging added": Edit(
+        {"callbacks": lambda: [StochasticWeightAveraging(1e-3, swa_epoch_start=2)]},
+        refused=("StochasticWeightAveraging: none -> 'in use'",),
+        rates=False,
     ),
-    "a new hyper-parameter": Edit({"hparams": {"mixup": 0.2}}, line="hparams.mixup: none -> 0.2", old="nevertheless"),
-    "in a namespace": Edit(
-        {"hparams": _namespace(0.3)},
-        {"hparams": _namespace(0.2)},
-        line="hparams.args.mixup: 0.2 -> 0.3",
-        old="nevertheless",
+    "an observer, and a logger": Edit({"callbacks": lambda: [LearningRateMonitor()], "trainer": {"logger": True}}),
+    "a callback that says it looks": Edit({"callbacks": lambda: [Watches(0.5)]}, {"callbacks": lambda: [Watches(0.1)]}),
+    "hyper-parameters": Edit(
+        {"hparams": {"loss_weight": 2.0, "mixup": 0.2}},
+        said=RECORDS + "hparams.loss_weight: 1.0 -> 2.0; hparams.mixup: none -> 0.2",
     ),
-    "a fraction with a path in its name": Edit(
-        {"hparams": {"drop_path_rate": 0.3}},
-        {"hparams": {"drop_path_rate": 0.1}},
-        line="hparams.drop_path_rate: 0.1 -> 0.3",
+    "another job": Edit(
+        _job(1),
+        _job(0),
+        said=RECORDS + ".*output_dir: .*; hparams.started: .*; hparams.slurm_job_id: 4711 -> 4712; .*day: 0 -> 1",
     ),
-    "another machine": Edit({"hparams": _machine(True)}, {"hparams": _machine(False)}),
-    "a path and a date": Edit(
-        {"hparams": {"out_dir": "/b", "name": "run of 2026-11-25", "num_workers": 8, "started": 1795600000.5}},
-        {"hparams": {"out_dir": "/a", "name": "run of 2026-11-24", "num_workers": 2, "started": 1795500000.5}},
+    "code of the step": Edit(
+        {"module": _edited_class(STEP.replace("1.0", "1.5"))},
+        {"module": _edited_class(STEP)},
+        said=CODE.format("Edited"),
     ),
-    "more epochs": Edit({"epochs": 5}, old="extended"),
-    "more epochs, as a hyper-parameter": Edit(
-        {"epochs": 5, "hparams": {"max_epochs": 5}}, {"hparams": {"max_epochs": 3}}, old="extended"
-    ),
-    "fewer epochs": Edit({"epochs": 2}, line="Trainer.max_epochs: 3 -> 2"),
-    "fewer steps": Edit({"trainer": {"max_steps": 20}}, line="Trainer.max_steps: -1 -> 20"),
+    "a comment and a docstring": Edit({"module": _edited_class(COMMENTED)}, {"module": _edited_class(STEP)}),
+    "a module that was renamed": Edit({"module": Renamed}),
+    "width": Edit({"width": 9}, new=" has shape (9, 6) in this run and (8, 6) in the checkpoint"),
 }
+
+
+def _exchange(module: Any, layer: nn.Module) -> None:
+    module.net[1] = layer
 
 
 @pytest.fixture(scope="module")
@@ -547,118 +705,112 @@ def stopped(tmp_path_factory):
     known: dict[str, Any] = {}
 
     def copy_of(name: str, target: Any) -> Any:
-        if name not in known:
-            known[name] = tmp_path_factory.mktemp("stopped")
-            run(known[name], Crash(), **EDITS[name].before)
-        shutil.copytree(known[name], target)
+        before = EDITS[name].before
+        if (key := str(before)) not in known:
+            known[key] = tmp_path_factory.mktemp("stopped")
+            run(known[key], Crash(), **before)
+        shutil.copytree(known[key], target)
         return target
 
     return copy_of
 
 
-def started(name: str, folder: Any, on_change: str) -> tuple[Trainer, Any, str]:
-    """Start the edited script; return Trainer, module, and what was warned."""
-    edit = EDITS[name]
+def said(text: str) -> list[str]:
+    """Return what is logged about changes."""
+    lines = re.findall(r"AutoResume: (.*)", text)
+    known = ("the run resumes at", "the run goes on with new values")
+    return [line.rstrip(".") for line in lines if not line.startswith(known)]
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.sampled(2)
+@pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|LeafSpec|litlogger|GPU|val_loop|lr_scheduler)")
+@pytest.mark.filterwarnings("ignore:.*(SWA|Swapping|Precision bf16|divisible|validation|in eval mode)")
+def test_what_an_edit_does(name, stopped, tmp_path, caplog):
+    edit, folder = EDITS[name], stopped(name, tmp_path / "run")
+    before, now = edit.before, {**edit.before, **edit.now}
+    files = sorted(path.name for path in folder.rglob("*"))
+    if edit.refused:
+        with pytest.raises(MisconfigurationException, match="on_change='new'") as raised:
+            run(folder, **now)
+        lines = str(raised.value).split("\n  ")
+        lines[-1] = lines[-1].partition("\n")[0]
+        assert len(lines) == 1 + len(edit.refused), lines
+        unmet = [one for one in edit.refused if not any(re.fullmatch(one, line) for line in lines[1:])]
+        assert not unmet, lines
+        assert not said(caplog.text)
+        assert sorted(path.name for path in folder.rglob("*")) == files, "nothing was changed"
+        ignored = re.search(r"ignore=(\[.*?\])\) does so", str(raised.value), re.DOTALL)
+    caplog.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer, module = run(folder, on_change=on_change, **{**edit.before, **edit.now})
-    return trainer, module, "\n".join(str(one.message) for one in caught if "AutoResume" in str(one.message))
-
-
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.sampled(3)
-def test_what_changed_is_listed(name, stopped, tmp_path):
-    edit, folder = EDITS[name], stopped(name, tmp_path / "run")
-    before = sorted(path.name for path in folder.iterdir())
-    if not edit.line:
-        trainer, _, warned = started(name, folder, "raise")
-        assert trainer.current_epoch == trainer.max_epochs
-        assert bool(warned) == bool(edit.warns)
-        assert re.search(edit.warns, warned)
+        if edit.new:
+            with pytest.raises(MisconfigurationException, match=re.escape(edit.new)):
+                run(folder, guard={"on_change": "new"}, **now)
+            return
+        trainer, module = run(folder, guard={"on_change": "new"} if edit.refused else {}, **now)
+    warned = [str(one.message) for one in caught if "AutoResume" in str(one.message)]
+    assert bool(warned) == bool(edit.warned), warned
+    assert edit.warned in "".join(warned)
+    if not edit.refused:
+        lines = said(caplog.text)
+        assert len(lines) == bool(edit.said), lines
+        assert not edit.said or re.fullmatch(edit.said, lines[0]), lines
+        if not edit.warned and edit.now.keys() <= {"options", "optimizer", "temperature", "module", "activation"}:
+            assert edit.said or same(module.state_dict(), run(None, **before)[1].state_dict())
         return
-    with pytest.raises(MisconfigurationException) as raised:
-        started(name, folder, "raise")
-    words = str(raised.value)
-    assert re.search(edit.line, words), words
-    assert all(remedy in words for remedy in ("on_change='new'", "on_change='old'", "Another dirpath"))
-    assert sorted(path.name for path in folder.iterdir()) == before
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the script as it was resumes as if nobody had tried
-        warnings.filterwarnings("ignore", message=".*(num_workers|logging interval|LeafSpec|litlogger|GPU).*")
-        resumed = run(folder, **edit.before)
-    assert same(*(one.state_dict() for one in (resumed[1], run(None, **edit.before)[1])))
-
-
-@pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if edit.line])
-@pytest.mark.sampled(3, 1)
-def test_new_values_take_effect_from_the_resume_on(name, stopped, tmp_path, caplog):
-    edit, folder = EDITS[name], stopped(name, tmp_path / "run")
-    trainer, module, warned = started(name, folder, "new")
-    assert not warned
-    assert re.search(edit.line.split(r"\n")[0], caplog.text)
-    now = run(None, **{**edit.before, **edit.now})[1]
+    assert "the run goes on with new values: " in caplog.text
+    whole = run(None, **now)[1]
     resumed = {step: one for step, one in module.seen.items() if step >= RESUMED_AT}
-    assert resumed
     if edit.rates:
-        assert {step: rate for step, (rate, _) in resumed.items() if step in now.seen} == pytest.approx(
-            {step: now.seen[step][0] for step in resumed if step in now.seen}, rel=1e-12
-        )
+        rates = {step: rate for step, (rate, _) in resumed.items() if step in whole.seen}
+        assert rates == pytest.approx({step: whole.seen[step][0] for step in rates}, rel=1e-12)
     if edit.by_hand is not None:
-        by_hand = run(None, ByHand(edit.by_hand), **edit.before)[1]
-        assert same(module.state_dict(), by_hand.state_dict())
-    with warnings.catch_warnings():  # the new values are now those of the run
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*(num_workers|logging interval|LeafSpec|litlogger|GPU).*")
-        caplog.clear()
-        again = run(folder, **{**edit.before, **edit.now})
+        assert same(module.state_dict(), run(None, ByHand(edit.by_hand), **before)[1].state_dict())
+    copied = stopped(name, tmp_path / "ignored")
+    caplog.clear()
+    other = run(copied, guard={"ignore": eval(ignored[1])}, **now)[1]
+    assert same(other.state_dict(), module.state_dict())
+    assert len([line for line in said(caplog.text) if line.startswith("these changes take effect")]) == 1
+    caplog.clear()
+    again = run(folder, **now)  # the new values are now those of the run
     assert "had finished" in caplog.text
-    assert same(again[1].state_dict(), module.state_dict())
-    assert trainer.global_step == again[0].global_step
-
-
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.sampled(3, 2)
-def test_old_values_are_kept_or_it_is_said_which_cannot_be(name, stopped, tmp_path, caplog):
-    edit, folder = EDITS[name], stopped(name, tmp_path / "run")
-    if edit.old == "refused":
-        with pytest.raises(MisconfigurationException, match=r"the saved state does not fit .*on_change='new'"):
-            started(name, folder, "old")
-        return
-    _, module, warned = started(name, folder, "old")
-    if edit.old == "nevertheless":
-        assert re.search(f"in effect nevertheless.*{edit.line}", warned), warned
-        return
-    assert bool(warned) == bool(edit.warns)
-    assert not edit.line or re.search(f"old values are kept: .*{edit.line.split(chr(92) + 'n')[0]}", caplog.text)
-    if edit.warns:
-        return
-    epochs = {"epochs": edit.now["epochs"]} if edit.old == "extended" else {}
-    whole = run(None, **{**edit.before, **epochs})[1]
-    assert same(module.state_dict(), whole.state_dict())
-    if edit.line:  # the script as it was before the edit goes on as well
-        assert same(module.state_dict(), run(folder, **{**edit.before, **epochs})[1].state_dict())
+    assert again[0].global_step == trainer.global_step
 
 
 def test_samples_are_seen_once_though_batches_are_larger(stopped, tmp_path):
-    for name, size in (("larger batches", 8), ("smaller batches", 3)):
-        _, module, _ = started(name, stopped(name, tmp_path / name), "new")
+    for name, size in (("batch size", 8), ("smaller batches", 3)):
+        folder = stopped(name, tmp_path / name)
+        _, module = run(folder, guard={"on_change": "new"}, **EDITS[name].now)
         in_epoch = [count for step, (_, count) in module.seen.items() if step >= RESUMED_AT]
         seen = (RESUMED_AT - BATCHES) * 4
         rest = 44 - seen // size * size
-        first = in_epoch[: -(-rest // size)]
-        assert sum(first) == rest
+        assert sum(in_epoch[: -(-rest // size)]) == rest
         assert sum(in_epoch) == rest + 44
 
 
-def test_layers_that_are_written_in_another_order_keep_their_moments(stopped, tmp_path):
-    """Lists of parameters that a script builds; Lightning gives each moment to the parameter at its place."""
-    folder = stopped("lr", tmp_path / "run")
+def test_a_function_of_the_step_is_called_as_often_as_without(tmp_path):
+    """Describing a schedule calls nothing; a changed one is stepped on a copy, with the objects that it calls."""
+    log = tmp_path / "calls"  # a list would be restored
 
-    def reversed_order(parameters: Any, **options: Any) -> Any:
-        return torch.optim.SGD(list(parameters)[::-1], **options)
+    class Counted(Decay):
+        def __call__(self, step: int) -> float:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{id(self)}\n")
+            return super().__call__(step)
 
-    _, module = run(folder, optimizer=reversed_order)
-    assert same(module.state_dict(), run(None)[1].state_dict())
+    def number_of_calls(folder: Any, factor: float, *callbacks: Callback, **guard: Any) -> int:
+        def schedule(optimizer: Any) -> Any:
+            return lr_scheduler.LambdaLR(optimizer, Counted(factor))
+
+        log.write_text("", encoding="utf-8")
+        trainer, _ = run(folder, *callbacks, guard=guard, schedule=(schedule, {}, "step"))
+        this = trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0]
+        return log.read_text(encoding="utf-8").splitlines().count(str(id(this)))
+
+    assert number_of_calls(None, 0.9) == number_of_calls(tmp_path / "whole", 0.9) == 1 + 33
+    number_of_calls(tmp_path / "stopped", 0.9, Crash())
+    assert number_of_calls(tmp_path / "stopped", 0.8, on_change="new") == 1 + 33 - RESUMED_AT
 
 
 @pytest.mark.parametrize("ranks", [2])
@@ -667,80 +819,53 @@ def test_all_ranks_refuse_and_take_what_changed(ranks, tmp_path):
     run(tmp_path, **ways, epochs=1)
     with pytest.raises(Exception, match=r"SGD\.lr: 0\.1 -> 0\.01"):
         run(tmp_path, **ways, epochs=1, lr=0.01)
-    run(tmp_path, **ways, epochs=2, lr=0.01, on_change="new")
+    run(tmp_path, **ways, epochs=2, lr=0.01, guard={"on_change": "new"})
     newest = torch.load(max(tmp_path.glob(".auto_resume/0*/meta.pt")), weights_only=True)
     assert newest["global_step"] == 12
     assert newest["optimizer_states"][0]["param_groups"][0]["lr"] == 0.01
 
 
-def test_a_finished_run_that_is_given_more_epochs_is_extended(tmp_path, caplog):
-    run(tmp_path)
-    caplog.clear()
-    _, module = run(tmp_path, epochs=4)
-    assert "resumes at epoch 3, step 33, extended from 3 to 4 epochs" in caplog.text
-    assert "had finished" not in caplog.text
-    assert same(module.state_dict(), run(None, epochs=4)[1].state_dict())
-
-
-def test_a_finished_run_with_another_learning_rate(tmp_path, caplog):
+def test_a_finished_run_is_extended_and_takes_another_learning_rate_then(tmp_path, caplog):
     run(tmp_path)
     with pytest.raises(MisconfigurationException, match=r"SGD\.lr: 0\.1 -> 0\.01"):
         run(tmp_path, lr=0.01)
+    run(tmp_path, lr=0.01, guard={"on_change": "new"})
+    assert "they take effect when it is given more epochs" in caplog.text
     caplog.clear()
-    run(tmp_path, lr=0.01, on_change="new")
-    assert "They take effect" in caplog.text or "they take effect when it is given more epochs" in caplog.text
-    _, module = run(tmp_path, lr=0.01, epochs=4, on_change="new")
+    _, module = run(tmp_path, lr=0.01, epochs=4, guard={"on_change": "new"})
     assert {rate for step, (rate, _) in module.seen.items() if step >= 33} == {0.01}
+    assert "resumes at epoch 3, step 33, extended from 3 to 4 epochs" in caplog.text
+    assert "had finished" not in caplog.text
 
 
-@pytest.mark.parametrize("on_change", ["raise", "new"])
-def test_fewer_epochs_than_were_done_are_refused(on_change, stopped, tmp_path):
+def test_what_was_done_cannot_be_taken_back(stopped, tmp_path):
     folder = stopped("lr", tmp_path / "run")
-    with pytest.raises(MisconfigurationException, match=r"max_epochs.*1"):
-        run(folder, epochs=1, on_change=on_change)
-    assert run(folder, epochs=1, on_change="old")[0].current_epoch == 3
-
-
-def test_another_model_is_refused_whatever_is_said(stopped, tmp_path):
-    folder = stopped("lr", tmp_path / "run")
-    for on_change in ("raise", "new", "old"):
-        with pytest.raises(MisconfigurationException, match=r"has shape .* load_weights"):
-            run(folder, width=9, on_change=on_change)
+    with pytest.raises(MisconfigurationException, match=r"Trainer\.max_epochs: 3 -> 1"):
+        run(folder, epochs=1)
+    with pytest.raises(MisconfigurationException, match=r"max_epochs: 3 -> 1: the run is at 2 epochs, beyond it"):
+        run(folder, epochs=1, guard={"on_change": "new"})
 
 
 def test_another_rank_of_lora_is_refused(tmp_path):
     run(tmp_path, Crash(), callbacks=lambda: [LoRA(1, target_modules="linear")])
     with pytest.raises(MisconfigurationException, match=r"lora_.*has shape"):
-        run(tmp_path, callbacks=lambda: [LoRA(2, target_modules="linear")], on_change="new")
+        run(tmp_path, callbacks=lambda: [LoRA(2, target_modules="linear")], guard={"on_change": "new"})
+
+
+def test_patterns_of_ignore(stopped, tmp_path, caplog):
+    folder = stopped("lr", tmp_path / "run")
+    run(folder, guard={"ignore": ["SGD.*", "re:^net.*p$", "Nois.out_dir"]}, lr=0.01, dropout=0.5)
+    assert "these changes take effect without a question, as ignore says: net.2.p: 0.2 -> 0.5; SGD.lr" in caplog.text
+    assert "ignore=['Nois.out_dir'] matches no name of what is compared" in caplog.text
+    for wrong, error in ((3, TypeError), ([3], TypeError), (["re:("], ValueError)):
+        with pytest.raises(error, match="ignore"):
+            AutoResume(tmp_path, ignore=wrong)
 
 
 class Growing(LightningDataModule):
     def train_dataloader(self):
         x = torch.randn(44, 6, generator=torch.Generator().manual_seed(1))
         return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4 + self.trainer.current_epoch)
-
-
-def test_batches_that_a_hook_makes_larger_are_no_change(tmp_path):
-    def fit(folder: Any, *callbacks: Callback) -> tuple[Trainer, Any]:
-        seed_everything(7, verbose=False)
-        module = Net(1.0, 0.5, SCRIPT)
-        guard = [AutoResume(folder, every_n_train_steps=2)] if folder else []
-        trainer = Trainer(
-            accelerator="cpu",
-            callbacks=[*guard, *callbacks],
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-            logger=False,
-            max_epochs=4,
-            reload_dataloaders_every_n_epochs=1,
-        )
-        trainer.fit(module, datamodule=Growing())
-        return trainer, module
-
-    with pytest.raises(RuntimeError, match="crash"):
-        fit(tmp_path, Crash())
-    assert same(fit(tmp_path)[1].state_dict(), fit(None)[1].state_dict())
 
 
 class Annealed(Callback):
@@ -750,87 +875,82 @@ class Annealed(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.rate *= 0.9
         pl_module.net[2].p = self.rate
+        pl_module.net[2].eval()
 
 
-def test_what_hooks_set_in_a_fit_is_no_change_when_its_objects_are_fitted_again(tmp_path):
-    seed_everything(7, verbose=False)
-    module, annealed = Net(1.0, 0.5, SCRIPT), Annealed(0.5)
-    x = torch.randn(44, 6)
-    data = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4)
+def trained(folder: Any, module: Any, data: Any, *callbacks: Callback, **given: Any) -> Trainer:
+    """Fit with a folder, guarded."""
+    guard = [AutoResume(folder, every_n_train_steps=2)] if folder else []
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False)
+    trainer = Trainer(accelerator="cpu", callbacks=[*guard, *callbacks], **{"max_epochs": 3, **quiet, **given})
+    trainer.fit(module, data)
+    return trainer
 
-    def fit(*callbacks: Callback) -> None:
-        trainer = Trainer(
-            accelerator="cpu",
-            callbacks=[AutoResume(tmp_path, every_n_train_steps=2), annealed, *callbacks],
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-            logger=False,
-            max_epochs=3,
-        )
-        trainer.fit(module, data)
+
+def test_batches_that_a_hook_makes_larger_are_no_change(tmp_path):
+    def fit(folder: Any, *callbacks: Callback) -> dict[str, Any]:
+        seed_everything(7, verbose=False)
+        THIS.update(SCRIPT)
+        module = Net(SCRIPT, 0.5)
+        trained(folder, module, Growing(), *callbacks, reload_dataloaders_every_n_epochs=1, max_epochs=4)
+        return module.state_dict()
 
     with pytest.raises(RuntimeError, match="crash"):
-        fit(Crash())
+        fit(tmp_path, Crash())
+    assert same(fit(tmp_path), fit(None))
+
+
+@pytest.mark.filterwarnings("ignore:.*in eval mode")
+def test_what_hooks_set_in_a_fit_is_no_change_when_its_objects_are_fitted_again(tmp_path):
+    seed_everything(7, verbose=False)
+    THIS.update(SCRIPT)
+    module, annealed = Net(SCRIPT, 0.5), Annealed(0.5)
+    x = torch.randn(44, 6)
+    data = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4)
+    with pytest.raises(RuntimeError, match="crash"):
+        trained(tmp_path, module, data, annealed, Crash())
     annealed.rate, left = 0.4, annealed.rate
-    with pytest.raises(MisconfigurationException, match=r"Annealed\.rate: 0\.5 -> 0\.4"):
-        fit()
+    with pytest.raises(MisconfigurationException, match=r"settings:\n  Annealed\.rate: 0\.5 -> 0\.4\nNothing"):
+        trained(tmp_path, module, data, annealed)
     annealed.rate = left
-    fit()
+    trained(tmp_path, module, data, annealed)
     assert annealed.rate == pytest.approx(0.5 * 0.9**33)
 
 
 class Searched(Net):
-    def __init__(self, script: dict[str, Any]) -> None:
-        super().__init__(1.0, 0.5, script, lr=0.1)
-        self.lr = 0.1
+    def __init__(self, decay: float) -> None:
+        super().__init__({**SCRIPT, "hparams": {"lr": 0.1}}, 0.5)
+        self.decay = decay
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=100)]
+        lr = self.hparams["lr"]
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=lr, momentum=0.9, weight_decay=self.decay)
+        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, lr, total_steps=100)]
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers|.*logging interval")
+@pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|other data|had other values)")
 @pytest.mark.parametrize("by_another_trainer", [False, True])
-def test_what_a_tuner_finds_is_no_change(by_another_trainer, tmp_path):
-    for number in (1, 2):
-        seed_everything(number, verbose=False)  # it finds another rate each time
+def test_what_a_tuner_finds_is_no_change_and_all_else_is(by_another_trainer, tmp_path, caplog):
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False)
+
+    def search_and_fit(number: int, decay: float = 0.1) -> Trainer:
         seed_everything(7, verbose=False)
-        module = Searched(SCRIPT)
-        trainer = Trainer(
-            accelerator="cpu",
-            callbacks=[AutoResume(tmp_path)],
-            default_root_dir=tmp_path / "root",
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            logger=False,
-            max_epochs=number,
-        )
-        x = torch.randn(44, 6, generator=torch.Generator().manual_seed(number))
-        data = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4)
-        searching = Trainer(
-            accelerator="cpu",
-            default_root_dir=tmp_path / "root",
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            logger=False,
-            max_epochs=1,
-        )
-        Tuner(searching if by_another_trainer else trainer).lr_find(module, data, num_training=10 * number)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other data
-            trainer.fit(module, data)
-    assert trainer.current_epoch == 2
+        module, data = Searched(decay), DataLoader(TensorDataset(torch.randn(44, 6), torch.arange(44) % 3), 4)
+        options = {"accelerator": "cpu", "default_root_dir": tmp_path / "root", "max_epochs": number, **quiet}
+        trainer = Trainer(callbacks=[AutoResume(tmp_path / "run")], **options)
+        tuner = Tuner(Trainer(**options) if by_another_trainer else trainer)
+        tuner.lr_find(module, data, num_training=10 * number)  # it finds another rate each time
+        trainer.fit(module, data)
+        return trainer
 
-
-def test_the_trainer_keeps_what_it_was_given(stopped, tmp_path):
-    folder = stopped("accumulation", tmp_path / "run")
-    limits = {"accumulate_grad_batches": 2, "max_steps": 20}
-    trainer, _ = run(folder, on_change="old", trainer=limits)
-    assert trainer.global_step == 33
-    assert (trainer.accumulate_grad_batches, trainer.max_steps) == (2, 20)
-
-
-def test_a_drawn_seed_is_no_change(stopped, tmp_path):
-    run(tmp_path / "drawn", Crash(), seed=2_034_556_911)
-    assert run(tmp_path / "drawn", seed=1_783_226_004)[0].current_epoch == 3
+    first, caplog_of_first = search_and_fit(1), caplog.text
+    with pytest.raises(
+        MisconfigurationException, match=r"settings:\n  module\.decay: .*\n  SGD\.weight_decay: .*\nNot"
+    ):
+        search_and_fit(2, decay=0.2)
+    second = search_and_fit(2)
+    assert second.current_epoch == 2
+    assert "a Tuner found other values than at the first start" not in caplog_of_first
+    assert "a Tuner found other values than at the first start, whose values go on: SGD.lr: " in caplog.text
+    rates = [one.optimizers[0].param_groups[0]["max_lr"] for one in (first, second)]
+    assert rates[0] == rates[1]

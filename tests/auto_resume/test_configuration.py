@@ -2,6 +2,7 @@
 
 import argparse
 import enum
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -13,7 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.auto_resume.core.configuration import Change, Configuration, flatten, is_longer, numbered, plain
+from lightning_tricks.auto_resume.core.configuration import (
+    Change,
+    changes_between,
+    class_code,
+    describe,
+    flatten,
+    is_longer,
+    numbered,
+    plain,
+)
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -21,9 +31,8 @@ VALUES = st.recursive(
 )
 
 
-def changes(before: dict, now: dict, of: str = "arguments") -> list[str]:
-    found, _ = Configuration(**{of: before}).changes_to(Configuration(**{of: now}))
-    return [str(one) for one in found]
+def changes(before: dict, now: dict) -> list[str]:
+    return [str(one) for one in changes_between(before, now)]
 
 
 @given(VALUES)
@@ -75,52 +84,63 @@ def test_values_are_plain(value, expected):
     json.dumps(plain(value))
 
 
-def test_what_only_one_start_has():
-    assert changes({"hparams.a": 1}, {"hparams.a": 1, "hparams.b": 2}) == ["hparams.b: none -> 2"]
-    assert changes({"Adam.lr": 1}, {"Adam.lr": 1, "Adam.fused": None}, of="values") == [], "a library added it"
-    assert changes({"scheduler 0": "StepLR"}, {}, of="kinds") == ["scheduler 0: StepLR -> none"]
+def of_a(factor: float):
+    offset = [0.5, 1.0]
+
+    def scaled(step: int, power: int = 2) -> float:
+        raise AssertionError("it is called")
+
+    def with_closure(step: int) -> float:
+        return scaled(step) * factor + sum(offset) + LIMIT
+
+    return with_closure
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "now"),
-    [
-        ("data_dir", "a", "b"),
-        ("outputPath", "a", "b"),
-        ("target", "/a/b", "c"),
-        ("source", "a\\b", "a\\c"),
-        ("name", "run 2026-11-24", "run 2026-11-25"),
-        ("key", "3f2a9c1e77", "77aa01b2c3"),
-        ("begun", 1.7956e9, 1.7957e9),
-        ("begun_ns", 1795600000000000000, 1795700000000000000),
-        ("num_workers", 2, 8),
-        ("device", "cpu", "cuda"),
-        ("random_seed", 1_234_567_890, 987_654_321),
-        ("on_change", "raise", "new"),
-    ],
-)
-def test_how_and_where_a_run_is_done_is_no_change(name, before, now):
-    found, incidental = Configuration(arguments={f"hparams.{name}": before}).changes_to(
-        Configuration(arguments={f"hparams.{name}": now})
-    )
-    assert (found, incidental) == ([], [Change(f"hparams.{name}", before, now)])
+LIMIT = 3
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "now"),
-    [
-        ("lr", 1e-3, 1e-4),
-        ("loss", "focal", "cross_entropy"),
-        ("seed", 1, 2),
-        ("workload", 1, 2),  # no worker
-        ("steps", 1_700, 1_800),
-        ("flag", True, False),
-        ("layers", [1, 2], [1, 3]),
-        ("optional", None, 0.1),
-        ("objective", "a Focal", "a Huber"),
-    ],
-)
-def test_what_shapes_the_training_is_a_change(name, before, now):
-    assert len(changes({name: before}, {name: now})) == 1
+class Called:
+    """An object that is called, with state."""
+
+    def __init__(self) -> None:
+        self.rate, self.table = 0.5, object()
+
+    def __call__(self, step: int) -> float:
+        raise AssertionError("it is called")
+
+
+class CalledToo(Called):
+    """The same code under another name."""
+
+
+class CalledOtherwise(Called):
+    def __call__(self, step: int) -> float:
+        return 2 * super().__call__(step)
+
+
+def test_functions_are_described_by_their_code_and_what_they_use():
+    found = dict(describe("f", of_a(0.1)))
+    assert {name: value for name, value in found.items() if not name.endswith("code")} == {
+        "f": "function",
+        "f.LIMIT": 3,
+        "f.factor": 0.1,
+        "f.offset": [0.5, 1.0],
+        "f.scaled": "function",
+        "f.scaled.power": 2,
+    }
+    assert changes(found, dict(describe("f", of_a(0.2)))) == ["f.factor: 0.1 -> 0.2"]
+    assert dict(describe("f", functools.partial(of_a, 0.1)))["f.0"] == 0.1
+    assert dict(describe("f", Called())) == {"f": "Called", "f.code": class_code(Called), "f.rate": 0.5}
+    assert dict(describe("f", Called().__call__))["f"] == "function"
+    assert dict(describe("f", torch.nn.functional.relu)) == {"f": "relu", "f.inplace": False}
+    assert class_code(Called) == class_code(CalledToo) != class_code(CalledOtherwise)
+    assert class_code(torch.nn.Linear) == ""
+
+
+def test_code_of_another_python_is_not_compared():
+    assert changes({"f.code": "bytecode cpython-27 0a"}, {"f.code": class_code(Called)}) == []
+    assert len(changes({"f.code": class_code(CalledOtherwise)}, {"f.code": class_code(Called)})) == 1
+    assert len(changes({"f.code": "bytecode cpython-27 0a"}, {"f.code": 3})) == 1
 
 
 def test_limits():

@@ -4,52 +4,61 @@ This is one of two comparisons. A `Configuration` holds what a start was given, 
 each later start has to be compared with the first one. The parts of a fit's state compare with the beginning of the
 same start, by `ChangedValues` or `AttributeTracker`: only what hooks and training changed is saved, so that all else
 may come from the script again.
+
+Nothing of the user's is called to describe it: an object is described by its class and its plain attributes, a function
+by its bytecode and the plain values that it uses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import inspect
 import math
 import re
+import sys
+import types
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler
+
+from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.tensors import unsharded_class
+from lightning_tricks.auto_resume.core.attributes.attribute_access import remembered_by_type
+from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 
 OBJECT = "a "  # begins the text that stands for an object that is not a plain value
 ABSENT = "none"
+ROOT = "module"  # how the module that is trained is called
+BUFFER = "buffer of "
+SCHEDULE_OPTIONS = ("interval", "frequency", "monitor", "strict")  # of Lightning's configs of schedulers
+GROUP_ENTRIES = frozenset({"params", "param_names", "initial_lr", "name"})
+_BYTECODE = f"bytecode {sys.implementation.cache_tag} "  # of another Python it cannot be compared
 _LONGEST = 60  # characters of a value in a message
 _MOST_ITEMS = 1000  # of a list or dict that is compared
 _DEEPEST = 20  # containers in containers; some contain themselves
+_DEEPEST_FUNCTIONS = 3  # functions that use functions
+_MOST_DATASETS = 5  # data sets in data sets, such as a Subset
 
-# Arguments with one of these words in their name say where and how a run is done, not what it computes; fractions, such
-# as a `drop_path_rate`, are never that
-_INCIDENTAL_WORDS = re.compile(
-    "accelerator|attempts?|cached?|checkpoints?|ckpt|comment|cpus?|cuda|date|debug|devices?|dir|directory|entity|"
-    "experiment|files?|filename|folder|gpus?|host|hostname|id|job|jobid|log|logger|logging|nodes|notes|paths?|"
-    "persistent|pid|pin|port|prefetch|proc|processes|profiler|progress|restarts?|resume|root|run|save|slurm|tags?|"
-    "tensorboard|threads?|timestamp|url|uuid|verbose|version|wandb|workers?|world"
+# What schedulers count, and what they take from the optimizer
+_COUNTERS = re.compile(
+    "_get_lr_called_within_step|_in_initial_step|_initial_step|_is_initial|_last_lr|_step_count|base_lrs|last_epoch|"
+    "optimizer|verbose"
 )
-_INCIDENTAL_WORDS_OF_TEXTS = re.compile(
-    "addr|address|argv|author|branch|cmd|command|commit|day|env|environ|exp|git|hash|machine|node|now|platform|project|"
-    "python|sha|started|time|user|username"
-)
-_INCIDENTAL_PARTS = frozenset(
-    {"env", "environ", "hydra", "logger", "loggers", "logging", "mlflow", "paths", "slurm", "tensorboard", "wandb"}
-)  # of a configuration
-_DATE_OR_ID = re.compile(r"\d{4}[-_.]?[01]\d[-_.]?[0-3]\d|\d\d:\d\d|[0-9a-f]{8,}", re.IGNORECASE)
-_CLOCK_RANGES = ((1.5e9, 2.5e9), (1.5e12, 2.5e12), (1.5e18, 2.5e18))  # seconds, milliseconds and nanoseconds since 1970
-_SMALLEST_DRAWN_SEED = 1_000_000  # people choose smaller ones
+_OF_THE_MACHINE = frozenset({"capturable", "foreach", "fused"})  # which kernels make the same step
 _SHUFFLES = {"RandomSampler": True, "SequentialSampler": False}
-_OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed"})  # arguments of samplers
+_OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed", "shuffle"})  # arguments of samplers
 
 
 @dataclass(frozen=True)
@@ -60,13 +69,11 @@ class Change:
         name: Its name, such as "Adam.lr".
         before: The value with which the run was started.
         now: The value of this start.
-        why: What it follows from, in words; empty if nothing is known.
     """
 
     name: str
     before: Any
     now: Any
-    why: str = ""
 
     @property
     def label(self) -> str:
@@ -79,7 +86,7 @@ class Change:
             same = next((n for n, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), 0)
             start = before.rfind(", ", 0, same) + 1
             before, now = (_shortened(f"...{text[start:]}" if start else text) for text in (before, now))
-        return f"{self.name}: {before} -> {now}{f' ({self.why})' if self.why else ''}"
+        return f"{self.name}: {before} -> {now}"
 
 
 @dataclass
@@ -87,41 +94,65 @@ class Configuration:
     """What a run is configured with, by names such as "Adam.lr"; all values are plain.
 
     Attributes:
-        kinds: What there is: classes of layers, optimizers, schedulers, loaders and callbacks.
+        kinds: What there is: classes of layers, optimizers, schedulers, loaders and callbacks, and buffers.
         values: Their settings. If only one of two starts has a setting, it is not the user's: libraries add defaults.
-        arguments: Hyper-parameters. If only one of two starts has a hyper-parameter, that is a change.
+        off: The flags "requires_grad" and "training" that are off at the start, by names such as "net.0.training"; a
+            name stands for all that is inside.
+        code: Of objects of classes of the user's, the name of the class and a digest of its code.
+        records: Hyper-parameters, which do not train by themselves.
+        late: The names of the parameters that `configure_optimizers` made.
         groups: For each optimizer, the names of the parameters in its groups.
-        exchanged: Whether the fit exchanged the optimizers, so that a later start cannot be compared with them.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    off: dict[str, bool] = field(default_factory=dict)
+    code: dict[str, list[str]] = field(default_factory=dict)
+    records: dict[str, Any] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
     groups: list[list[list[str]]] = field(default_factory=list)
-    exchanged: bool = False
 
-    def changes_to(
-        self, now: Configuration, is_default: Callable[[str, Any], bool] = lambda *_: False
-    ) -> tuple[list[Change], list[Change]]:
-        """Return what another configuration changes, and which of its arguments differ without shaping the training.
+    def add(self, other: Configuration) -> None:
+        """Add what became known later."""
+        for name in ("kinds", "values", "off", "code", "records"):
+            setattr(self, name, {**getattr(self, name), **getattr(other, name)})  # a save may be reading the old ones
 
-        Args:
-            now: The configuration of a later start.
-            is_default: Whether a value is the default of an argument, which the first start did not have.
-        """
-        kinds = [
-            Change(name, self.kinds.get(name, ABSENT), now.kinds.get(name, ABSENT))
-            for name in {**self.kinds, **now.kinds}
-        ]
-        values = [Change(name, self.values[name], value) for name, value in now.values.items() if name in self.values]
-        arguments = [
-            Change(name, self.arguments.get(name, ABSENT), now.arguments.get(name, ABSENT))
-            for name in {**self.arguments, **now.arguments}
-            if name in self.arguments or not is_default(name, now.arguments[name])
-        ]
-        found = [change for change in (*kinds, *values, *arguments) if not _are_equal(change.before, change.now)]
-        incidental = [change for change in found if _is_incidental(change)]
-        return [change for change in found if change not in incidental], incidental
+    def names(self) -> set[str]:
+        """Return the names of what is compared or recorded."""
+        return {*self.kinds, *self.values, *self.off, *self.records}
+
+    def changes_to(self, now: Configuration) -> list[Change]:
+        """Return what another configuration changes of what trains."""
+        kinds = changes_between(self.kinds, now.kinds)  # another class of the module is told by its layers and its code
+        kinds = [one for one in kinds if one.name != ROOT and not self._has_same_code(one.name, now)]
+        common = [{name: of.values[name] for name in now.values if name in self.values} for of in (self, now)]
+        flags = {name: [_is_on(name, of.off) for of in (self, now)] for name in {**self.off, **now.off}}
+        switched = [Change(name, before, after) for name, (before, after) in flags.items() if before != after]
+        # what a scheduler derives from its arguments, in private attributes, changes with them
+        values = changes_between(*common)
+        labels = {change.label for change in values if "._" not in change.name}
+        return kinds + [one for one in values if "._" not in one.name or one.label not in labels] + switched
+
+    def changed_code(self, now: Configuration) -> list[str]:
+        """Return the names of the classes whose code another configuration changes."""
+        same = [name for name in self.code.keys() & now.code.keys() if self.kinds.get(name) == now.kinds.get(name)]
+        names = [name for name in now.code if name in {*same, ROOT} & self.code.keys()]
+        return [*dict.fromkeys(now.code[name][0] for name in names if not self._has_same_code(name, now))]
+
+    def is_scaled(self, change: Change, now: Configuration, names: Iterable[str]) -> bool:
+        """Whether a value changes by exactly the factor by which one of some hyper-parameters does."""
+        pairs = [(self.records[name], now.records[name]) for name in names if name in self.records]
+        return any(_is_scaled(change.before, change.now, old, new) for old, new in pairs if old != new)
+
+    def _has_same_code(self, name: str, now: Configuration) -> bool:
+        both = name in self.code and name in now.code
+        return both and _are_equal(self.code[name][1], now.code[name][1])
+
+
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the values that differ, or that only one has."""
+    pairs = {name: (before.get(name, ABSENT), now.get(name, ABSENT)) for name in {**before, **now}}
+    return [Change(name, *pair) for name, pair in pairs.items() if not _are_equal(*pair)]
 
 
 def plain(value: Any, depth: int = 0) -> Any:
@@ -177,14 +208,91 @@ def is_comparable(value: Any) -> bool:
     return not (isinstance(value, str) and value.startswith(OBJECT))
 
 
+@remembered_by_type
+def _constructor_arguments(kind: type) -> tuple[str, ...]:
+    with suppress(TypeError, ValueError):
+        return tuple(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
+    return ()
+
+
 def arguments_of(instance: object) -> dict[str, Any]:
-    """Return the arguments of an object's constructor that it stores under their names, if they are comparable."""
-    try:
-        names = inspect.signature(type(instance).__init__).parameters
-        held = vars(instance)
-    except (TypeError, ValueError):
-        return {}
-    return {name: held[name] for name in names if name in held and is_comparable(plain(held[name]))}
+    """Return the arguments of an object's constructor that it stores under their names."""
+    held = getattr(instance, "__dict__", {})
+    return {name: held[name] for name in _constructor_arguments(type(instance)) if name in held}
+
+
+def described_arguments(label: str, instance: object, skipped: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return the comparable values of an object's arguments, by names such as "Noise.scale"."""
+    arguments = arguments_of(instance)
+    names = [name for name in arguments if name not in skipped]
+    return {path: value for name in names for path, value in describe(f"{label}.{name}", arguments[name])}
+
+
+def describe(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the comparable values of an argument by name: of a function its bytecode and what it uses, uncalled."""
+    held: Mapping[str, Any] = {}
+    function = getattr(value, "__func__", None) if isinstance(value, types.MethodType) else value
+    if isinstance(function, types.FunctionType):
+        is_users = is_user_module(function.__module__)
+        yield name, "function" if is_users else function.__name__
+        if is_users:
+            yield f"{name}.code", _digest(_code_texts(inspect.unwrap(function)))
+        held = _used_by(function, with_globals=is_users)
+    elif isinstance(value, functools.partial):
+        held = {"func": value.func, **{str(number): part for number, part in enumerate(value.args)}, **value.keywords}
+    elif callable(value) and not isinstance(value, type | nn.Module) and (code := class_code(type(value))):
+        yield name, type(value).__name__
+        yield f"{name}.code", code
+        held = getattr(value, "__dict__", {})
+    else:
+        yield from ((path, part) for path, part in flatten(name, value) if is_comparable(part))
+    for part_name, part in held.items() if depth < _DEEPEST_FUNCTIONS else ():
+        yield from describe(f"{name}.{part_name}", part, depth + 1)
+
+
+def _used_by(function: types.FunctionType, *, with_globals: bool) -> dict[str, Any]:
+    """Return the defaults, the variables of the closure, and the numbers, texts and functions of the module."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    arguments = code.co_varnames[: code.co_argcount]
+    found = dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    found |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty
+            found[name] = cell.cell_contents
+    known: Mapping[str, Any] = function.__globals__ if with_globals else {}
+    kinds = bool | int | float | str | types.FunctionType
+    return found | {name: known[name] for name in code.co_names if isinstance(known.get(name), kinds)}
+
+
+@remembered_by_type
+def class_code(kind: type) -> str:
+    """Return a digest of the methods and plain values of a class, as far as classes of the user's define them."""
+    texts = []
+    for base in kind.__mro__:
+        for name, member in vars(base).items() if is_user_module(base.__module__) else ():
+            function = getattr(member, "__func__", member.fget if isinstance(member, property) else member)
+            if isinstance(function, types.FunctionType):
+                texts += [name, *_code_texts(inspect.unwrap(function))]
+            elif isinstance(member, bool | int | float | str) and not name.startswith("__"):
+                texts += [name, repr(member)]
+    return _digest(texts) if texts else ""
+
+
+def _code_texts(function: Any) -> Iterator[str]:
+    """Yield what code computes, without comments, docstrings, line numbers, and the names of files and variables."""
+    pending = [function.__code__] if isinstance(function, types.FunctionType) else []
+    while pending:
+        code = pending.pop()
+        yield from (code.co_code.hex(), repr(code.co_names))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                pending.append(constant)
+            elif not isinstance(constant, str) or (constant != function.__doc__ and ".<locals>." not in constant):
+                yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+
+
+def _digest(texts: Iterator[str] | Sequence[str]) -> str:
+    return _BYTECODE + hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
 def numbered(objects: Sequence[object]) -> list[str]:
@@ -194,8 +302,113 @@ def numbered(objects: Sequence[object]) -> list[str]:
     return [f"{kind}[{count}]" if count else kind for kind, count in zip(kinds, counts, strict=True)]
 
 
+def describe_layers(module: nn.Module, skipped: tuple[type, ...], recorded: Set[str]) -> Configuration:
+    """Return classes and arguments of all layers, as far as they show, buffers, and what is frozen or evaluates.
+
+    Args:
+        module: The module that is trained.
+        skipped: Classes of layers whose arguments do not train, such as metrics.
+        recorded: The arguments of the module itself that are hyper-parameters.
+    """
+    found = Configuration()
+    for path, layer in module.named_modules():
+        if isinstance(layer, skipped) or path.endswith("_orig_mod"):
+            continue
+        label, kind = _label(path), unsharded_class(layer)
+        found.kinds[label] = kind.__name__
+        if code := class_code(kind):
+            found.code[label] = [kind.__name__, code]
+        found.values |= described_arguments(label, layer, frozenset() if path else recorded)
+    for name, buffer in module.named_buffers():
+        shape = "any shape" if is_lazy(buffer) else f"shape {list(buffer.shape)}"
+        found.kinds[strip_compile_prefix(name)] = BUFFER + shape
+    _add_flags(found.off, module, "")
+    return found
+
+
+def _label(path: str) -> str:
+    return strip_compile_prefix(f"{path}.").removesuffix(".") or ROOT
+
+
+def _add_flags(found: dict[str, bool], module: nn.Module, path: str) -> None:
+    """Add the outermost layers that are frozen or evaluate, and the parameters that are frozen in other layers."""
+    flags = {"requires_grad": [one.requires_grad for one in module.parameters()]}
+    flags["training"] = [one.training for one in module.modules()]
+    if all(map(all, flags.values())):
+        return
+    found |= {
+        f"{_label(path)}.{flag}": False
+        for flag, values in flags.items()
+        if values and not any(values) and _is_on(f"{_label(path)}.{flag}", found)
+    }
+    for own, parameter in module.named_parameters(path, recurse=False):
+        if not parameter.requires_grad and _is_on(f"{_label(own)}.requires_grad", found):
+            found[f"{_label(own)}.requires_grad"] = False
+    for own, child in module.named_children():
+        _add_flags(found, child, f"{path}.{own}" if path else own)
+
+
+def _is_on(name: str, off: Mapping[str, bool]) -> bool:
+    """Whether a flag such as "net.0.training" is on: neither it nor that of a module around it is among those off."""
+    path, _, flag = name.rpartition(".")
+    parts = path.split(".")
+    around = [ROOT, *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
+    return not any(f"{part}.{flag}" in off for part in around)
+
+
+def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names: Sequence[Any]) -> Configuration:
+    """Return what optimizers and schedulers were created with.
+
+    Args:
+        optimizers: The optimizers, before their states are loaded.
+        configs: Lightning's configs of the schedulers.
+        names: What `param_group_names` returns.
+    """
+    found = Configuration(groups=[[list(group) for group in groups] for groups in names])
+    for number, (label, optimizer) in enumerate(zip(numbered(optimizers), optimizers, strict=True)):
+        groups = found.groups[number]
+        digest = hashlib.sha256(repr([sorted(map(str, group)) for group in groups]).encode()).hexdigest()[:6]
+        sizes = ", ".join(str(len(group)) for group in groups)
+        found.values[f"{label}.groups"] = f"parameters: {sizes} ({digest})"
+        found.kinds[f"optimizer {number}"] = type(optimizer).__name__
+        for prefix, group in zip(group_labels(label, optimizer.param_groups), optimizer.param_groups, strict=True):
+            options = {
+                name: plain(value) for name, value in group.items() if name not in GROUP_ENTRIES | _OF_THE_MACHINE
+            }
+            options["lr"] = plain(group.get("initial_lr", group.get("lr")))  # a schedule has begun to change the latter
+            found.values |= {f"{prefix}.{name}": value for name, value in options.items() if is_comparable(value)}
+    schedulers = [config.scheduler for config in configs]
+    for number, (label, config) in enumerate(zip(numbered(schedulers), configs, strict=True)):
+        found.kinds[f"scheduler {number}"] = type(config.scheduler).__name__
+        found.values |= {f"{label}.{name}": plain(getattr(config, name)) for name in SCHEDULE_OPTIONS}
+        found.values |= dict(describe_scheduler(label, config.scheduler))
+    return found
+
+
+def group_labels(label: str, groups: Sequence[Any]) -> list[str]:
+    """Return a name for each parameter group of an optimizer: that of the optimizer if there is one group."""
+    return [f"{label}.groups[{number}]" for number in range(len(groups))] if len(groups) != 1 else [label]
+
+
+def describe_scheduler(label: str, scheduler: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a scheduler was created with, by name."""
+    for name, value in getattr(scheduler, "__dict__", {}).items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if _COUNTERS.fullmatch(name) or not parts:
+            continue
+        if all(isinstance(part, LRScheduler) for part in parts):
+            for number, part in enumerate(parts):
+                yield from describe_scheduler(f"{label}.{name.lstrip('_')}[{number}]", part)
+        elif all(callable(part) for part in parts):
+            for number, part in enumerate(parts):
+                if getattr(part, "__self__", None) is not scheduler:
+                    yield from describe(f"{label}.{name}[{number}]" if len(parts) > 1 else f"{label}.{name}", part)
+        elif is_comparable(plain(value)):
+            yield f"{label}.{name}", plain(value)
+
+
 def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
-    """Return the batch sizes, orders and samplers of loaders, the same on any number of ranks and workers."""
+    """Return batch sizes, orders, samplers and data sets of loaders, the same on any number of ranks and workers."""
     found = Configuration()
     for number, loader in enumerate(loaders):
         label = name if len(loaders) == 1 else f"{name}[{number}]"
@@ -211,19 +424,32 @@ def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
         shuffle = _SHUFFLES.get(kind, getattr(sampler, "shuffle", None))
         if isinstance(shuffle, bool):
             found.values[f"{label}.shuffle"] = shuffle
+        size = _add_datasets(found, label, getattr(loader, "dataset", None))
         for part, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
             kind = type(value).__name__
             is_ours = type(value).__module__.startswith("lightning_tricks.")  # it depends on the stage of the fit
-            if value is None or is_ours or kind.startswith("_") or kind in {*_SHUFFLES, "BatchSampler"}:
+            if value is None or is_ours or kind.startswith("_") or kind == "BatchSampler":
                 continue
             if not isinstance(shuffle, bool) or part == "batch_sampler":
                 found.kinds[f"{label}.{part}"] = kind
-            size = _size(getattr(loader, "dataset", None))
-            for option, given in arguments_of(value).items():
-                is_of_the_data = option in _OF_THE_DATA or isinstance(plain(given), list | dict) or given == size
-                if not is_of_the_data and option != "shuffle":
-                    found.values[f"{label}.{part}.{option}"] = plain(given)
+            given = described_arguments(f"{label}.{part}", value, _OF_THE_DATA)
+            found.values |= {name: one for name, one in given.items() if not isinstance(one, list) and one != size}
     return found
+
+
+def _add_datasets(found: Configuration, label: str, dataset: Any) -> int | None:
+    """Add class, length and plain arguments of a data set and of those in it; return the length of the first."""
+    sizes: list[int | None] = []
+    while dataset is not None and len(sizes) < _MOST_DATASETS:
+        label, kind = f"{label}.dataset", type(dataset)
+        found.kinds[label] = kind.__name__
+        if code := class_code(kind):
+            found.code[label] = [kind.__name__, code]
+        sizes.append(_size(dataset))
+        found.values |= {f"{label}.length": sizes[-1]} if sizes[-1] is not None else {}
+        found.values |= {} if kind.__module__.startswith("torch.") else described_arguments(label, dataset)
+        dataset = getattr(dataset, "dataset", None)
+    return sizes[0] if sizes else None
 
 
 def is_longer(before: Any, now: Any) -> bool:
@@ -243,31 +469,19 @@ def _are_equal(before: Any, now: Any) -> bool:
         return before.keys() == now.keys() and all(_are_equal(before[name], now[name]) for name in before)
     if isinstance(before, float) and isinstance(now, int | float):
         return math.isclose(before, now, rel_tol=1e-9)
+    if isinstance(before, str) and isinstance(now, str) and before.startswith("bytecode ") and before != now:
+        return now.startswith("bytecode ") and not before.startswith(_BYTECODE)
     return bool(before == now)
 
 
-def _is_incidental(change: Change) -> bool:
-    """Whether an argument may differ between two starts of one command: a path, a date, a number of workers."""
-    (*parts_above, name), pair = change.name.split("."), (change.before, change.now)
-    if all(isinstance(value, list) for value in pair):
-        parts = (replace(change, before=old, now=new) for old, new in zip_longest(*pair, fillvalue=ABSENT))
-        return all(_are_equal(part.before, part.now) or _is_incidental(part) for part in parts)
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
-    has_fractions = any(isinstance(value, float) for value in pair)
-    if (
-        name == "on_change"
-        or not _INCIDENTAL_PARTS.isdisjoint(parts_above)
-        or (not has_fractions and any(map(_INCIDENTAL_WORDS.fullmatch, words)))
-    ):
-        return True
-    if all(isinstance(value, str) for value in pair):
-        is_about_the_run = name == "name" or any(map(_INCIDENTAL_WORDS_OF_TEXTS.fullmatch, words))
-        is_path = any(re.search(r"[/\\]", value) for value in pair)
-        return is_about_the_run or is_path or all(_DATE_OR_ID.search(value) for value in pair)
-    if not all(isinstance(value, int | float) for value in pair):
-        return False
-    is_drawn_seed = "seed" in words and all(abs(value) >= _SMALLEST_DRAWN_SEED for value in pair)
-    return is_drawn_seed or any(all(low <= value < high for value in pair) for low, high in _CLOCK_RANGES)
+def _is_scaled(before: Any, now: Any, old: Any, new: Any) -> bool:
+    """Whether a number, or each number of a list, has changed by the factor from `old` to `new`."""
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(_is_scaled(*pair, old, new) for pair in zip(before, now, strict=True))
+    values = before, now, old, new
+    return all(isinstance(value, int | float) and value for value in values) and math.isclose(
+        before * new, now * old, rel_tol=1e-9
+    )
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import AddedParameters, added_modules
 from lightning_tricks._shared.checks import did_you_mean
-from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.patterns import Pattern, as_patterns, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import compiled_module
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
@@ -242,23 +242,6 @@ def check_selection(settings: Any) -> None:
     """
     for name in ("target_modules", "exclude", "modules_to_save"):
         as_patterns(name, getattr(settings, name))
-
-
-def as_patterns(argument: str, given: str | Sequence[str]) -> list[Pattern]:
-    """Return patterns from an argument that takes one or several.
-
-    Raises:
-        TypeError: If the argument is neither a string nor a list of strings.
-        ValueError: If a pattern is empty or not a regular expression.
-    """
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {given!r} ({type(given).__name__}).")
-    try:
-        return [Pattern(text) for text in given]
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {error}") from error
 
 
 def plain_names(model: nn.Module) -> dict[str, nn.Module]:
