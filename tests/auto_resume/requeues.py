@@ -323,9 +323,9 @@ def as_table(chains: list[Chain]) -> str:
     lines = [
         "# What `make requeues` found",
         "",
-        f"One command, started again and again, each time with another date, job, process, host, port, run id, output "
-        f"folder and state of git; lightning {lightning.__version__}, torch {torch.__version__}. *Resumed* is the step; "
-        "status 75 is preempted and saved, 0 finished, 1 refused or failed, -9 killed.",
+        "One command, started again and again, each time with another date, job, process, host, port, run id, output "
+        f"folder and state of git; lightning {lightning.__version__}, torch {torch.__version__}.",
+        "*Resumed* is the step; status 75 is preempted and saved, 0 finished, 1 refused or failed, -9 killed.",
     ]
     for number, chain in enumerate(chains):
         lines += ["", f"## Chain {number}: {chain.epochs} epochs of {BATCHES} steps", ""]
