@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 BATCHES, EPOCHS, EVERY = 20, 4, 8  # of an epoch; epochs; steps between two saves
 KILLS = range(3, BATCHES * EPOCHS, 4)  # after so many steps, when what was due then is saved
-Program = Callable[[Path, int], None]
+Program = Callable[[Path], None]
 
 
 def net() -> nn.Sequential:
@@ -49,9 +49,9 @@ def optimizer_and_schedule(module: nn.Module) -> tuple[torch.optim.Optimizer, to
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, BATCHES * EPOCHS)
 
 
-def kill(step: int, after: int) -> None:
-    """Kill this process if it has done so many steps."""
-    if step == after:
+def kill(step: int) -> None:
+    """Kill this process if it has done as many steps as it may."""
+    if step == int(os.environ["KILL_AFTER"]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -98,7 +98,7 @@ def under_lightning(with_auto_resume: bool) -> Program:
             if "loss" in metrics:
                 note_mean(self.folder, int(metrics["epoch"]), metrics["loss"])
 
-    def program(folder: Path, after: int) -> None:
+    def program(folder: Path) -> None:
         lightning.pytorch.seed_everything(42, verbose=False)
         saves: Any = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=EVERY)
         if with_auto_resume:
@@ -109,7 +109,7 @@ def under_lightning(with_auto_resume: bool) -> Program:
             max_epochs=EPOCHS,
             callbacks=[
                 saves,
-                LambdaCallback(on_train_batch_start=lambda trainer, *_: kill(trainer.global_step, after)),
+                LambdaCallback(on_train_batch_start=lambda trainer, *_: kill(trainer.global_step)),
             ],
             logger=Means(folder),
             enable_checkpointing=not with_auto_resume,
@@ -148,10 +148,10 @@ def under_composer() -> Program:
         def get_metrics(self, is_train: bool) -> dict[str, Any]:
             return {"loss": self.mean} if is_train else {}
 
-    def program(folder: Path, after: int) -> None:
+    def program(folder: Path) -> None:
         class Watch(composer.Callback):
             def batch_start(self, state: Any, logger: Any) -> None:
-                kill(int(state.timestamp.batch), after)
+                kill(int(state.timestamp.batch))
 
             def epoch_end(self, state: Any, logger: Any) -> None:
                 note_mean(folder, int(state.timestamp.epoch) - 1, state.train_metrics["loss"].compute())
@@ -191,7 +191,8 @@ def start(program: Program, folder: Path, after: int = -1) -> int:
             output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            program(folder, after)
+            os.environ["KILL_AFTER"] = str(after)  # which nobody takes for a setting of the program
+            program(folder)
             status = 0
         except BaseException:
             traceback.print_exc()

@@ -76,8 +76,9 @@ class Start:
 
     @property
     def lines(self) -> list[str]:
-        """What AutoResume said."""
-        return [line for line in self.said.splitlines() if "AutoResume" in line]
+        """What AutoResume said; under pytest it is logged several times."""
+        lines = map(str.strip, self.said.splitlines())
+        return list(dict.fromkeys(line for line in lines if line.startswith("AutoResume")))
 
     @property
     def last_line(self) -> str:
