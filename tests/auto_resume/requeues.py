@@ -229,9 +229,11 @@ class Chain:
         elif what == IN_A_SAVE:
             self._start(number, what, "on_save_checkpoint", kill=["on_save_checkpoint", 2, "SIGTERM"])
         elif what == FULL:
-            kill, left = ["on_train_batch_end", 6, "SIGKILL"], newest_checkpoint(self.killed).stat().st_size * 2 // 3
+            kill, part = ["on_train_batch_end", 6, "SIGKILL"], newest_checkpoint(self.killed).stat().st_size * 2 // 3
+            left = self.chance.choice((0, part)) if is_mounted else part  # with nothing left it cannot even start
             with filled(self.killed / "resume", left) if is_mounted else nullcontext():
-                self._start(number, what, "6. on_train_batch_end, SIGKILL", kill=kill, bytes=0 if is_mounted else left)
+                moment = f"6. on_train_batch_end, SIGKILL; {left} bytes left"
+                self._start(number, what, moment, kill=kill, bytes=0 if is_mounted else left)
         else:
             if what == EMPTY:
                 os.truncate(newest_checkpoint(self.killed), 0)
