@@ -23,7 +23,7 @@ m-to-z := tests/[m-z]* lightning_tricks
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-flavor test-flavor-sample thorough ci soak slurm fuzz sweep matrix foreign mutants coverage check fix bench gpu docs constraints clean
+.PHONY: help demo test test-oldest test-flavor test-flavor-sample thorough ci soak requeues slurm fuzz sweep matrix foreign mutants coverage check fix bench gpu docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --sharded --kills 100 --each 0 \
 	--result tests/auto_resume/soak_sharded_result.md
+
+requeues: $(VENV)/installed-test ## Start one command 20 times, elsewhere each time, killed, on a full disk, twice at once
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.requeues --result tests/auto_resume/requeues_result.md
 
 slurm: $(VENV)/installed-test ## Start a Slurm of one node from Debian's packages, and signal, requeue and cut off jobs
 	OMP_NUM_THREADS=1 $(PYTEST) tests/slurm --thorough

@@ -20,7 +20,8 @@ HEAD = """# Benchmarks
 What the scripts under `benchmarks/` measured, written by `make bench`: contestant and peer run alternately in one
 process. A ratio is the median over the rounds of what the contestant takes over what the peer takes, unless the case
 says otherwise: below 1, the contestant takes less. The spread is the range between the quartiles. Figures of models are
-means over seeds with 95 % intervals, and those of `A - B` the differences in the same seeds.
+means over seeds with 95 % intervals, and those of `A - B` the differences in the same seeds. Counts of kills are those
+after which the program, started again, ends as if it had not been killed.
 """
 
 
@@ -31,7 +32,7 @@ def gather() -> dict[str, Any]:
     if ON_GPU.exists():
         results += json.loads(ON_GPU.read_text())["benchmarks"].values()
     for result in results:
-        if "ratios" in result or "figures" in result:
+        if any(kind in result for kind in TABLES):
             device, claim = result["environment"]["device"], result.pop("claim")
             found[claim if device == "CPU" else f"{claim} on {device}"] = result
     return dict(sorted(found.items()))
@@ -44,9 +45,9 @@ def page(results: Mapping[str, Any]) -> Iterator[str]:
         where = result["environment"]
         threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
         yield f"## {claim}\n"
-        rounds = f"{result['rounds']} {'rounds' if 'ratios' in result else 'seeds'}"
-        yield f"{where['device']}, {threads}, {rounds}; {_versions(where)}.\n"
-        yield from _ratios(result["ratios"]) if "ratios" in result else _figures(result["figures"])
+        kind, (unit, table) = next(each for each in TABLES.items() if each[0] in result)
+        yield f"{where['device']}, {threads}, {result['rounds']} {unit}; {_versions(where)}.\n"
+        yield from table(result[kind])
         yield ""
 
 
@@ -65,6 +66,18 @@ def _figures(rows: Mapping[str, Any]) -> Iterator[str]:
     yield f"| --- |{' :-: |' * len(columns)}"
     for name, row in rows.items():
         yield f"| {name} | {' | '.join(shown(row[column]) if column in row else '' for column in columns)} |"
+
+
+def _counts(rows: Mapping[str, Any]) -> Iterator[str]:
+    columns = columns_of(rows)
+    yield f"| | {' | '.join(columns)} |"
+    yield f"| --- |{' ---: |' * len(columns)}"
+    for name, row in rows.items():
+        yield f"| {name} | {' | '.join(str(row.get(column, '')) for column in columns)} |"
+
+
+# What a benchmark found -> what its rounds are, and its table
+TABLES = {"ratios": ("rounds", _ratios), "figures": ("seeds", _figures), "counts": ("kills", _counts)}
 
 
 def _versions(where: Mapping[str, Any]) -> str:

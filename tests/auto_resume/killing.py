@@ -68,11 +68,27 @@ def run(
     cpu_seconds: float = 0,
 ) -> int:
     """Run a script in a fork of this process and return its exit status; kill it when it has worked for so long."""
+    return wait_for(start(folder, options, script=script, cpu_seconds=cpu_seconds))
+
+
+def start(
+    folder: Path,
+    options: dict[str, Any],
+    *,
+    script: Callable[[Path, dict[str, Any]], Any] = train,
+    cpu_seconds: float = 0,
+) -> int:
+    """Start a script in a fork of this process and return its id."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
         die_after(cpu_seconds)
         _be_a_script(folder, options, script)
+    return pid
+
+
+def wait_for(pid: int) -> int:
+    """Return the exit status of a script that was started."""
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # workers that torch's watchdog does not end
