@@ -20,7 +20,7 @@ from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.files import PARTIAL_SUFFIX
-from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, MAIN_SHARD
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, MAIN_FILE, main_file
 from lightning_tricks.auto_resume.core.safe_loading import load_plain_data
 
 ORIGIN_KEY = "auto_resume_run"  # of what a checkpoint says of the run that wrote it
@@ -48,7 +48,7 @@ def read_origin(path: str | os.PathLike[str]) -> Origin | None:
 
     A checkpoint may be a folder of shards. Nothing is read at an address, nor from a pipe or a device.
     """
-    file = Path(path) / MAIN_SHARD if Path(path).is_dir() else Path(path)
+    file = main_file(Path(path))
     if not file.is_file():  # a pipe would wait for a writer
         return None
     try:
@@ -131,7 +131,7 @@ class ModelCheckpointFiles:
         self._made_after.setdefault(path, -1)
         if writes_folders(self.trainer.strategy) and not path.is_file():
             path.mkdir(parents=True, exist_ok=True)  # a kill leaves a folder that can be told apart
-            torch.save({ORIGIN_KEY: vars(self.origin)}, path / MAIN_SHARD)
+            torch.save({ORIGIN_KEY: vars(self.origin)}, path / MAIN_FILE)
 
     def _puts_off(self, filepath: Any) -> bool:
         """Whether a file is removed after the next save, as it was there at the last one."""

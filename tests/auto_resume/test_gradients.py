@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
+from lightning_tricks.auto_resume import AutoResume
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import Net, same
 
