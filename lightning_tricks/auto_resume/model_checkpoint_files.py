@@ -175,7 +175,7 @@ def carry_over(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         key, ranks = callback.state_key, checkpoint[CHECKPOINT_KEY]["ranks"]
         states = [
             checkpoint["callbacks"].get(key),
-            *(rank["callbacks"].get(key, {}).get("state_dict") for rank in ranks),
+            *(rank["value"]["callbacks"].get(key, {}).get("state_dict") for rank in ranks),
         ]
         for state in filter(None, states):
             before, state["dirpath"] = state["dirpath"], callback.dirpath
