@@ -64,8 +64,9 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
     Loggers and ModelCheckpoint are resumed as well. CSVLogger and TensorBoardLogger keep their version, and the rows
     that they wrote after the save are removed, so that each row is there once. WandbLogger and MLFlowLogger continue
     the same run on their server, where the rows between the save and the kill stay; a run that was open before the fit
-    stays open. Other loggers start anew. ModelCheckpoint finds its scores, paths and files as they were at the save:
-    until the next save, AutoResume keeps hidden links to the files that ModelCheckpoint replaces or removes.
+    stays open. Other loggers start anew. ModelCheckpoint finds its scores and its best files as they were at the save:
+    what it removes and was there at a save is removed after the next one. Each checkpoint that is written in the run
+    names it: a repeated step writes its own file again, and a file of that name that the run did not write is kept.
 
     In `dirpath`, only files that AutoResume wrote are removed or renamed; it identifies them by its records and their
     bytes. Other files may be there, such as those of ModelCheckpoint. Only one process may use the directory at a time;

@@ -108,10 +108,10 @@ class ModelCheckpointFiles:
                 return False
             return not trainer.strategy.broadcast(is_writer and self.counts_as_absent(filepath))
 
-        with ExitStack() as stack:
-            stack.enter_context(
-                overriding(strategy, save_checkpoint=save_checkpoint, remove_checkpoint=remove_checkpoint)
-            )
+        with (
+            ExitStack() as stack,
+            overriding(strategy, save_checkpoint=save_checkpoint, remove_checkpoint=remove_checkpoint),
+        ):
             for callback in callbacks_of_type(self.trainer, ModelCheckpoint):
                 stack.enter_context(overriding(callback, file_exists=partial(file_exists, callback.file_exists)))
             yield
@@ -173,10 +173,8 @@ def carry_over(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         if is_address(callback.dirpath):
             rank_zero_warn(f"AutoResume: in {callback.dirpath}, which is an address, all that the run wrote stays.")
         key, ranks = callback.state_key, checkpoint[CHECKPOINT_KEY]["ranks"]
-        states = [
-            checkpoint["callbacks"].get(key),
-            *(rank["value"]["callbacks"].get(key, {}).get("state_dict") for rank in ranks),
-        ]
+        of_ranks = [rank["value"]["callbacks"].get(key, {}).get("state_dict") for rank in ranks]
+        states = [checkpoint["callbacks"].get(key), *of_ranks]
         for state in filter(None, states):
             before, state["dirpath"] = state["dirpath"], callback.dirpath
             if state is states[0] and before != callback.dirpath:

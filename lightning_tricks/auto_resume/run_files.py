@@ -160,13 +160,15 @@ class RunFiles:
             return
         path, until = self.folder.private / f"seen-{secrets.token_hex(8)}", time.monotonic() + _SECONDS_TO_APPEAR
         if self.trainer.is_global_zero:
-            path.touch()
-        path = path.with_name(self.trainer.strategy.broadcast(path.name))  # nobody has cached that there is none
-        while not path.exists() and time.monotonic() < until:
+            with suppress(OSError):  # of a directory that became full, no rank sees it
+                path.touch()
+        path = path.with_name(self.trainer.strategy.broadcast(path.name))
+        # a look at the directory renews what is cached of it
+        while not (sees := path.parent.is_dir() and path in path.parent.iterdir()) and time.monotonic() < until:
             time.sleep(0.1)
-        ranks = gather_objects((path.exists(), f"{this_process()['host']}:{self.folder.path.absolute()}"))
+        ranks = gather_objects((sees, f"{this_process()['host']}:{self.folder.path.absolute()}"))
         if self.trainer.is_global_zero:
-            path.unlink()
+            path.unlink(missing_ok=True)
         blind = [f"rank {rank} at {place}" for rank, (sees, place) in enumerate(ranks) if not sees]
         if blind:
             raise MisconfigurationException(

@@ -357,7 +357,7 @@ def test_what_lies_at_an_address_is_named_at_a_resume(tmp_path):
     }
     whole = weights(fit())
     stop(AutoResume(tmp_path / "runs"), ModelCheckpoint(f"{root}/best"), **options)
-    words = rf"in {root}/best all that was written after the save stays, and loggers start anew"
+    words = rf"in {root}/best, which is an address, all that the run wrote stays"
     options["logger"] = CSVLogger(root)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Checkpoint directory memory:")

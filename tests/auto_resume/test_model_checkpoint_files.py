@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
-from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY, Origin, read_origin
+from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY, ModelCheckpointFiles, Origin, read_origin
 from tests.auto_resume.killing import run
 from tests.contract.lab import QUIET, Net, loader
 
@@ -158,6 +158,56 @@ def test_an_origin_is_read_without_running_code(tmp_path):
     assert read_origin(tmp_path / "a.ckpt") == read_origin(tmp_path / "shards") == origin
     for name in ("list", "empty", "pipe", "missing", "s3://bucket/a.ckpt"):
         assert read_origin(f"{tmp_path}/{name}" if "://" not in name else name) is None, name
+
+
+@pytest.mark.parametrize(
+    ("origin", "absent"),
+    [
+        (Origin("run", "before", 2, 3), True),  # after the save that is resumed
+        (Origin("run", "before", 2, 4), True),  # after one that was damaged since
+        (Origin("run", "before", 3, 0), True),  # in a later fit
+        (Origin("run", "before", 2, 2), False),
+        (Origin("run", "before", 1, 9), False),  # in the fit before
+        (Origin("run", "now", 2, 3), False),  # Lightning's own -v1
+        (Origin("another", "before", 2, 3), False),
+        (Origin(), False),
+    ],
+)
+def test_what_is_written_again(tmp_path, origin, absent):
+    trainer, path = Trainer(**QUIET), tmp_path / "a.ckpt"
+    torch.save({ORIGIN_KEY: vars(origin)}, path)
+    files = ModelCheckpointFiles(trainer, Origin("run", "now", 2, 3), lambda: None)
+    files.resumed = 3
+    assert files.counts_as_absent(path) == absent
+
+
+def test_removals_are_put_off_until_the_next_save(tmp_path):
+    """Of what was there at the last one; a name that comes again meanwhile is free, and what it names then stays."""
+    callback = ModelCheckpoint(tmp_path)
+    trainer = Trainer(callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    strategy, files = trainer.strategy, ModelCheckpointFiles(trainer, Origin("run", "now", 1, 3), lambda: None)
+    old, again, new, link = (tmp_path / name for name in ("old.ckpt", "again.ckpt", "new.ckpt", "last.ckpt"))
+    old.touch()
+    again.touch()
+    link.symlink_to("old.ckpt")
+    staged = [tmp_path / f".{name}.{'0' * 16}.partial" for name in ("new.ckpt", "else.ckpt")]
+    for path in staged:
+        path.touch()
+    with files.observed():
+        strategy.save_checkpoint({}, new)
+        assert [path.exists() for path in staged] == [False, True], "what a killed process left"
+        for path in (old, again, new, link):
+            strategy.remove_checkpoint(path)
+        assert [os.path.lexists(path) for path in (old, again, new, link)] == [True, True, False, False]
+        assert not callback.file_exists(old, trainer)
+        strategy.save_checkpoint({}, again)
+        assert callback.file_exists(again, trainer)
+        strategy.save_checkpoint({}, new)
+        files.on_save(4)
+        assert [path.exists() for path in (old, again, new)] == [False, True, True]
+        strategy.remove_checkpoint(new)
+        assert new.exists(), "the save is over after which it was made"
+    assert read_origin(again) == Origin("run", "now", 1, 3)
 
 
 def test_what_is_written_during_a_save_belongs_to_the_next_interval(tmp_path, monkeypatch):
