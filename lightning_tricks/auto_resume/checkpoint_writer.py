@@ -53,13 +53,11 @@ class CheckpointWriter:
 
     Attributes:
         final_manifest: The manifest of the checkpoint at the end of this fit, None before; on rank zero.
-        is_saving: Whether the state of the Trainer is asked for, to be saved here.
     """
 
     def __init__(self, settings: Settings, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.final_manifest: Manifest | None = None
-        self.is_saving = False
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._status_at = -math.inf
@@ -124,12 +122,8 @@ class CheckpointWriter:
         self.finish()
         trainer = self.trainer
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
-        self.is_saving = True
-        try:
-            with isolated_rng():  # hooks of a save must not change the random numbers of the run
-                checkpoint = dump_checkpoint(trainer)
-        finally:
-            self.is_saving = False
+        with isolated_rng():  # hooks of a save must not change the random numbers of the run
+            checkpoint = dump_checkpoint(trainer)
         shards: dict[str, Tensor] = {}
         knows_all = trainer.is_global_zero or is_sharding(trainer.strategy)
         shared = get_shared_state(checkpoint) if knows_all else {}
@@ -144,7 +138,9 @@ class CheckpointWriter:
         entry = {"format": FORMAT, "moment": save_point.value, "shared": packed["shared"], "ranks": ranks}
         checkpoint[CHECKPOINT_KEY] = entry
         self._warn_unsaved([name for rank in ranks for name in rank["value"]["not_saved"]])
-        known: dict[str, Any] = {"finished": save_point is SavePoint.FIT_END, "run": identity}
+        others = self.run_files.others
+        run = {**identity, "start": others.origin.start, "starts": others.continued or {}}
+        known: dict[str, Any] = {"finished": save_point is SavePoint.FIT_END, "run": run}
 
         def note_position() -> None:
             for logger in trainer.loggers:  # rows that are still in memory would be lost in a kill
@@ -161,9 +157,9 @@ class CheckpointWriter:
             if is_sharding(trainer.strategy):  # others would mix with what training exchanges
                 self._group = torch.distributed.new_group(backend="gloo")
         if knows_all:
-            arguments, others = split_arguments(checkpoint)
-            others, shards = self._copies.take((others, shards))
-            checkpoint = {**arguments, **others}
+            arguments, entries = split_arguments(checkpoint)
+            entries, shards = self._copies.take((entries, shards))
+            checkpoint = {**arguments, **entries}
         self._writing = self._thread.submit(self._write, checkpoint, shards, known, failure)
 
     def wait(self) -> None:

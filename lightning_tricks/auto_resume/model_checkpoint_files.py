@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -76,12 +75,13 @@ class ModelCheckpointFiles:
 
     Attributes:
         origin: What is written into the checkpoints now.
-        resumed: Number of the save that is resumed, 0 for the start of the fit; infinite if nothing is repeated.
+        continued: The starts whose saves this one continues -> number of the save at which the next start took over;
+            empty at the start of the fit, None if nothing is repeated.
     """
 
     def __init__(self, trainer: Trainer, origin: Origin, await_save: Callable[[], object]) -> None:
         self.trainer, self.origin, self.await_save = trainer, origin, await_save
-        self.resumed: float = math.inf
+        self.continued: Mapping[str, int] | None = None
         self._made_after: dict[Path, float] = {}  # path -> number of the save after which this start made the file
         self._put_off: set[Path] = set()  # what is removed after the next save
         self._remove: Callable[[Any], object] = trainer.strategy.remove_checkpoint
@@ -151,7 +151,9 @@ class ModelCheckpointFiles:
         origin = read_origin(filepath)
         if origin is None or origin.run != self.origin.run or origin.start == self.origin.start:
             return False
-        return (origin.fit, origin.save) >= (self.origin.fit, self.resumed)
+        if origin.fit != self.origin.fit:
+            return origin.fit > self.origin.fit
+        return self.continued is not None and origin.save >= self.continued.get(origin.start, 0)
 
     def on_save(self, number: int) -> None:
         """Note that a save of AutoResume is complete, and remove what was put off."""
