@@ -42,7 +42,12 @@ def main() -> None:
         table.add_row(name, *map(str, found.values()))
     Console(width=120).print(table)
     given.out.mkdir(parents=True, exist_ok=True)
-    result = {"claim": "kills_side_by_side", "rounds": len(KILLS), "environment": environment(), "counts": counts}
+    result = {
+        "claim": "kills_side_by_side",
+        "rounds": len(KILLS),
+        "environment": {**environment(), "device": "CPU"},
+        "counts": counts,
+    }
     (given.out / "kills_side_by_side.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

@@ -237,7 +237,7 @@ class Chain:
         else:
             if what == EMPTY:
                 os.truncate(newest_checkpoint(self.killed), 0)
-            moment = self.chance.choice(list(MOMENTS))
+            moment = self.chance.choice(list(MOMENTS)[: 4 if number < 2 else None])  # the first ones get to a save
             kill = [moment, self.chance.randint(*MOMENTS[moment]), self.chance.choice(("SIGKILL", "SIGTERM")), 0]
             is_change = moment not in dir(Callback)
             given = {"change": kill[1:]} if is_change else {"kill": kill}
