@@ -203,7 +203,7 @@ class CheckpointSelection:
 
 
 def _time_written(path: str | os.PathLike[str]) -> float | str:
-    """Return when a checkpoint, maybe at an address, was written, in seconds since the epoch; or why it is unknown."""
+    """Return when a checkpoint was written, in seconds since the epoch; or why that is unknown."""
     from fsspec.core import url_to_fs
 
     try:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_tricks._shared.tensors import replace_tensors
 
 _MAX_BYTES = 1 << 14  # of a tensor in a block
 _NAMES = "float64 int64 float32 int32 float16 bfloat16 int16 int8 uint8 bool"  # each begins at a multiple of its size
@@ -18,34 +16,33 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES
 
 
 def pack(value: Any) -> dict[str, Any]:
-    """Return nested containers with a mark in the place of each small tensor, and all of these in one tensor.
+    """Return lists, tuples and dicts with a mark in the place of each small tensor, and all of these in one tensor.
 
     Tensors are packed that are plain and contiguous, on the CPU, without gradients, and of 16 KiB at most; others stay.
     """
     alike: dict[tuple[torch.dtype, torch.Size], tuple[str, list[Tensor]]] = {}
     prefix = secrets.token_hex(8)  # of the marks, each of which stands for the next tensor of its kind
 
-    def mark(_: Any, tensor: Tensor) -> Any:
-        if (
-            type(tensor) is not Tensor
-            or tensor.layout is not torch.strided
-            or tensor.requires_grad
-            or not (tensor.is_cpu and tensor.is_contiguous() and 0 < tensor.nbytes <= _MAX_BYTES)
-            or tensor.dtype not in _DTYPES.values()
-        ):
-            return tensor
-        kind = tensor.dtype, tensor.shape
+    def mark(part: Any) -> Any:
+        if type(part) is not Tensor or part.requires_grad or part.layout is not torch.strided:
+            return part
+        if not (part.is_cpu and part.is_contiguous()):
+            return part
+        kind = part.dtype, part.shape
         if kind not in alike:
-            alike[kind] = f"{prefix}{len(alike)}", []
-        name, tensors = alike[kind]
-        tensors.append(tensor)
-        return name
+            is_packed = kind[0] in _DTYPES.values() and 0 < part.nbytes <= _MAX_BYTES
+            alike[kind] = f"{prefix}{len(alike)}" if is_packed else "", []
+        place, tensors = alike[kind]
+        if not place:
+            return part
+        tensors.append(part)
+        return place
 
-    marked = replace_tensors(value, mark)
+    marked = _rebuilt(value, mark)
     kinds, blocks = [], [torch.empty(0, dtype=torch.uint8, device="cpu")]
     for name, dtype in _DTYPES.items():
-        for (_, shape), (place, tensors) in alike.items():
-            if tensors[0].dtype is dtype:
+        for (of_kind, shape), (place, tensors) in alike.items():
+            if of_kind is dtype and tensors:
                 kinds.append([place, name, list(shape), len(tensors)])
                 blocks.append(torch.stack(tensors).view(-1).view(torch.uint8))
     return {"value": marked, "kinds": kinds, "block": torch.cat(blocks)}
@@ -74,4 +71,13 @@ def unpack(packed: Mapping[str, Any]) -> Any:
             raise ValueError("the checkpoint has fewer small tensors than places for them")
         return found
 
-    return replace_tensors(packed["value"], lambda _, tensor: tensor, others=tensor_at)
+    return _rebuilt(packed["value"], tensor_at)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: _rebuilt(part, change) for key, part in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_rebuilt(part, change) for part in value])
+    return change(value)
