@@ -50,7 +50,6 @@ def last_line(folder):
     [
         ({}, 0, "`Trainer.fit` stopped: `max_epochs=2` reached"),
         ({"what": "SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again to resume"),
-        ({"what": "SIGTERM", "ranks": 2}, STOPPED, ""),
         ({"what": "SIGUSR1 before"}, STOPPED, "stopped by SIGUSR1 before the first batch. Run the same command again"),
         ({"what": "full disk and SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again"),
         ({"what": "full disk and SIGTERM", "arguments": {"on_failed_save": "raise"}}, 1, "could not be saved in"),
@@ -65,7 +64,7 @@ def test_an_exit_status_tells_a_scheduler_whether_to_start_the_run_again(tmp_pat
     assert said in last_line(tmp_path)
     if code:  # whatever it was, the same command goes on from the last save
         assert run(tmp_path, {**options, "what": ""}, script=script) == 0
-        known = {"SIGTERM": [5, 6], "SIGINT": [5], "SIGUSR1 before": []}  # two ranks may agree a step later
+        known = {"SIGTERM": [5], "SIGINT": [5], "SIGUSR1 before": []}
         assert set(resumed_at(tmp_path)) <= set(known.get(options["what"], [4]))
 
 
