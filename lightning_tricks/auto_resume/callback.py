@@ -103,11 +103,13 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             run resumes from its last save. A second SIGINT stops at once. SLURM's requeue signal is left to
             Lightning where Lightning requeues the job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal
             in a validation takes effect after it. Before the first batch, from the construction of this callback in
-            the main thread on, signals other than SIGINT are noted: the run exits with `exit_code` before it trains,
-            and a second signal stops it at once.
+            the main thread of a script on, signals other than SIGINT are noted: the run exits with `exit_code` where
+            its fit starts, and a second signal stops it at once. In a job of Slurm, one that nothing handles, such as
+            SIGUSR1, is left alone until then.
         on_hangup: What SIGHUP does, if it is among the signals: with "detach" training continues without its terminal,
             and the output is appended to `train.log` in `dirpath`; with "stop" the run saves and exits.
-        exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again.
+        exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again,
+            which goes on from the last complete save. A refused start, an error and a second Ctrl+C exit with 1.
             Under `ddp_fork` and `ddp_spawn` the main process exits with it as well; torchrun exits with 1.
         on_change: What to do if the script changed what trains since the run was started: optimizers, their groups and
             schedules, layers and their modes, what is frozen, buffers, training loaders, samplers and datasets,

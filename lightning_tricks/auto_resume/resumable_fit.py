@@ -265,7 +265,12 @@ class ResumableFit(FitObserver):
             self.state.note(Phase.AFTER_HOOKS)  # what they changed is repeated where the epoch is resumed
             self.loaders.record_rng_state("batch")
             self.loaders.record_first_batch()
-            epoch = self.trainer.current_epoch
+            epoch, every = self.trainer.current_epoch, self.settings.every_n_train_steps
+            if every is not None and epoch == 1 and not self.trainer.global_step:
+                rank_zero_warn(
+                    f"AutoResume: every_n_train_steps={every} saved nothing in the first epoch, as Lightning counted "
+                    "no step of an optimizer. Save by every_n_epochs or train_time_interval."
+                )
             if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):
                 self._save(SavePoint.EPOCH_START, at_once=stop_requested)
         if stop_requested:

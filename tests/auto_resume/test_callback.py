@@ -640,6 +640,54 @@ def test_cadence_where_a_batch_has_several_steps(tmp_path):
     assert saved == [18, 16, 12, 10, 6, 4]
 
 
+class Means(Net):
+    """Learns without an optimizer of Lightning's, as k-means and optimizers that step in hooks of gradients do."""
+
+    def __init__(self, returned, automatic):
+        super().__init__(dropout=0.2)
+        self.automatic_optimization, self.returned, self.stop_at = automatic, returned, -1
+        self.register_buffer("means", torch.zeros(10))
+
+    def training_step(self, batch, batch_idx):
+        self.means += self.net(batch[0]).detach().mean(0)
+        if self.trainer.current_epoch == 1 and batch_idx == self.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx) if self.automatic_optimization else None
+
+    def configure_optimizers(self):
+        return self.returned
+
+
+@pytest.mark.filterwarnings("ignore:.*fit will run with no optimizer")
+@pytest.mark.parametrize(("returned", "automatic"), [(None, False), ([], False), (None, True)])
+def test_a_fit_without_optimizers(tmp_path, returned, automatic):
+    def run(stop_at, *callbacks):
+        def module():
+            made = Means(returned, automatic)
+            made.stop_at = stop_at
+            return made
+
+        return fit(*callbacks, module=module)
+
+    whole = weights(run(-1))
+    options = {"train_time_interval": {"microseconds": 1}, "every_n_epochs": None}
+    for stop_at in (3, 9):
+        folder = tmp_path / str(stop_at)
+        with pytest.raises(SystemExit) as left:
+            run(stop_at, AutoResume(folder, **options))
+        assert left.value.code == STOPPED
+        assert CheckpointFolder(folder).manifests()[0].batches == stop_at + 1
+        assert same(weights(run(-1, AutoResume(folder, **options))), whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*fit will run with no optimizer")
+def test_steps_that_nobody_counts_are_told(tmp_path):
+    with pytest.warns(
+        UserWarning, match="every_n_train_steps=2 saved nothing in the first epoch, as Lightning counted"
+    ):
+        fit(AutoResume(tmp_path, every_n_train_steps=2), module=lambda: Means(None, False), epochs=3)
+
+
 @pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
 def test_other_callbacks_that_save_are_left_in_peace(tmp_path):
     code = stop(AutoResume(tmp_path / "runs"), OnExceptionCheckpoint(tmp_path / "exception"), enable_checkpointing=True)

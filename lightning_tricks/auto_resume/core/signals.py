@@ -24,7 +24,7 @@ Detach = Callable[[], None]
 RUNNING, STOPPING, LEAVING = range(3)
 
 _SIGHUP = getattr(signal, "SIGHUP", None)  # Windows lacks it
-_OVER = -1  # instead of a signal: the fit of the ranks has ended
+_OVER, _STOPS = -1, -2  # instead of a signal: the fit of the ranks has ended, or they stop at one
 _SECONDS_BETWEEN_EXCHANGES = 0.1  # between ranks, approximately
 
 
@@ -170,7 +170,7 @@ class EarlySignals:
 
     def forget(self) -> None:
         """Forget the signal, at which a fit stops now."""
-        self._noted = self._launcher.value = 0
+        self._noted, self._launcher.value = 0, _STOPS
 
     def leave(self, callback: object) -> None:
         """Let a callback whose fit is over wait no longer."""
@@ -188,7 +188,7 @@ class EarlySignals:
             return
         requests = list(self._waiting.values())
         if not requests:
-            self._launcher.value = _OVER
+            self._launcher.value = min(self._launcher.value, _OVER)
             self.restore_handlers()
         for number in {number for request in requests for number in request.signal_numbers} - {signal.SIGINT}:
             found = signal.getsignal(number)
