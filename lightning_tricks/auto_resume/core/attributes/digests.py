@@ -110,7 +110,8 @@ class ValueDigest:
             self._add_tensors()
         except Exception:  # it is too large, nested too deep, or of a class that raises anything
             self.is_complete = False
-            size = len(value) if type(value) in (*_BUILT_IN - SCALARS, np.ndarray) and np.ndim(value) else ""
+            kind = type(value)
+            size = value.shape if kind is np.ndarray else len(value) if kind in _BUILT_IN - SCALARS else ""
             self._hash.update(f"{type_name(type(value))} {size} {id(value) if self._same_process else ''}".encode())
 
     def write(self, data: Any) -> None:
@@ -169,14 +170,15 @@ class ValueDigest:
     def _tensor(self, value: Any, name: str) -> Any:
         if value.is_quantized or value.is_nested or value.device.type == "meta":
             raise ValueError("it has no plain data")
-        head = name, str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf
+        head: tuple[Any, ...] = name, str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf
         data = value.detach().resolve_conj().resolve_neg()
         if self._same_process and not value.is_inference():
             waits = value is self._value and not value.is_cpu  # for the device
             if waits or value.nbytes > _READ_EACH_TIME:
                 head = *head, _token(value), tensor_version(value)
                 # the version misses what changes through `data`, such as averages of weights
-                data = data[:0] if waits or not data.is_contiguous() else data.reshape(-1)[:: data.numel() // _SEEN]
+                flat = data.reshape(-1) if data.is_contiguous() and not waits else data.new_empty(0)
+                data = flat[:: max(1, data.numel() // _SEEN)]
         return *head, self._read(data.reshape(-1)[: 1 + MAX_BYTES].contiguous().cpu().view(torch.uint8).numpy())
 
     def _read(self, values: Any) -> bytes:
