@@ -44,6 +44,7 @@ from torchmetrics.wrappers import (
 
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import Decoder, EncodeBudget, encode
+from lightning_tricks.auto_resume.core.attributes.model_structure import restore_tracker_steps, tracker_steps
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.data.loader_objects import fingerprints
@@ -104,6 +105,11 @@ def resumed(make, act, path):
     attributes = AttributeTracker({"it": old})
     act(old)
     changes = attributes.changes()
+    modules = [
+        {name: part for name, part in getattr(one, "__dict__", {}).items() if isinstance(part, nn.Module)}
+        for one in (old, fresh)
+    ]
+    restore_tracker_steps(modules[1], tracker_steps(modules[0]))
     failed = restore_changes({"it": fresh}, through_a_file(changes, path / "attributes.ckpt"))
     return old, fresh, {**changes["lost"], **failed}
 
