@@ -309,7 +309,7 @@ class ResumableFit(FitObserver):
         if self.configuration.changed_states:
             paths = [path for path in paths if not path.startswith("optimizers.")]
         self.state.note_differences(saved, paths, drawn_anew, self.loaders.data_differences)
-        self._installed.callback(self.state.report_differences, is_local=True)  # where no step comes
+        self._installed.callback(self.state.report_differences, made_step=False)  # where no step comes
         self.state.restore(saved, Phase.COMPARED)
 
     def _reload_weights(self, saved: SavedState) -> None:

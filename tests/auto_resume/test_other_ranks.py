@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook as local_sgd
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import (
@@ -33,10 +37,11 @@ from torchmetrics import SumMetric
 from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
 from lightning_tricks.auto_resume.core.data.rng_state import LoaderSnapshot
+from lightning_tricks.auto_resume.model_parts import checksums
 from lightning_tricks.auto_resume.moved_positions import EpochRest
 from tests.auto_resume.killing import resumed_at, run
 from tests.auto_resume.training import Kill
-from tests.contract.lab import fork
+from tests.contract.lab import QUIET, fork
 
 SCRIPT: dict[str, Any] = {
     "rows": 61,
@@ -379,3 +384,86 @@ def test_a_stream_goes_on_at_an_epochs_end(tmp_path):
     assert run(tmp_path, {**options, "start": 1}, script=script) == 0
     lines = (tmp_path / "notes.1.0.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)[3] for line in lines] == [[row, row + 1] for row in range(0, 20, 2)]
+
+
+class Replicas(LightningModule):
+    """Trains weights that are others on each rank: one that DDP ignores, or all between two averages."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.shared, self.personal, self.kind = nn.Linear(6, 1), nn.Linear(6, 1), kind
+        if kind == "ignored":
+            names = ["personal.weight", "personal.bias"]
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
+
+    def on_fit_start(self):
+        model = self.trainer.model
+        if self.kind == "local SGD":
+            alone = torch.distributed.new_subgroups(1)[0]
+            model.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, alone, 3, False), local_sgd)
+            self.averager = PeriodicModelAverager(period=4, warmup_steps=3)
+        elif self.kind == "PowerSGD":
+            model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook)
+
+    def training_step(self, x, batch_idx):
+        return (self.shared(x) + self.personal(x) - x.sum(1, keepdim=True)).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.kind == "local SGD":
+            self.averager.average_parameters(self.parameters())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.05)
+
+
+class Leaves(Callback):
+    """Leaves the weights of each rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer, pl_module):
+        self.folder.mkdir(exist_ok=True)
+        torch.save(pl_module.state_dict(), self.folder / f"{trainer.global_rank}")
+
+
+class Dies(Callback):
+    """Dies in one of the steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step == self.step:
+            raise RuntimeError("gone")
+
+
+@pytest.mark.parametrize(("kind", "step"), [("ignored", 4), ("local SGD", 8), ("local SGD", 9), ("PowerSGD", 4)])
+def test_weights_that_each_rank_trains_for_itself(tmp_path, kind, step):
+    def train(name: str, *callbacks: Callback) -> None:
+        seed_everything(1, verbose=False)
+        given = {"max_epochs": 2, "devices": 2, "strategy": "ddp_fork", **QUIET}
+        trainer = Trainer(callbacks=[Leaves(tmp_path / name), *callbacks], **given)
+        trainer.fit(Replicas(kind), DataLoader(torch.randn(50, 6), 4, shuffle=True))
+
+    guard = partial(AutoResume, tmp_path / "runs", every_n_train_steps=1)
+    if kind == "PowerSGD":
+        with pytest.raises(Exception, match="cannot be saved: the PowerSGDState of a communication hook"):
+            train("named", guard())
+        return
+    train("whole")
+    with pytest.raises(Exception, match="gone"):
+        train("stopped", guard(), Dies(step))
+    train("again", guard())
+    for rank in range(2):
+        whole, again = (torch.load(tmp_path / name / f"{rank}") for name in ("whole", "again"))
+        assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int64]
+)
+def test_a_checksum_tells_apart_which_rank_is_marked(dtype):
+    marks = torch.eye(3).to(dtype)
+    assert len({checksums({"mark": mark})["mark"] for mark in marks}) == 3
+    assert checksums({"mark": marks[1]}) == checksums({"mark": marks[1].clone()})

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
@@ -27,6 +28,9 @@ def resumed_like_undisturbed(tmp_path, module, *make_callbacks):
         warnings.filterwarnings("error", message="AutoResume")
         again = fit(AutoResume(tmp_path / "runs"), *(make() for make in make_callbacks), module=module)
     assert same(weights(again), weights(whole))
+    assert [one.scheduler.state_dict() for one in again.lr_scheduler_configs] == [
+        one.scheduler.state_dict() for one in whole.lr_scheduler_configs
+    ]
     return whole, again
 
 
@@ -109,7 +113,25 @@ class Slow(Net):
         return SlowWeights(self.parameters())
 
 
-@pytest.mark.parametrize("module", [Centering, Gathering, Strange, LeavesOut, Slow])
+class Scheduled(Net):
+    """Steps the schedules of two optimizers itself, at the start of an epoch, and one more often than the other."""
+
+    def __init__(self):
+        super().__init__(optimization="manual", dropout=0.2)
+
+    def on_train_epoch_start(self):
+        first, second = self.lr_schedulers()
+        first.step()
+        second.step()
+        second.step()
+
+    def configure_optimizers(self):
+        optimizers = [*super().configure_optimizers()]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(one, 0.8) for one in optimizers]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize("module", [Centering, Gathering, Strange, LeavesOut, Slow, Scheduled])
 def test_modules_of_strangers(tmp_path, module):
     resumed_like_undisturbed(tmp_path, module)
 
@@ -229,6 +251,93 @@ def test_a_logger_whose_disk_is_full_ends_no_training(tmp_path):
         trainer = fit(guard, Fills(), logger=logger, log_every_n_steps=1)
     assert isinstance(trainer, Trainer)
     assert [one.step for one in CheckpointFolder(tmp_path / "runs").manifests()] == [20, 18]
+
+
+class _Pool(nn.Module):
+    """Creates an object in its first call, as torchvision's pooling of regions does."""
+
+    levels = None
+
+    def forward(self, x, scale):
+        if self.levels is None:
+            self.levels = self.kind(scale)
+        return x * self.levels.scale
+
+
+class _Lazy(Net):
+    """Keeps what a file cannot hold; `moves` decides whether it is the same one after each step."""
+
+    def __init__(self, moves):
+        super().__init__(dropout=0.2)
+        self.pool, self.moves = _Pool(), moves
+        kind = type("Levels", (), {"__init__": lambda own, scale: setattr(own, "scale", scale)})
+        kind.__module__ = "strange_library"  # which is not imported, so that nobody creates one from a file
+        self.pool.kind = kind
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        loss = self.pool(outputs["loss"], 0.5)
+        self.pool.levels.scale += 0.01 * self.moves
+        return {**outputs, "loss": loss}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_object_that_is_created_again_alike_is_no_difference(tmp_path, moves):
+    stop(AutoResume(tmp_path), module=lambda: _Lazy(moves))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(AutoResume(tmp_path), module=lambda: _Lazy(moves))
+    said = [str(one.message) for one in caught if "not restored" in str(one.message)]
+    assert len(said) == moves
+    assert all(words.count("module.pool.levels") == 1 for words in said)
+
+
+class _Graph:
+    def __init__(self, x):
+        self.x, self.lines = x, iter("abc")
+
+
+class _Cached(torch.utils.data.Dataset):
+    """Keeps the samples that it made, with what no checkpoint holds."""
+
+    def __init__(self):
+        self.made = [None] * 80
+
+    def __len__(self):
+        return len(self.made)
+
+    def __getitem__(self, index):
+        self.made[index] = self.made[index] or _Graph(torch.rand(64))
+        return self.made[index].x, index % 10
+
+
+def test_what_many_samples_lost_is_one_sentence(tmp_path):
+    found = []
+    for run in (stop, fit):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(AutoResume(tmp_path, every_n_train_steps=3), data=DataLoader(_Cached(), batch_size=4))
+        found.append([str(one.message) for one in caught if "AutoResume" in str(one.message)])
+    assert [len(words) for words in found] == [1, 1]
+    assert all(" more. " in words[0] for words in found)
+
+
+class _Fails(Net):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 13 and not hasattr(self, "opened"):
+            raise RuntimeError("it is not open")
+        self.opened = self.net.register_forward_hook(lambda *_: None)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:AutoResume.*cannot be saved")
+def test_what_was_not_restored_is_said_where_the_first_step_fails(tmp_path):
+    stop(AutoResume(tmp_path), module=_Fails)
+    with (
+        pytest.warns(UserWarning, match=r"not restored: .*module\.opened"),
+        pytest.raises(RuntimeError, match="not open"),
+    ):
+        fit(AutoResume(tmp_path), module=_Fails)
 
 
 class _Drawing(Net):

@@ -202,6 +202,22 @@ def shuffle_buffer_with_generator(job: Job) -> None:
     job.fit(Net(), train=job.loader(stream, persistent_workers=True))
 
 
+class FromTorch:
+    """Draws from the generator from which dropout draws as well."""
+
+    def randrange(self, count: int) -> int:
+        return int(torch.randint(count, ()))
+
+    def shuffle(self, entries: list[Any]) -> None:
+        entries[:] = [entries[index] for index in torch.randperm(len(entries)).tolist()]
+
+
+@scenario(warning="draw from the global random state in between the training steps")
+def shuffle_buffer_that_draws_as_the_step_does(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=job.loader(ShuffleBuffer(job.samples(), FromTorch())))
+
+
 @scenario(workers=(0, 2))
 def endless_stream_that_keeps_its_place(job: Job) -> None:
     class Endless(IterableDataset):

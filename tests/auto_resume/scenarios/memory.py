@@ -295,17 +295,6 @@ def sharpness_aware(job: Job) -> None:
 
 
 @scenario()
-def rate_by_the_gradients_of_the_step_before(job: Job) -> None:
-    class Slows(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            norms = [float(one.grad.norm()) for one in pl_module.parameters() if one.grad is not None]
-            trainer.optimizers[0].param_groups[0]["lr"] = 0.05 / (1 + sum(norms))
-
-    job.seed()
-    job.fit(Net(), Slows())
-
-
-@scenario()
 def difficulty_by_loss(job: Job) -> None:
     class Adapts(Net):
         difficulty, seen = 0.1, 0

@@ -84,22 +84,17 @@ def pruning_masks(module: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def restore_pruning_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Restore the masks of parameters, also of those that are masked already, and remove all others."""
-    present = {f"{prefix}{name}": (part, name) for prefix, part, name in _masked_parameters(module)}
-    for part, name in (parameter for path, parameter in present.items() if path not in masks):
+    """Give parameters the masks that they had, in the place of those that they have."""
+    for _, part, name in list(_masked_parameters(module)):
         getattr(part, f"{name}_mask").fill_(1)  # what is left is the whole parameter
         prune.remove(part, name)
     for path, saved in masks.items():
         prefix, _, name = path.rpartition(".")
         part = module.get_submodule(prefix)
-        mask = saved["mask"].to(module_device(part))
+        prune.custom_from_mask(part, name, saved["mask"].to(module_device(part)))
         with torch.no_grad():
-            if path in present:
-                getattr(part, f"{name}_mask").copy_(mask)
-            else:
-                prune.custom_from_mask(part, name, mask)
             getattr(part, f"{name}_orig").copy_(saved["original"])
-            setattr(part, name, getattr(part, f"{name}_orig") * mask)
+            setattr(part, name, getattr(part, f"{name}_orig") * getattr(part, f"{name}_mask"))
 
 
 def resize_to_state_dict(module: nn.Module, state_dict: Mapping[str, Any], new_buffers: Sequence[str]) -> None:

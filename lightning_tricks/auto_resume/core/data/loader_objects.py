@@ -6,10 +6,11 @@ import marshal
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from hashlib import blake2b
+from functools import reduce
 from itertools import islice
 from typing import Any
 from weakref import ref
+from zlib import crc32
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -28,7 +29,6 @@ _DATA_HANDLE_PACKAGES = frozenset(
 )
 _MAX_PATHS = 500  # of a fingerprint
 _MAX_REMEMBERED_BYTES = 2**20  # of one attribute
-_MAX_ENTRIES = 1_000  # of a container that is compared after each batch, or remembered
 DATA_PARTS = ("dataset", "collate_fn")
 
 
@@ -92,15 +92,10 @@ class LoaderObjects:
         """
         objects = self._objects()
         for name, value in objects.items():
-            of_others = _skip_other_parts(objects, value)
-
-            def skipped(owner: Any, of_others: SkippedNames = of_others) -> list[str]:
-                large = [name for name, part in attributes(owner) if is_large(part, _MAX_REMEMBERED_BYTES)]
-                self._large_names.update(large)
-                return [*of_others(owner), *large]
-
             if not is_large(value, _MAX_REMEMBERED_BYTES):
+                skipped = LargeSkipped(_MAX_REMEMBERED_BYTES, _skip_other_parts(objects, value))
                 self._values[name] = all_values({name: value}, skipped=skipped)
+                self._large_names |= skipped.names
 
     def undo_changes(self, kept: Mapping[str, Any]) -> None:
         """Undo the changes since `remember_values`, except those that `changes` returned as `kept`."""
@@ -144,6 +139,7 @@ class LoaderObjects:
                 failed = restore_changes({name: objects[name]}, changes, skipped=skipped)
                 others = {path: why for path, why in self.failed.items() if path not in changes["values"]}
                 self.failed = others | failed | _without_handles(changes["lost"])
+                self._reported.update(map(_top, self.failed))  # where the run resumes
 
     def add_unsaved(self, unsaved: Mapping[str, str]) -> None:
         """Add changes in a worker that cannot be saved: path -> type or reason."""
@@ -198,26 +194,24 @@ class OrderDigest:
     """
 
     def __init__(self, max_ahead: int = 0) -> None:
-        self.count = 0
-        self._hash, self._max_recent = blake2b(digest_size=8), max_ahead + 4
-        self._recent = deque[bytes]()  # the last batches, which are not in the hash yet
+        self.count, self._sum, self._max_recent = 0, 0, max_ahead + 4
+        self._recent = deque[bytes]()  # the last batches, which are not in the sum yet
 
     def add(self, indices: Any) -> None:
         """Add the indices of a batch."""
         self.count += 1
         self._recent.append(_encode_indices(indices))
         if len(self._recent) > self._max_recent:
-            self._hash.update(self._recent.popleft())
+            self._sum = crc32(self._recent.popleft(), self._sum)
 
     def digest(self, count: int) -> str:
         """Return the digest of the first `count` batches; empty if it is no longer known."""
         num_recent = count - self.count + len(self._recent)
         if not 0 <= num_recent <= len(self._recent):
             return ""
-        found = self._hash.copy()
-        for encoded in islice(self._recent, num_recent):
-            found.update(encoded)
-        return found.hexdigest()
+        return (
+            f"{reduce(lambda known, encoded: crc32(encoded, known), islice(self._recent, num_recent), self._sum):08x}"
+        )
 
 
 def _encode_indices(indices: Any) -> bytes:
@@ -304,13 +298,35 @@ class TrackedIndices(_WatchedPart):
             self._order.add(indices)
 
 
+class LargeSkipped:
+    """Leaves out of a walk the attributes that take more than so many bytes, and what others leave out.
+
+    Attributes:
+        names: The names of those that were too large.
+    """
+
+    def __init__(self, max_bytes: int, others: SkippedNames = nothing_skipped) -> None:
+        self._max_bytes, self._others, self.names = max_bytes, others, set[str]()
+
+    def __call__(self, owner: Any) -> list[str]:
+        """Return the names of the attributes of an object to leave out."""
+        large = [name for name, value in attributes(owner) if is_large(value, self._max_bytes)]
+        self.names.update(large)
+        return [*self._others(owner), "state_dict", *large]
+
+
 def is_large(value: Any, max_bytes: int) -> bool:
-    """Whether a value takes more than so many bytes, or is a container of more than 1,000 entries."""
-    kind = type(value)
-    if not is_subclass(kind, list, tuple, dict, set, frozenset):
-        return num_bytes(value) > max_bytes
-    parts = value.values() if is_subclass(kind, dict) else value
-    return len(value) > _MAX_ENTRIES or sum(map(num_bytes, parts)) > max_bytes
+    """Whether a value takes more than so many bytes, with at least 32 for each entry of a container."""
+    pending = [value]
+    while pending and max_bytes >= 0:
+        part = pending.pop()
+        kind = type(part)
+        max_bytes -= 32 + num_bytes(part)
+        if is_subclass(kind, list, tuple, dict, set, frozenset) and max_bytes >= 32 * len(part):
+            pending += part.values() if is_subclass(kind, dict) else part
+        elif is_subclass(kind, list, tuple, dict, set, frozenset):
+            return True
+    return max_bytes < 0
 
 
 def _top(path: str) -> str:

@@ -18,18 +18,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_tricks._torch_compat.loaders import call_on_iteration_start
-from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
-from lightning_tricks.auto_resume.core.data.loader_objects import is_large
+from lightning_tricks.auto_resume.core.data.loader_objects import LargeSkipped
 from lightning_tricks.auto_resume.core.data.rng_state import record_dtype, unpack_rng_state, write_rng_state
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
 _SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
 _SECONDS_TO_START = 10.0  # for a worker to start its iteration
 NOTE_BYTES = 64 * 1024  # the largest size of a note
-_MAX_ATTRIBUTES = 4_000  # that are compared after each batch
 # The packed random state of a worker, and the changes of its copy of the data; None for what is not known
 WorkerState = tuple[Tensor | None, AttributeChanges | None]
 _TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
@@ -274,8 +271,8 @@ class RecordingCollate:
 class TrackedWorkerData:
     """Tracks the changes of a worker's copy of the data and of its collate function; created in the worker.
 
-    Attributes that are too large for a note are left out from the start, so that a note takes some hundred
-    microseconds; one that grows too large later is reported as unsaved, and so are data of too many attributes.
+    Attributes that are too large for a note are left out, so that a note takes some hundred microseconds; one that has
+    grown too large is reported as unsaved.
 
     Args:
         collate: The loader's own collate function.
@@ -284,44 +281,25 @@ class TrackedWorkerData:
     def __init__(self, collate: Any) -> None:
         info = get_worker_info()
         self._roots = {"dataset": info and info.dataset, "collate_fn": collate}
-        self._large_names: dict[int, set[str]] = {}
-        self._grown: dict[str, str] | None = None  # path -> why it is not saved, once the tracker knows the data
-        self._attributes = AttributeTracker(self._roots, skipped=self._skipped_names)
-        self._grown = {}
-        self._is_too_much = len(ObjectWalk.from_roots(self._roots, self._skipped_names).slots) > _MAX_ATTRIBUTES
+        self._skipped = LargeSkipped(NOTE_BYTES)
+        self._attributes = AttributeTracker(self._roots, skipped=self._skipped)
 
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Restore what the copy of another worker had changed."""
-        restore_changes(self._roots, changes, skipped=self._skipped_names)
+        restore_changes(self._roots, changes, skipped=self._skipped)
 
     def note(self) -> bytes:
         """Return what changed since the start of the worker, pickled; empty if nothing changed."""
-        if self._is_too_much:
-            return pickle.dumps({"values": {}, "lost": {"dataset": f"more than {_MAX_ATTRIBUTES:,} attributes"}})
         found = self._attributes.changes()
-        large = set[str]().union(*self._large_names.values())
-        values = {
-            path: change
-            for path, change in found["values"].items()
-            if not (change["name"] in large and _is_deleted(change["value"]))  # as it was left out
-        }
-        lost = {**found["lost"], **(self._grown or {})}
+        values, lost = found["values"], found["lost"]
+        for path, change in list(values.items()):
+            encoded = change["value"]
+            is_deleted = isinstance(encoded, dict) and encoded.get("kind") == "deleted"
+            if is_deleted and change["name"] in self._skipped.names:
+                del values[path]
+                lost[path] = _TOO_LARGE
         note = pickle.dumps({"values": values, "lost": lost}) if values or lost else b""
-        if len(note) <= NOTE_BYTES:
-            return note
-        largest = max(values, key=lambda path: len(pickle.dumps(values[path])))
-        return pickle.dumps({"values": {}, "lost": {largest: _TOO_LARGE}})
-
-    def _skipped_names(self, owner: Any) -> set[str]:
-        """Return the names of attributes that are, or were once, too large."""
-        names = self._large_names.setdefault(id(owner), {"state_dict"})
-        for name, value in attributes(owner):
-            if name not in names and is_large(value, NOTE_BYTES):
-                names.add(name)
-                if self._grown is not None:
-                    self._grown[f"dataset.{name}"] = _TOO_LARGE
-        return names
-
-
-def _is_deleted(encoded: Any) -> bool:
-    return isinstance(encoded, dict) and encoded.get("kind") == "deleted"
+        if len(note) > NOTE_BYTES:
+            largest = max(values, key=lambda path: len(pickle.dumps(values[path])))
+            note = pickle.dumps({"values": {}, "lost": {largest: _TOO_LARGE}})
+        return note
