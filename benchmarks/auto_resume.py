@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, seed_everything
+from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 
-SAMPLES, BATCH_SIZE, STEPS, SAVES = 100_000, 32, 300, 20
+SAMPLES, BATCH_SIZE, STEPS, SAVES, TRANSITIONS = 100_000, 32, 300, 20, 50_000
 
 
 class Classifier(LightningModule):
@@ -142,6 +147,48 @@ def saves(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str
     return ratios(times, "ModelCheckpoint")
 
 
+class Memory:
+    """A replay buffer."""
+
+    def __init__(self) -> None:
+        self.transitions: deque[tuple[Any, ...]] = deque(maxlen=TRANSITIONS)
+
+
+def replay_buffer(rounds: int) -> dict[str, dict[str, float]]:
+    """Time a save and a load of a buffer of transitions, each the two states, action, reward and end."""
+    memory, generator = Memory(), torch.Generator().manual_seed(0)
+    tracker = AttributeTracker({"memory": memory})
+    states = [state.clone() for state in torch.rand(TRANSITIONS + 1, 4, generator=generator)]
+    for number in range(TRANSITIONS):
+        action = torch.tensor(number % 3)
+        memory.transitions.append((states[number], action, number / 7, states[number + 1], number % 9 == 0))
+
+    def plain() -> None:
+        stream = io.BytesIO()
+        torch.save(list(memory.transitions), stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+
+    def ours() -> None:
+        stream = io.BytesIO()
+        torch.save(tracker.changes(), stream)
+        stream.seek(0)
+        restored = Memory()
+        failed = restore_changes({"memory": restored}, torch.load(stream, weights_only=True))
+        if failed or len(restored.transitions) != TRANSITIONS:
+            raise RuntimeError(failed)
+
+    contestants = {"torch.save and torch.load": lambda: timed(plain), "AutoResume": lambda: timed(ours)}
+    return ratios(measure(contestants, rounds), "torch.save and torch.load")
+
+
+def timed(function: Callable[[], None]) -> float:
+    """Return how long a function takes."""
+    start = now()
+    function()
+    return now() - start
+
+
 def taking_up(share: float, data: DataLoader[Any], rounds: int) -> dict[str, dict[str, float]]:
     """Time a resumed fit until its first step, in the middle of an epoch; Lightning's begins the epoch again."""
     at = int(SAMPLES / BATCH_SIZE * share)
@@ -204,6 +251,7 @@ def main() -> None:
     results = {f"a step, hidden {hidden}": steps(hidden, data, given.rounds) for hidden in (64, 1024)}
     results |= {f"a save, hidden {hidden}": saves(hidden, data, given.rounds) for hidden in (64, 1024)}
     results["a save, hidden 64, a dataset of 3,000 tensors"] = saves(64, rows_loader(), given.rounds)
+    results["a replay buffer of 50,000 tuples"] = replay_buffer(max(3, given.rounds // 5))
     sys.addaudithook(note_checkpoints)
     for share in (0.1, 0.9):
         results[f"to the first step, at {share:.0%} of an epoch"] = taking_up(share, data, given.rounds)

@@ -226,7 +226,9 @@ class FitState:
     def note_differences(
         self, saved: SavedState, key_paths: Sequence[str], drawn_anew: Sequence[str], of_data: Sequence[str]
     ) -> None:
-        """Keep what is not as it was saved until the first step has shown what comes again by itself.
+        """Tell the callbacks what is not as it was saved on any rank, and keep it for `report_differences`.
+
+        All ranks have to call it.
 
         Args:
             saved: What was to be restored.
@@ -234,25 +236,24 @@ class FitState:
             drawn_anew: The attributes that had other values in the stopped run, and were not saved.
             of_data: A sentence for each difference of a loader.
         """
-        self._noted = saved, key_paths, drawn_anew, of_data
-        self._tell_callbacks([])
+        by_kind = zip(*gather_objects((key_paths, drawn_anew, of_data)), strict=True)
+        names, drawn, sentences = ([*dict.fromkeys(found for rank in kind for found in rank)] for kind in by_kind)
+        names = [*{name.partition(" (")[0]: name for name in reversed(names)}.values()][::-1]
+        self._noted = saved, names, drawn, sentences
+        self._tell_callbacks([*names, *drawn, *("the data" for _ in sentences[:1])])
 
-    def report_differences(self, *, is_local: bool = False) -> None:
-        """Warn of what was noted and is still not as it was saved, on any rank, once for all; and tell the callbacks.
+    def report_differences(self, *, made_step: bool = True) -> None:
+        """Warn of what was noted, once for all, except what the first step has created again as it was.
 
-        All ranks call it, unless `is_local`: then something has ended the fit on this one, and all is said.
+        Without `made_step` something else has ended the fit, and all is said.
         """
         if self._noted is None:
             return
         (saved, names, drawn, sentences), self._noted = self._noted, None
-        names = list({name.partition(" (")[0]: name for name in reversed(names)}.values())[::-1]
-        if not is_local:
-            names = [name for name in names if not self._came_again(saved, name.partition(" (")[0])]
-            by_kind = zip(*gather_objects((names, drawn, sentences)), strict=True)
-            names, drawn, sentences = ([*dict.fromkeys(found for rank in kind for found in rank)] for kind in by_kind)
-        if found := [*names, *drawn, *("the data" for _ in sentences[:1])]:
-            self._tell_callbacks(found)
-        for sentence in _as_sentences(names, drawn, sentences):
+        missing = [name for name in names if not (made_step and self._came_again(saved, name.partition(" (")[0]))]
+        if len(missing) < len(names):
+            self._tell_callbacks([*missing, *drawn, *("the data" for _ in sentences[:1])])
+        for sentence in _as_sentences(missing, drawn, sentences):
             rank_zero_warn(f"AutoResume: {sentence}")
 
     def _tell_callbacks(self, not_restored: Sequence[str]) -> None:

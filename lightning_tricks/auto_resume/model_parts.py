@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_tricks._lightning_compat.flavor import LightningModule, StochasticWeightAveraging, Trainer, is_overridden
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, model_averager
-from lightning_tricks._shared.patterns import name_as_in_
+from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
 from lightning_tricks._shared.tensors import is_sharded, local_part
 from lightning_tricks._torch_compat.modules import communication_hooks, hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
@@ -56,7 +56,7 @@ _OUTLINE_WORDS = {
 }
 _OPTIMIZER = "optimizer "  # begins the name of an optimizer
 _INTEGERS = {1: torch.int8, 2: torch.int16}  # by the size of elements that do not have four bytes, or eight
-_CHUNK = 2**24  # elements that are summed at once
+_CHUNK = 2**18  # elements that are summed at once, in a cache
 _TensorVersion = tuple["ref[Tensor]", int]  # an id alone may belong to another tensor later
 
 
@@ -213,14 +213,14 @@ class RankTensors(ComparedPart):
 
     def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of the optimizers' states, by the names of their parameters."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        names = {id(value): strip_compile_prefix(name) for name, value in self.module.named_parameters()}
         return {
             f"{_OPTIMIZER}{number}": {
                 f"{names[id(parameter)]}:{key}": value
                 for parameter, state in optimizer.state.items()
                 if id(parameter) in names and isinstance(state, dict)
                 for key, value in state.items()
-                if isinstance(value, Tensor)
+                if isinstance(value, Tensor) and isinstance(key, str)
             }
             for number, optimizer in enumerate(self.trainer.optimizers)
             if not hasattr(optimizer, "consolidate_state_dict")  # ZeRO's, of which each rank has a part
@@ -238,7 +238,7 @@ class RankTensors(ComparedPart):
             for part in module.modules() if is_counted_elsewhere else ():
                 if isinstance(part, Metric):
                     part.reset()
-        parameters = dict(self.module.named_parameters())
+        parameters = {strip_compile_prefix(name): value for name, value in self.module.named_parameters()}
         for number, optimizer in enumerate(self.trainer.optimizers):
             for place, value in own.get(f"{_OPTIMIZER}{number}", {}).items():
                 name, _, key = place.rpartition(":")
@@ -399,9 +399,9 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             flat = (torch.view_as_real(value) if value.is_complex() else value).detach().contiguous().reshape(-1)
             bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
             total = torch.zeros((), dtype=torch.int64, device=bits.device)
+            places = torch.arange(1, 2 * min(_CHUNK, bits.numel()), 2, dtype=torch.int32, device=bits.device)
             for chunk in bits.split(_CHUNK):
-                places = torch.arange(1, 2 * chunk.numel(), 2, dtype=torch.int32, device=bits.device)
-                total = 31 * total + (chunk * places).sum(dtype=torch.int64)
+                total = 31 * total + (chunk * places[: chunk.numel()]).sum(dtype=torch.int64)
             sums[name] = total
     devices = dict.fromkeys(total.device for total in sums.values())
     target = next((device for device in devices if device.type != "cpu"), "cpu")  # one read for all

@@ -310,7 +310,7 @@ class ResumableFit(FitObserver):
             paths = [path for path in paths if not path.startswith(made_anew)]
         data = [] if self.configuration.has_other_data else self.loaders.data_differences
         self.state.note_differences(saved, paths, drawn_anew, data)
-        self._installed.callback(self.state.report_differences, is_local=True)  # where no step comes
+        self._installed.callback(self.state.report_differences, made_step=False)  # where no step comes
         self.state.restore(saved, Phase.COMPARED)
 
     def _reload_weights(self, saved: SavedState) -> None:

@@ -87,7 +87,7 @@ def test_a_file_that_training_writes_to_is_named(tmp_path, how, first, often):
     before, after = warned_in_two_starts(tmp_path, how, first, often)
     if first == 0 and how not in ("array", "tensor"):  # these are saved
         assert "dataset.x" in before[0]
-        assert "or what its file holds" in before[0]
+        assert "or what their files hold" in before[0]
     if how != "c" or first == 0 or often:  # it is gone with the process
         assert any("dataset.x" in sentence for sentence in after)
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -31,6 +32,7 @@ from lightning_tricks._lightning_compat import (
     loggers,
     results,
 )
+from lightning_tricks._lightning_compat.trainer import model_averager
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 
@@ -999,3 +1001,11 @@ def test_log_step_values_logs_what_log_dict_logs(tmp_path, accumulate):
         runs.append((callback.seen, rows.read_text()))
     assert runs[0] == runs[1]
     assert runs[0][0][-1]["a/step"] == trainer.global_step - 1
+
+
+def test_the_averager_of_replicas_is_an_attribute_of_the_strategy():
+    strategy = DDPStrategy()
+    assert strategy._model_averager is None, "a strategy declares it, and local SGD sets it"
+    strategy._model_averager = averager = object()
+    assert model_averager(types.SimpleNamespace(strategy=strategy)) is averager
+    assert model_averager(Trainer(**QUIET)) is None

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from lightning_tricks._torch_compat.modules import (
     COMPILED_CALL,
     REGISTRIES,
+    communication_hooks,
     compiled_module,
     compiles_in_place,
     has_forward_pre_hook,
@@ -96,6 +99,19 @@ def test_what_others_change_in_loading_is_seen():
         assert not loads_as_torch_does(module), register
     module.state_dict = dict
     assert not loads_as_torch_does(module)
+
+
+def test_communication_hooks():
+    assert communication_hooks(nn.Linear(1, 1)) == []
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        model.register_comm_hook(None, allreduce_hook)
+        assert communication_hooks(model) == [(allreduce_hook, None)]
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"AutoResume does not work with torch .*_comm_hooks"):
+        communication_hooks(DistributedDataParallel.__new__(DistributedDataParallel))
 
 
 CALLS = {

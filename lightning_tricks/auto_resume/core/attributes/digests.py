@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, type_name
-from lightning_tricks.auto_resume.core.attributes.encoding import alike, is_dense, is_plain_tensor, stacked
+from lightning_tricks.auto_resume.core.attributes.columns import stacked
 from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_generator, is_plain_dtype, kind_of
 
 MAX_BYTES = 64 * 2**20  # of a value that are read
@@ -110,7 +110,8 @@ class ValueDigest:
             self._add_tensors()
         except Exception:  # it is too large, nested too deep, or of a class that raises anything
             self.is_complete = False
-            size = len(value) if type(value) in (*_BUILT_IN - SCALARS, np.ndarray) and np.ndim(value) else ""
+            kind = type(value)
+            size = value.shape if kind is np.ndarray else len(value) if kind in _BUILT_IN - SCALARS else ""
             self._hash.update(f"{type_name(type(value))} {size} {id(value) if self._same_process else ''}".encode())
 
     def write(self, data: Any) -> None:
@@ -169,14 +170,15 @@ class ValueDigest:
     def _tensor(self, value: Any, name: str) -> Any:
         if value.is_quantized or value.is_nested or value.device.type == "meta":
             raise ValueError("it has no plain data")
-        head = name, str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf
+        head: tuple[Any, ...] = name, str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf
         data = value.detach().resolve_conj().resolve_neg()
         if self._same_process and not value.is_inference():
             waits = value is self._value and not value.is_cpu  # for the device
             if waits or value.nbytes > _READ_EACH_TIME:
                 head = *head, _token(value), tensor_version(value)
                 # the version misses what changes through `data`, such as averages of weights
-                data = data[:0] if waits or not data.is_contiguous() else data.reshape(-1)[:: data.numel() // _SEEN]
+                flat = data.reshape(-1) if data.is_contiguous() and not waits else data.new_empty(0)
+                data = flat[:: max(1, data.numel() // _SEEN)]
         return *head, self._read(data.reshape(-1)[: 1 + MAX_BYTES].contiguous().cpu().view(torch.uint8).numpy())
 
     def _read(self, values: Any) -> bytes:
@@ -196,16 +198,13 @@ class ValueDigest:
         if not self._paths.keys().isdisjoint(map(id, tensors)):
             self.feed([self._paths.get(id(tensor), "") for tensor in tensors])
             tensors = [tensor for tensor in tensors if id(tensor) not in self._paths]
-        for numbers in alike(tensors):
-            first = tensors[numbers[0]]
-            if first.nbytes > _READ_EACH_TIME or not is_plain_tensor(first):
-                self.feed(numbers)
-                self.feed([self.replacement(tensors[number]) for number in numbers])
-                continue
-            for same, data in stacked(tensors, numbers):
-                self.write(f"{data.dtype} {tuple(data.shape)} {first.requires_grad}".encode())
-                self.write(array("Q", same).tobytes())
-                self.write(data.reshape(-1).view(torch.uint8).numpy())
+        blocks, others = stacked(tensors, _READ_EACH_TIME)
+        for numbers, data in blocks:
+            self.write(f"{data.dtype} {tuple(data.shape)}".encode())
+            self.write(array("Q", numbers).tobytes())
+            self.write(data.reshape(-1).view(torch.uint8).numpy())
+        if others:
+            self.feed([(number, self.replacement(tensors[number])) for number in others])
 
     def _opaque(self, value: Any, kind: type) -> Any:
         """Return what a value counts by that is not plain data."""
@@ -243,7 +242,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return what a value counts by; None for one that `pickle` reads itself."""
-        if type(value) is Tensor and is_dense(value):
+        if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
             self._set_apart(value)
             return "tensor"
         return None if type(value) in _BUILT_IN else self._replacement(value)

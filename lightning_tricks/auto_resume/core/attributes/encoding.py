@@ -8,10 +8,10 @@ Rows that are alike, such as the transitions of a replay buffer, are written by 
 from __future__ import annotations
 
 import math
-import operator
 import time
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     set_attribute,
     type_name,
 )
+from lightning_tricks.auto_resume.core.attributes.columns import decode_column, encode_column
 from lightning_tricks.auto_resume.core.attributes.value_kinds import (
     ValueKind,
     is_mutable,
@@ -45,10 +46,7 @@ KEY = "a key"  # the name of a key of a dict in a path
 MAX_DEPTH = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
 _CLOCKS = [(clock, clock()) for clock in (time.monotonic, time.perf_counter)]  # and what they showed at first
 _A_DAY = 86400.0
-_MIN_ROWS = 8  # rows that are written by columns
-_ROWS = {kind.__name__: kind for kind in (tuple, list, dict)}
-# of tensors that are alike: those of one dtype and size can be stacked if all others are as `is_plain_tensor` asks
-_TRAITS = operator.attrgetter("dtype", "nbytes", "ndim", "requires_grad", "is_leaf", "is_cpu", "is_quantized")
+_byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds  # elsewhere before NumPy 2
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # other objects may not define equality
 
 
@@ -95,8 +93,11 @@ class EncodeBudget:
 
     def shares_memory(self, value: Any) -> bool:
         """Whether a tensor or an array lies in the memory of another one that was encoded before: a copy would not."""
-        first, last = _addresses(value)
+        array = value if type(value) is np.ndarray else value.detach().numpy()
+        first, last = _byte_bounds(array)
         at = bisect(self.memory, (first, last))
+        if not array.size:
+            return False
         if (at and self.memory[at - 1][1] > first) or (at < len(self.memory) and self.memory[at][0] < last):
             return True
         self.memory.insert(at, (first, last))
@@ -111,20 +112,6 @@ class EncodeBudget:
         self.bytes_left -= size
         if self.bytes_left < 0:
             raise TooLargeError
-
-
-def _has_memory(value: Any) -> bool:
-    return type(value) is np.ndarray or (is_dense(value) and is_plain_tensor(value) and value.numel() > 0)
-
-
-def _addresses(value: Any) -> tuple[int, int]:
-    if type(value) is np.ndarray:
-        first, steps, size = value.__array_interface__["data"][0], value.strides, value.itemsize
-    else:
-        first, size = value.data_ptr(), value.element_size()
-        steps = [step * size for step in value.stride()]
-    reaches = [(length - 1) * step for length, step in zip(value.shape, steps, strict=True)]
-    return first + sum(min(0, reach) for reach in reaches), first + sum(max(0, reach) for reach in reaches) + size
 
 
 def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> Any:
@@ -153,14 +140,9 @@ def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> 
         budget.open_containers.discard(id(value))
         return encoded
     if found is not None and not found.container and id(value) not in budget.registered:
-        if (
-            kind in (Tensor, np.ndarray)
-            and budget.path
-            and _has_memory(value)
-            and budget.shares_memory(value)
-            and location
-        ):
-            return _hole(value, budget, location, f"{type_name(kind)} in the memory of another one")
+        with suppress(TypeError, RuntimeError):  # NumPy has no such type
+            if kind in (Tensor, np.ndarray) and budget.path and budget.shares_memory(value) and location:
+                return _hole(value, budget, location, f"{type_name(kind)} in the memory of another one")
         try:
             return _encode_leaf(value, found, budget, location)
         except TooLargeError:
@@ -213,113 +195,13 @@ def _encode_container(value: Any, found: ValueKind, budget: EncodeBudget, locati
 def _encode_rows(rows: Sequence[Any], budget: EncodeBudget, location: tuple[str, ...]) -> Any:
     """Return entries by columns if they are alike, and hold numbers, tensors and arrays; else `MISSING`."""
     size, places, path = budget.bytes_left, dict[int, str](), ".".join((budget.path, *location)) if budget.path else ""
-    encoded = _encode_column(rows, budget, places, path)
+    encoded = encode_column(rows, budget, places, path)
     if encoded is MISSING:
         budget.bytes_left = size
     elif places:
         budget.places.update(places)
         budget.taken.update(places.values())
     return encoded
-
-
-def _encode_column(column: Sequence[Any], budget: EncodeBudget, places: dict[int, str], path: str) -> Any:
-    kinds = set(map(type, column))
-    if _are_plain(column, kinds):
-        budget.consume(16 * len(column) + sum(len(part) for part in column if type(part) is str))
-        return list(column)
-    if len(kinds) > 1 or len(column) < _MIN_ROWS:
-        return MISSING
-    kind = type(column[0])
-    if kind is not tuple and path and not is_subclass(kind, np.generic):
-        numbers = set(map(id, column))
-        known = any(
-            not numbers.isdisjoint(others) for others in (budget.known, budget.registered, budget.places, places)
-        )
-        if known or len(numbers) < len(column):
-            return MISSING  # some of them are references to others
-        places.update(zip(map(id, column), (f"{path}.{number}" for number in range(len(column))), strict=True))
-    if kind is Tensor:
-        return _encode_tensors(column, budget)
-    if is_subclass(kind, np.ndarray, np.generic):
-        return _encode_arrays(column, budget)
-    if kind not in _ROWS.values() or len(set(map(len, column))) > 1 or not column[0]:
-        return MISSING
-    keys = list(column[0]) if kind is dict else []
-    if kind is dict and (set(map(type, keys)) != {str} or len(set(map(tuple, column))) > 1):
-        return MISSING
-    columns = zip(*map(dict.values, column) if kind is dict else column, strict=True)
-    inner = (f"{path}.columns.{number}" if path else "" for number in range(len(column[0])))
-    encoded = []
-    for part, where in zip(columns, inner, strict=True):
-        encoded.append(_encode_column(part, budget, places, where))
-        if encoded[-1] is MISSING:
-            return MISSING
-    return {"kind": "rows", "of": kind.__name__, "keys": keys, "columns": encoded}
-
-
-def _encode_tensors(tensors: Sequence[Tensor], budget: EncodeBudget) -> Any:
-    if not all(map(is_dense, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
-        return MISSING
-    groups = alike(tensors)
-    sizes = np.fromiter(map(Tensor.nbytes.__get__, tensors), np.int64)
-    starts = np.fromiter(map(Tensor.data_ptr, tensors), np.int64)
-    order = starts.argsort(kind="stable")
-    share_memory = ((starts + sizes)[order][:-1] > starts[order][1:]).any()
-    if share_memory or not all(is_plain_tensor(tensors[numbers[0]]) for numbers in groups):
-        return MISSING
-    budget.consume(int(sizes.sum()) + 16 * len(tensors))
-    blocks = [
-        {"numbers": torch.tensor(same), "data": data, "requires_grad": tensors[same[0]].requires_grad}
-        for numbers in groups
-        for same, data in stacked(tensors, numbers)
-    ]
-    return {"kind": "tensors", "blocks": blocks}
-
-
-def _encode_arrays(arrays: Sequence[Any], budget: EncodeBudget) -> Any:
-    first = arrays[0]
-    is_plain = type(first) is not np.ndarray or (first.ndim > 0 and first.base is None)
-    if not is_plain or len({(array.dtype, array.shape) for array in arrays}) > 1:
-        return MISSING
-    if any(array.base is not None for array in arrays if type(array) is np.ndarray):
-        return MISSING  # they may share memory
-    return {"kind": "arrays", "data": encode(np.stack(arrays), replace(budget, path=""))}
-
-
-def is_dense(value: Tensor) -> bool:
-    """Whether a tensor has a block of data of its own."""
-    return value.layout is torch.strided and not value.is_nested
-
-
-def is_plain_tensor(value: Tensor) -> bool:
-    """Whether a tensor that is dense is plain data on the CPU, and no result of a computation."""
-    return bool(value.is_cpu and not value.is_quantized and (value.is_leaf or not value.requires_grad))
-
-
-def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the numbers of tensors that are alike, for each kind of them; all have to be dense."""
-    groups = dict[Any, list[int]]()
-    for number, traits in enumerate(map(_TRAITS, tensors)):
-        groups.setdefault(traits, []).append(number)
-    return list(groups.values())
-
-
-def stacked(tensors: Sequence[Tensor], numbers: list[int]) -> list[tuple[list[int], Tensor]]:
-    """Return tensors that are alike and plain as one block, or as one for each of their shapes: numbers, and data."""
-    with torch.no_grad():
-        try:
-            return [(numbers, torch.stack([tensors[number] for number in numbers]))]
-        except RuntimeError:  # of several shapes
-            by_shape = dict[Any, list[int]]()
-            for number in numbers:
-                by_shape.setdefault(tensors[number].shape, []).append(number)
-            return [(same, torch.stack([tensors[number] for number in same])) for same in by_shape.values()]
-
-
-def _are_plain(parts: Sequence[Any], kinds: set[type]) -> bool:
-    return kinds <= SCALARS and (
-        int not in kinds or all(part.bit_length() < 1000 for part in parts if type(part) is int)
-    )
 
 
 def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: tuple[str, ...]) -> dict[str, Any]:
@@ -435,7 +317,7 @@ class Decoder:
             labels = labelled(keys, self.names)
             items = [(key, entry(key, part, to)) for key, (_, part), to in zip(keys, items, labels, strict=True)]
         elif type(items) is dict:
-            items = self._decode_column(items, path)
+            items = decode_column(items, self.known, self.made, path)
         else:
             items = [entry(number, part, str(number)) for number, part in enumerate(items)]
         value = found.rebuild({**encoded, "items": items, "class": kind}, present)
@@ -444,27 +326,6 @@ class Decoder:
                 set_attribute(value, name, part)
             self.note_made()
         return value
-
-    def _decode_column(self, encoded: Any, path: str) -> list[Any]:
-        """Return what `_encode_column` encoded."""
-        if type(encoded) is list:
-            return encoded
-        column: list[Any]
-        if encoded["kind"] == "tensors":
-            column = [None] * sum(len(block["data"]) for block in encoded["blocks"])
-            for block in encoded["blocks"]:
-                for number, part in zip(block["numbers"].tolist(), block["data"].unbind(), strict=True):
-                    column[number] = part.clone().requires_grad_(block["requires_grad"])
-        elif encoded["kind"] == "arrays":
-            column = [part.copy() for part in self.decode(encoded["data"])]
-        else:
-            inner = (f"{path}.columns.{number}" if path else "" for number in range(len(encoded["columns"])))
-            columns = [self._decode_column(part, at) for part, at in zip(encoded["columns"], inner, strict=True)]
-            rows, keys, kind = zip(*columns, strict=True), encoded["keys"], _ROWS[encoded["of"]]
-            column = [dict(zip(keys, row, strict=True)) if kind is dict else kind(row) for row in rows]
-        if path:
-            self.made.update((f"{path}.{number}", part) for number, part in enumerate(column))
-        return column
 
 
 def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:

@@ -345,7 +345,7 @@ class AttributeTracker:
         if encoded is MISSING:
             return
         holes, contents = budget.opaque_values, _contents(budget.opaque_values)
-        is_opaque = any(not location for location, _ in holes) and not slot.target
+        is_opaque = not slot.target and any(not location for location, _ in holes)
         # holes are filled with what a fresh process has in the same place: only a new one is a loss
         is_expected = is_copied or slot.target in self._owners or (before and not before.is_complete)
         kept = before.contents.items() & contents.items() if before else ()
@@ -360,7 +360,7 @@ class AttributeTracker:
             hole = {"kind": "hole", "type": function or type_name(type(slot.value))}
             found.add(path, now.location, hole, **filled_by_hooks)
         elif is_opaque and not is_copied:
-            found.lost[path] = type_name(type(slot.value))
+            found.lost[path] = next(name for location, name in holes if not location)
         elif new:
             locations, kinds = zip(*sorted(new), strict=True)
             found.lost[".".join((path, *locations[0]))] = f"{kinds[0]}{' and others' if kinds[1:] else ''}"

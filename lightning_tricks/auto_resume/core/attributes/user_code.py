@@ -74,6 +74,7 @@ def is_walkable(kind: type) -> bool:
     return (not _is_foreign(module) or module.startswith(_WALKED_TORCH_MODULES)) and has_attributes(kind)
 
 
+@remembered_by_type
 def is_user_class(kind: type) -> bool:
     """Whether a class is defined in the user's own code, not in an installed package."""
     return (is_walkable(kind) or is_subclass(kind, nn.Module)) and is_user_module(kind.__module__)

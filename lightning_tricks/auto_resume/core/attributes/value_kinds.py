@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
-    SCALARS,
     CannotRestoreError,
     attribute_dict,
     find_class,
@@ -299,24 +298,8 @@ def _fill_array(target: Any, value: Any) -> None:
     np.copyto(target, value)
 
 
-def _make_number(parts: Any, present: Any) -> Any:
-    """Return the number of NumPy that `_take_array` took apart."""
-    return _make_array(parts, present)[()]
-
-
 def _take_bytes(value: Any) -> dict[str, Any]:
-    """Return bytes as a tensor."""
     return {"data": _as_tensor(bytes(value))}
-
-
-def _make_bytes(parts: Any, present: Any) -> bytes:
-    """Return the bytes of a tensor."""
-    return bytes(parts["data"].numpy().tobytes())
-
-
-def _make_bytearray(parts: Any, present: Any) -> bytearray:
-    """Return the bytes of a tensor, which may be changed."""
-    return bytearray(_make_bytes(parts, present))
 
 
 def _fill_all(target: Any, value: Any) -> None:
@@ -394,14 +377,6 @@ def _read_dtype(name: str) -> torch.dtype:
     return found
 
 
-def _write_slice(value: slice) -> list[Any]:
-    """Return the three numbers of a slice."""
-    parts = [value.start, value.stop, value.step]
-    if any(type(part) not in SCALARS for part in parts):
-        raise CannotRestoreError("it is a slice of values that are not numbers")
-    return parts
-
-
 def _make_member(parts: Any, present: Any) -> Any:
     """Return a member of an enum that this process has."""
     members = find_class(parts["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
@@ -462,12 +437,8 @@ def _fill_objects(target: Any, value: Any) -> None:
 
 
 _SUBCLASS = (_take_subclass, _make_subclass, _fill_subclass)
-_PARAMETER = (_take_tensor, _make_parameter, _fill_tensor)
 _OBJECTS = _composite(
-    "objects",
-    lambda value: [list(value.shape), value.reshape(-1).tolist()],
-    _make_objects,
-    _fill_objects,
+    "objects", lambda value: [list(value.shape), value.reshape(-1).tolist()], _make_objects, _fill_objects
 )
 # the dict itself, which others may hold as well
 _PROXY = _composite(
@@ -492,11 +463,13 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
     ),
     _container(tuple, accepts=lambda kind: hasattr(kind, "_fields")),
     ValueKind("tensor", (Tensor, "torch.DTensor"), _take_tensor, _make_tensor, _fill_tensor),
-    ValueKind("parameter", (nn.Parameter,), *_PARAMETER),
+    ValueKind("parameter", (nn.Parameter,), _take_tensor, _make_parameter, _fill_tensor),
     ValueKind("array", (np.ndarray,), _take_array, _make_array, _fill_array),
-    ValueKind("scalar", (), _take_array, _make_number, bases=(np.generic,)),
-    ValueKind("bytes", (bytes,), _take_bytes, _make_bytes),
-    ValueKind("bytearray", (bytearray,), _take_bytes, _make_bytearray, _fill_all),
+    ValueKind("scalar", (), _take_array, lambda parts, present: _make_array(parts, present)[()], bases=(np.generic,)),
+    ValueKind("bytes", (bytes,), _take_bytes, lambda parts, present: parts["data"].numpy().tobytes()),
+    ValueKind(
+        "bytearray", (bytearray,), _take_bytes, lambda parts, present: bytearray(parts["data"].numpy()), _fill_all
+    ),
     _GENERATOR,
     ValueKind("enum", (), _take_member, _make_member, bases=(enum.Enum,)),
     _scalar("int", (int,), hex, lambda text: int(text, 16)),
@@ -515,16 +488,10 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
     _scalar("Path", (pathlib.PosixPath, pathlib.WindowsPath), str, pathlib.Path),
     *(_scalar(kind.__name__, (kind,), str, kind) for kind in (decimal.Decimal, fractions.Fraction, uuid.UUID)),
     _scalar("range", (range,), lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    _scalar("slice", (slice,), _write_slice, lambda parts: slice(*parts)),
     _composite("array", *_SUBCLASS, bases=(np.ndarray,), accepts=lambda kind: not is_subclass(kind, np.memmap)),
     _composite("tensor", *_SUBCLASS, bases=(Tensor,), accepts=_has_data),
     _OBJECTS,
-    _composite(
-        "array.array",
-        lambda value: [value.typecode, value.tobytes()],
-        lambda parts: array(*parts),
-        _fill_all,
-    ),
+    _composite("array.array", lambda value: [value.typecode, value.tobytes()], lambda parts: array(*parts), _fill_all),
     _composite("numpy.SeedSequence", lambda value: value.state, _make_seeds),
     _PROXY,
 )
