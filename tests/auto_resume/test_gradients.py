@@ -176,6 +176,8 @@ MODULES = (Sharpness, InTrainingStep, BeforeZeroGrad, Norm, Named, Hooked, Repla
 
 
 class Dies(Callback):
+    training_arguments = ()  # it is there once
+
     def __init__(self, batch):
         self.batch = batch
 
