@@ -303,7 +303,8 @@ class RunConfiguration(Part):
 
     def _restore_late_parameters(self) -> None:
         """Note the parameters that `configure_optimizers` made, and load those that were saved."""
-        made = {name: one for name, one in self.module.named_parameters() if name not in self._parameters}
+        parameters = dict(self.module.named_parameters())  # one that is masked has another name
+        made = {name: one for name, one in parameters.items() if name.removesuffix("_orig") not in self._parameters}
         self._now.late = list(made)
         for name, value in self._late.items():
             if name not in made or made[name].shape != value.shape:
