@@ -448,8 +448,9 @@ def _add_datasets(found: Configuration, label: str, dataset: Any) -> int | None:
         label, kind = f"{label}.dataset", type(dataset)
         found.kinds[label] = kind.__name__
         found.add_code(label, kind)
-        sizes.append(_size(dataset))
-        found.values |= {f"{label}.length": sizes[-1]} if sizes[-1] is not None else {}
+        sizes.append(None)
+        with suppress(Exception):  # not every data set has a length
+            sizes[-1] = found.values[f"{label}.length"] = len(dataset)
         found.values |= {} if kind.__module__.startswith("torch.") else described_arguments(label, dataset)
         dataset = getattr(dataset, "dataset", None)
     return sizes[0] if sizes else None
@@ -493,10 +494,3 @@ def _text(value: Any) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _size(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # not every data set has one
-        return None
