@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,7 +35,6 @@ from lightning_tricks.auto_resume.core.configuration import (
     Change,
     Configuration,
     changes_between,
-    class_code,
     describe,
     describe_layers,
     describe_loaders,
@@ -55,18 +53,9 @@ _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given 
 # The training loaders as they are given to `fit`, and as the Trainer uses them
 _GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
 _MOST_LINES = 20
-_callbacks = import_lightning("pytorch.callbacks")
 _OBSERVERS = (
-    _callbacks.BasePredictionWriter,
-    _callbacks.BatchSizeFinder,
-    _callbacks.Checkpoint,
-    _callbacks.DeviceStatsMonitor,
-    _callbacks.LearningRateFinder,
-    _callbacks.LearningRateMonitor,
-    _callbacks.ModelSummary,
-    _callbacks.ProgressBar,
-    _callbacks.ThroughputMonitor,
-    _callbacks.Timer,
+    *("BasePredictionWriter", "BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "LearningRateFinder"),
+    *("LearningRateMonitor", "ModelSummary", "ProgressBar", "ThroughputMonitor", "Timer"),
 )
 # Why a change is no reason to stop -> what is said
 _SENTENCES = {
@@ -75,9 +64,9 @@ _SENTENCES = {
     "ranks": "schedules and loaders go on as those of a run with this number of ranks",
     "ignored": "these changes take effect without a question, as ignore says",
 }
-# What fits of this process began with, and what they left. Another fit of one object, as in a notebook, is configured
-# with the former, unless somebody has set something else meanwhile.
-_LEFT: WeakKeyDictionary[Any, tuple[Configuration, Configuration]] = WeakKeyDictionary()
+# What fits of a module in this process began with, and what they left. Another fit of it, as in a notebook, is
+# configured with the former, unless somebody has set something else meanwhile.
+_LEFT: WeakKeyDictionary[LightningModule, tuple[Configuration, Configuration]] = WeakKeyDictionary()
 
 
 class RunConfiguration(Part):
@@ -111,45 +100,32 @@ class RunConfiguration(Part):
         self._late: dict[str, Any] = {}  # the saved parameters that `configure_optimizers` makes
         self._has_loaders = self._has_optimizers = False
         self._ignored = as_patterns("ignore", settings.ignore)
-        records, initial = dict(self._records("hparams")), dict(self._records("hparams_initial"))
-        self._searched = [name for name, value in records.items() if initial.get(name, value) != value]  # by a Tuner
-        self._now = Configuration(records=records)
         self._parameters = {name for name, _ in module.named_parameters()}
-        self._begun: list[tuple[Any, Callable[[], Configuration], Configuration, Configuration]] = []
-        for owner, describe_owner in self._owners():
-            found = describe_owner()
-            begun = _begun_with(found, *_LEFT.get(owner, (found, found)))
-            self._begun.append((owner, describe_owner, found, begun))
-            self._now.add(begun)
+        found, initial = self._describe(), dict(self._records("hparams_initial"))
+        self._searched = [name for name, value in found.records.items() if initial.get(name, value) != value]
+        self._found, (begun, left) = found, _LEFT.get(module, (found, found))
+        self._begun = _begun_with(found, begun, left)
+        self._now = replace(self._begun)  # and what becomes known later
 
-    # -- what there is
-
-    def _owners(self) -> Iterator[tuple[Any, Callable[[], Configuration]]]:
-        """Yield the objects that are described before the fit, and what describes them."""
-        yield self.trainer, self._describe_trainer
-        yield self.module, self._describe_module
+    def _describe(self) -> Configuration:
+        """Return what there is before the fit."""
+        found = describe_layers(self.module, (Metric, MetricCollection), set(self.module.hparams))
+        found.records = dict(self._records("hparams"))
+        seed, limits = os.environ.get("PL_GLOBAL_SEED", ""), loop_limits(self.trainer)
+        settings = {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "precision")}
+        settings |= {name: limits[name] for name in ("min_epochs", "max_epochs", "min_steps", "max_steps")}
+        found.values |= {f"Trainer.{name}": plain(value) for name, value in settings.items()}
+        found.values["seed"] = int(seed) if seed.isdecimal() else None
+        found.values[f"{ROOT}.automatic_optimization"] = self.module.automatic_optimization
+        if (datamodule := datamodule_of(self.trainer)) is not None:
+            found.add_code("datamodule", type(datamodule))
         for label, callback in self._callbacks().items():
-            yield callback, partial(_describe_callback, label, callback)
+            _add_callback(found, label, callback)
+        return found
 
     def _callbacks(self) -> dict[str, Callback]:
         callbacks = callbacks_of(self.trainer)
         return dict(zip(numbered(callbacks), callbacks, strict=True))
-
-    def _describe_trainer(self) -> Configuration:
-        seed = os.environ.get("PL_GLOBAL_SEED", "")
-        settings = {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "precision")}
-        limits = loop_limits(self.trainer)
-        settings |= {name: limits[name] for name in ("min_epochs", "max_epochs", "min_steps", "max_steps")}
-        values = {f"Trainer.{name}": plain(value) for name, value in settings.items()}
-        return Configuration(values={"seed": int(seed) if seed.isdecimal() else None, **values})
-
-    def _describe_module(self) -> Configuration:
-        found = describe_layers(self.module, (Metric, MetricCollection), set(self.module.hparams))
-        found.values[f"{ROOT}.automatic_optimization"] = self.module.automatic_optimization
-        datamodule = datamodule_of(self.trainer)
-        if datamodule is not None and (code := class_code(type(datamodule))):
-            found.code["datamodule"] = [type(datamodule).__name__, code]
-        return found
 
     def _records(self, attribute: str) -> Iterator[tuple[str, Any]]:
         for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
@@ -159,10 +135,9 @@ class RunConfiguration(Part):
 
     def close(self) -> None:
         """Note what the fit leaves in what is compared."""
-        for owner, describe_owner, found, begun in self._begun:
-            with suppress(Exception):  # what is left may be broken
-                if (left := describe_owner()) != found:
-                    _LEFT[owner] = begun, left
+        with suppress(Exception):  # what is left may be broken
+            if (left := self._describe()) != self._found:
+                _LEFT[self.module] = self._begun, left
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
@@ -171,8 +146,6 @@ class RunConfiguration(Part):
             record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
             record |= {"values": {**self._now.values, **self._kept}, "late": [*{*self._now.late, *before.late}]}
         return {"configuration": record}
-
-    # -- what changed
 
     def resume_from(self, saved: SavedState, checkpoint: dict[str, Any]) -> None:
         """Note with what the run was started, and let its weights be loaded into a module with other buffers.
@@ -313,16 +286,9 @@ class RunConfiguration(Part):
                 "choose another dirpath."
             )
         try:
-            changed = ChangedOptimizers(
-                optimizers,
-                configs,
-                self._before,
-                self._now,
-                names,
-                shared=(self.module, self.trainer),
-                regrouped=regrouped,
-                other_ranks=self._saved.world_size_changed,
-            )
+            options = {"regrouped": regrouped, "other_ranks": self._saved.world_size_changed}
+            shared = self.module, self.trainer  # which schedules may refer to
+            changed = ChangedOptimizers(optimizers, configs, (self._before, self._now), names, shared, **options)
             saved = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
             states = changed.states(*saved, manifest.step, manifest.epoch)
         except Exception as error:  # of schedules, which may end, or call what cannot be copied
@@ -337,7 +303,8 @@ class RunConfiguration(Part):
 
     def _restore_late_parameters(self) -> None:
         """Note the parameters that `configure_optimizers` made, and load those that were saved."""
-        made = {name: one for name, one in self.module.named_parameters() if name not in self._parameters}
+        parameters = dict(self.module.named_parameters())  # one that is masked has another name
+        made = {name: one for name, one in parameters.items() if name.removesuffix("_orig") not in self._parameters}
         self._now.late = list(made)
         for name, value in self._late.items():
             if name not in made or made[name].shape != value.shape:
@@ -408,23 +375,20 @@ class RunConfiguration(Part):
                 setattr(owner, name, change.now)
 
 
-def _describe_callback(label: str, callback: Callback) -> Configuration:
-    """Return the arguments of a callback that may train: those that its class names, or all plain ones."""
-    found, names = Configuration(), getattr(callback, "training_arguments", None)
-    if isinstance(callback, _OBSERVERS) or (names is not None and not names):
-        return found
+def _add_callback(found: Configuration, label: str, callback: Callback) -> None:
+    """Add the arguments of a callback that may train: those that its class names, or all plain ones."""
+    names, known = getattr(callback, "training_arguments", None), import_lightning("pytorch.callbacks")
+    if isinstance(callback, tuple(getattr(known, name) for name in _OBSERVERS)) or (names is not None and not names):
+        return
     if names is None:
-        found.values = described_arguments(label, callback)
+        values = described_arguments(label, callback)
     else:
-        found.values = {
-            path: value for name in names for path, value in describe(f"{label}.{name}", getattr(callback, name))
-        }
-    if code := class_code(type(callback)):
-        found.code[label] = [type(callback).__name__, code]
+        values = dict(one for name in names for one in describe(f"{label}.{name}", getattr(callback, name)))
+    found.values |= values
+    found.add_code(label, type(callback))
     # one of the user's without arguments may be there to look or to stop
-    is_record = names is None and not found.values and not type(callback).__module__.startswith(f"{LIGHTNING}.")
+    is_record = names is None and not values and not type(callback).__module__.startswith(f"{LIGHTNING}.")
     (found.records if is_record else found.kinds)[label] = "in use"
-    return found
 
 
 def _begun_with(found: Configuration, begun: Configuration, left: Configuration) -> Configuration:

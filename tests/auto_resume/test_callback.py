@@ -198,7 +198,7 @@ def test_another_seed_is_refused_and_other_hyper_parameters_are_named(tmp_path, 
     with pytest.raises(MisconfigurationException, match=r"seed: 3 -> 4"):
         fit(AutoResume(tmp_path), module=lambda: [seed_everything(4, verbose=False), Hyper()][1])
     assert fit(AutoResume(tmp_path), module=lambda: Hyper(lr=0.2)).global_step == 20
-    assert "the run goes on: hparams.lr: 0.1 -> 0.2; Interrupts" in caplog.text
+    assert "the run goes on: hparams.lr: 0.1 -> 0.2." in caplog.text
 
 
 class Exchanges(Callback):

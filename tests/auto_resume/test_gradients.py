@@ -91,6 +91,8 @@ MODULES = (Sharpness, ByHand, Gathers, Outside)
 
 
 class Dies(Callback):
+    training_arguments = ()  # it is there once
+
     def __init__(self, batch):
         self.batch = batch
 

@@ -144,6 +144,8 @@ def whole_weights(module):
 class Stops(Callback):
     """Asks the run to stop at a step."""
 
+    training_arguments = ()  # it is there once
+
     def __init__(self, step):
         self.step = step
 

@@ -15,6 +15,8 @@ from tests.contract.lab import QUIET, EvaluatedNet, loader
 class KilledOnce(Callback):
     """Sends rank one a signal after its seventh step, if no process was killed in this folder before."""
 
+    training_arguments = ()  # it is there once
+
     def __init__(self, folder: Path, name: str) -> None:
         self.marker, self.name = folder / "killed", name
 

@@ -336,6 +336,8 @@ class Notes(Logger):
 class Kill(Callback):
     """Sends a rank, its whole process group or what launched it a signal at the n-th call of a hook."""
 
+    training_arguments = ()  # it is there once
+
     def __init__(self, hook: str, number: int, name: str, rank: int | str = 0, again: bool = False) -> None:
         count = itertools.count(1).__next__  # no value that is saved, or the next process would continue counting
 

@@ -182,6 +182,8 @@ def _guard(case: Case, callback: Any, lab: Lab) -> list[Any]:
 class Interrupts(Callback):
     """Sends the process a real signal in its n-th step, counted from its start."""
 
+    training_arguments = ()  # it is there once
+
     def __init__(self, step: int) -> None:
         count = itertools.count(1).__next__  # no value that is saved, or a resumed run would count on
 

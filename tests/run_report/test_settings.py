@@ -146,7 +146,10 @@ EDITS = {
         {"schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.25)},
         "StepLR.gamma",
     ),
-    "the function of a schedule": ({"schedule": lambda optimizer: steps(optimizer, 0.25)}, "LambdaLR.lr_lambdas[0].factor"),
+    "the function of a schedule": (
+        {"schedule": lambda optimizer: steps(optimizer, 0.25)},
+        "LambdaLR.lr_lambdas[0].factor",
+    ),
     "when it steps": ({"interval": "step"}, "StepLR.interval"),
     "dropout": ({"dropout": 0.2}, "layer drop.p"),
     "an activation": ({"activation": nn.GELU}, "layer act.type"),

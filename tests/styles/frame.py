@@ -107,6 +107,8 @@ class Seeds(Callback):
 class Stops(Callback):
     """Ends a process when it has trained some batches."""
 
+    training_arguments = ()  # it is there once
+
     def __init__(self, how: str, batches: int) -> None:
         count = itertools.count(1).__next__  # no value that is saved, or the next process would continue counting
 

@@ -142,6 +142,8 @@ def _own_attributes(name: str, callback: Callback) -> dict[str, Any]:
 class StopsAt(Callback):
     """Sends the last rank a signal after one of its batches, counted from its start."""
 
+    training_arguments = ()  # it is there once
+
     def __init__(self, batch: int) -> None:
         self.batch = batch
 

@@ -117,6 +117,11 @@ class Configuration:
         for name in ("kinds", "values", "off", "code", "records"):
             setattr(self, name, {**getattr(self, name), **getattr(other, name)})  # a save may be reading the old ones
 
+    def add_code(self, label: str, kind: type) -> None:
+        """Add the code of a class, if the user wrote it."""
+        if code := class_code(kind):
+            self.code[label] = [kind.__name__, code]
+
     def names(self) -> set[str]:
         """Return the names of what is compared or recorded."""
         return {*self.kinds, *self.values, *self.off, *self.records}
@@ -316,8 +321,7 @@ def describe_layers(module: nn.Module, skipped: tuple[type, ...], recorded: Set[
             continue
         label, kind = _label(path), unsharded_class(layer)
         found.kinds[label] = kind.__name__
-        if code := class_code(kind):
-            found.code[label] = [kind.__name__, code]
+        found.add_code(label, kind)
         found.values |= described_arguments(label, layer, frozenset() if path else recorded)
     for name, buffer in module.named_buffers():
         shape = "any shape" if is_lazy(buffer) else f"shape {list(buffer.shape)}"
@@ -443,10 +447,10 @@ def _add_datasets(found: Configuration, label: str, dataset: Any) -> int | None:
     while dataset is not None and len(sizes) < _MOST_DATASETS:
         label, kind = f"{label}.dataset", type(dataset)
         found.kinds[label] = kind.__name__
-        if code := class_code(kind):
-            found.code[label] = [kind.__name__, code]
-        sizes.append(_size(dataset))
-        found.values |= {f"{label}.length": sizes[-1]} if sizes[-1] is not None else {}
+        found.add_code(label, kind)
+        sizes.append(None)
+        with suppress(Exception):  # not every data set has a length
+            sizes[-1] = found.values[f"{label}.length"] = len(dataset)
         found.values |= {} if kind.__module__.startswith("torch.") else described_arguments(label, dataset)
         dataset = getattr(dataset, "dataset", None)
     return sizes[0] if sizes else None
@@ -490,10 +494,3 @@ def _text(value: Any) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _size(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # not every data set has one
-        return None

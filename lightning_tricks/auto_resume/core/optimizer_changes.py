@@ -25,8 +25,7 @@ class ChangedOptimizers:
     Args:
         optimizers: The optimizers as they were created, before their states are loaded; they are not changed.
         configs: Lightning's configs of the schedulers, which are not changed.
-        before: What the first start was configured with.
-        now: What this start is configured with.
+        configurations: What the first start was configured with, and what this start is.
         changed: The names of the values and kinds that differ.
         shared: Objects that are not copied with a schedule, such as the module whose method it calls.
         regrouped: Whether hooks changed the groups in the fit, so that the saved states are those of other groups.
@@ -38,20 +37,21 @@ class ChangedOptimizers:
         self,
         optimizers: Sequence[Any],
         configs: Sequence[Any],
-        before: Configuration,
-        now: Configuration,
+        configurations: tuple[Configuration, Configuration],
         changed: Collection[str],
-        *,
         shared: Sequence[object] = (),
+        *,
         regrouped: bool = False,
         other_ranks: bool = False,
     ) -> None:
         self._optimizers, self._configs = optimizers, configs
-        self._before, self._now, self._changed = before, now, set(changed)
+        (self._before, self._now), self._changed = configurations, set(changed)
         self._regrouped, self._other_ranks = regrouped, other_ranks
         self._labels = numbered([config.scheduler for config in configs])
         self._is_rescheduled = self._changes_schedules()
-        self._lost_schedules = any(name.startswith("scheduler ") and name not in now.kinds for name in self._changed)
+        self._lost_schedules = any(
+            name.startswith("scheduler ") and name not in self._now.kinds for name in self._changed
+        )
         # copies of the optimizers share their parameters; copies of schedules set the groups of these copies
         parameters = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
         self._memo: dict[int, Any] = {id(one): one for one in (*shared, *parameters)}
