@@ -139,7 +139,7 @@ class CheckpointWriter:
         checkpoint[CHECKPOINT_KEY] = entry
         self._warn_unsaved([name for rank in ranks for name in rank["value"]["not_saved"]])
         others = self.run_files.others
-        run = {**identity, "start": others.origin.start, "starts": others.continued or {}}
+        run = {**identity, "start": others.origin.start, "starts": [*(others.continued or {}).items()]}
         known: dict[str, Any] = {"finished": save_point is SavePoint.FIT_END, "run": run}
 
         def note_position() -> None:

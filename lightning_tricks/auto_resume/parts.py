@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -29,6 +30,7 @@ IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may creat
 class Settings(Protocol):
     """The choices of the user that the fit asks its callback for; see `AutoResume`."""
 
+    dirpath: str | os.PathLike[str]
     every_n_train_steps: int | None
     every_n_epochs: int | None
     keep_last: int

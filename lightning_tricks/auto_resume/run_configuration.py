@@ -211,13 +211,11 @@ class RunConfiguration(Part):
         if new and self.settings.on_change == "raise":
             names = [change.name for change in new[:_MOST_LINES]]
             raise MisconfigurationException(
-                f"AutoResume: {self._saved.path.parent} holds a run that was started with other settings:\n  "
+                f"AutoResume: {os.fspath(self.settings.dirpath)} holds a run that was started with other settings:\n  "
                 f"{_listed(new, chr(10) + '  ')}\n"
-                "Nothing was trained or changed. Choose one of these:\n"
-                "- AutoResume(..., on_change='new') continues with the new values; moments, position and random states "
-                "go on.\n"
-                f"- AutoResume(..., ignore={names}) does so for these alone, whenever they change.\n"
-                "- Another dirpath starts a new run."
+                "Nothing was trained or changed. AutoResume(..., on_change='new') continues with the new values, and "
+                f"moments, position and random states go on; ignore={names} does so for these alone, whenever they "
+                "change; another dirpath starts a new run."
             )
         self._check_can_go_on([*new, *reasons["ignored"]])
         if not self._said:

@@ -189,7 +189,8 @@ class RunFiles:
         newest = max((manifest.number for manifest in self.folder.manifests()), default=0)
         self.others.origin = replace(self.others.origin, save=newest)
         if resumed is not None:
-            self.others.continued = {**resumed.run.get("starts", {}), resumed.run.get("start", ""): resumed.number}
+            run = resumed.run
+            self.others.continued = {**dict(run.get("starts", ())), run.get("start", ""): resumed.number}
         elif not newest and (user_path is None or self.fit_that_wrote(user_path) != self._fit):
             self.others.continued = {}
         if self._has_saves and not newest:  # all of them are damaged
