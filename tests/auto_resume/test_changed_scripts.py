@@ -740,7 +740,7 @@ def test_what_an_edit_does(name, stopped, tmp_path, caplog):
         assert not unmet, lines
         assert not said(caplog.text)
         assert sorted(path.name for path in folder.rglob("*")) == files, "nothing was changed"
-        ignored = re.search(r"ignore=(\[.*?\])\) does so", str(raised.value), re.DOTALL)
+        ignored = re.search(r"ignore=(\[.*?\]) does so", str(raised.value), re.DOTALL)
     caplog.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
