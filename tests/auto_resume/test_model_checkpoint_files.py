@@ -166,6 +166,7 @@ def test_an_origin_is_read_without_running_code(tmp_path):
         (Origin("run", "before", 2, 3), True),  # after the save that is resumed
         (Origin("run", "before", 2, 4), True),  # after one that was damaged since
         (Origin("run", "before", 3, 0), True),  # in a later fit
+        (Origin("run", "killed before its first save", 2, 2), True),
         (Origin("run", "before", 2, 2), False),
         (Origin("run", "before", 1, 9), False),  # in the fit before
         (Origin("run", "now", 2, 3), False),  # Lightning's own -v1
@@ -177,7 +178,7 @@ def test_what_is_written_again(tmp_path, origin, absent):
     trainer, path = Trainer(**QUIET), tmp_path / "a.ckpt"
     torch.save({ORIGIN_KEY: vars(origin)}, path)
     files = ModelCheckpointFiles(trainer, Origin("run", "now", 2, 3), lambda: None)
-    files.resumed = 3
+    files.continued = {"before": 3}
     assert files.counts_as_absent(path) == absent
 
 

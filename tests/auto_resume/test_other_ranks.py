@@ -430,6 +430,8 @@ class Leaves(Callback):
 class Dies(Callback):
     """Dies in one of the steps."""
 
+    training_arguments = ()  # it is there once
+
     def __init__(self, step: int) -> None:
         self.step = step
 
