@@ -9,6 +9,7 @@ import fcntl
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -80,6 +81,8 @@ def become(system: System, folder: Path) -> None:
     """Let the package, which is not imported yet, find this process on another system."""
     assert not any(name.partition(".")[0] == "lightning_tricks" for name in sys.modules)
     nothing, files = re.compile("(?!)"), _FileRules(system, folder)
+    if system is WINDOWS:
+        vars(shutil)["_use_fd_functions"] = False  # by which Linux opens the folders that it removes
     stand_ins = {
         "os": StandIn(os, system.no_os, name=system.os_name, **({"kill": _no_kill} if system is WINDOWS else {})),
         "sys": StandIn(sys, nothing, platform=system.platform),

@@ -35,6 +35,7 @@ from torch.utils.data import BatchSampler
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import unsharded_class
+from lightning_tricks._torch_compat.modules import own_buffers
 from lightning_tricks.auto_resume.core.attributes.attribute_access import remembered_by_type
 from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 
@@ -323,9 +324,9 @@ def describe_layers(module: nn.Module, skipped: tuple[type, ...], recorded: Set[
         found.kinds[label] = kind.__name__
         found.add_code(label, kind)
         found.values |= described_arguments(label, layer, frozenset() if path else recorded)
-    for name, buffer in module.named_buffers():
-        shape = "any shape" if is_lazy(buffer) else f"shape {list(buffer.shape)}"
-        found.kinds[strip_compile_prefix(name)] = BUFFER + shape
+        for name, buffer in own_buffers(layer).items():
+            shape = "any shape" if buffer is None or is_lazy(buffer) else f"shape {list(buffer.shape)}"
+            found.kinds[f"{label}.{name}" if path else name] = BUFFER + shape
     _add_flags(found.off, module, "")
     return found
 
@@ -473,6 +474,8 @@ def _are_equal(before: Any, now: Any) -> bool:
         return before.keys() == now.keys() and all(_are_equal(before[name], now[name]) for name in before)
     if isinstance(before, float) and isinstance(now, int | float):
         return math.isclose(before, now, rel_tol=1e-9)
+    if f"{BUFFER}any shape" in (before, now):
+        return all(isinstance(value, str) and value.startswith(BUFFER) for value in (before, now))
     if isinstance(before, str) and isinstance(now, str) and before.startswith("bytecode ") and before != now:
         return now.startswith("bytecode ") and not before.startswith(_BYTECODE)
     return bool(before == now)
