@@ -347,7 +347,7 @@ class AttributeTracker:
         holes, contents = budget.opaque_values, _contents(budget.opaque_values)
         is_opaque = not slot.target and any(not location for location, _ in holes)
         # holes are filled with what a fresh process has in the same place: only a new one is a loss
-        is_expected = is_copied or slot.target in self._owners or (before and not before.is_complete)
+        is_expected = is_copied or bool(slot.target) or (before and not before.is_complete)
         kept = before.contents.items() & contents.items() if before else ()
         new = set() if is_expected else holes.keys() - {hole for hole, _ in kept}
         by_hooks = {hole for hole in new if made and made.contents.get(hole) == contents[hole]}
