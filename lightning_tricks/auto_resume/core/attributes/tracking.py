@@ -326,7 +326,7 @@ class AttributeTracker:
             self._seen_changed[path] = now.location
         elif path not in self._seen_changed and not self._saves_unchanged(value):
             return
-        elif slot.target == path or (kind_of(value) is None and not slot.target):
+        elif slot.target == path or not (slot.target or kind in SCALARS or kind_of(value)):
             found.add(path, now.location, {"kind": "initial"})  # an object that a fresh process has as well
             return
         is_rebound = before is None or not before.is_value(value)
