@@ -276,18 +276,20 @@ def test_what_was_changed_back_is_restored_too(tmp_path):
     """Hooks change the fresh object as they did the first one, and those that changed it back are not called."""
 
     def change(it):
-        it.level, it.new = 3, "only for a while"
+        it.level, it.rate, it.new = 3, 0.5, "only for a while"
         it.history.append(2)
         it.part.count = 5
         it.says.load_state_dict({"position": 7})
 
-    old, fresh = (Holder(level=0, history=[1], part=Holder(count=1), says=Says(), shows=print) for _ in range(2))
+    old, fresh = (
+        Holder(level=0, rate=0.0, history=[1], part=Holder(count=1), says=Says(), shows=print) for _ in range(2)
+    )
     part, attributes = old.part, AttributeTracker({"it": old})
     change(old)
     attributes.changes()
     old.part = old.shows = None
     attributes.changes()
-    old.level, old.history, old.part, old.shows = 0, [1], part, print
+    old.level, old.rate, old.history, old.part, old.shows = 0, 0.0, [1], part, print
     part.count = 1
     old.says.load_state_dict({"position": 0})
     del old.new
@@ -295,7 +297,7 @@ def test_what_was_changed_back_is_restored_too(tmp_path):
     change(fresh)
     assert restore_changes({"it": fresh}, through_a_file(changes, tmp_path / "attributes.ckpt")) == {}
     assert not changes["lost"]
-    assert (fresh.level, fresh.history, fresh.part.count, fresh.shows) == (0, [1], 1, print)
+    assert (fresh.level, fresh.rate, fresh.history, fresh.part.count, fresh.shows) == (0, 0.0, [1], 1, print)
     assert fresh.says.state_dict() == {"position": 0}
     assert not hasattr(fresh, "new")
 

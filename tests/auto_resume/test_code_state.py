@@ -200,9 +200,7 @@ def test_generated_methods_hold_nothing_of_the_user():
     holder = Holder(facts=None)
     tracker = AttributeTracker({"it": holder})
     holder.facts = Facts([1])
-    assert tracker.changes()["lost"] == {"it.facts": f"{__name__}.Facts"}, (
-        "the module of Holder does not know the class"
-    )
+    assert not tracker.changes()["lost"]
     assert not any(
         "__init__" in path for path in ObjectWalk.from_roots({"it": holder}, nothing_skipped, with_code=True).slots
     )

@@ -109,7 +109,7 @@ def decode_column(encoded: Any, known: Callable[[str], Any], made: dict[str, Any
     Args:
         encoded: What it returned.
         known: Returns the value at a path.
-        made: The values are added to it, by their paths.
+        made: The values are added to it, as one list with a path that ends in "*".
         path: Path of the values; empty if none is referred to.
     """
     if type(encoded) is list:
@@ -122,7 +122,7 @@ def decode_column(encoded: Any, known: Callable[[str], Any], made: dict[str, Any
                 for number, part in zip(numbers.tolist(), data.unbind(), strict=True):
                     column[number] = part.clone()
         if path:
-            made.update(zip(_inner(path, len(column)), column, strict=True))
+            made[f"{path}.*"] = column
         for number, elsewhere in zip(encoded["same"].tolist(), encoded["paths"], strict=True):
             column[number] = known(elsewhere)
     else:
@@ -132,7 +132,7 @@ def decode_column(encoded: Any, known: Callable[[str], Any], made: dict[str, Any
         rows = zip(*columns, strict=True)
         column = [dict(zip(keys, row, strict=True)) if kind is dict else kind(row) for row in rows]
     if path:
-        made.update(zip(_inner(path, len(column)), column, strict=True))
+        made[f"{path}.*"] = column
     return column
 
 

@@ -249,6 +249,9 @@ class Decoder:
         """
         if path in self.made:
             return self.made[path]
+        outer, _, number = path.rpartition(".")
+        if (column := self.made.get(f"{outer}.*")) is not None:
+            return column[int(number)]
         raise CannotRestoreError(f"it refers to {path}, which does not exist")
 
     def rebuild(self, name: str) -> Any:

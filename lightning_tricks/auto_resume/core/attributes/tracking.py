@@ -326,7 +326,7 @@ class AttributeTracker:
             self._seen_changed[path] = now.location
         elif path not in self._seen_changed and not self._saves_unchanged(value):
             return
-        elif slot.target == path or (kind not in SCALARS and kind_of(value) is None and not slot.target):
+        elif slot.target == path or not (slot.target or kind in SCALARS or kind_of(value)):
             found.add(path, now.location, {"kind": "initial"})  # an object that a fresh process has as well
             return
         is_rebound = before is None or not before.is_value(value)
@@ -347,7 +347,7 @@ class AttributeTracker:
         holes, contents = budget.opaque_values, _contents(budget.opaque_values)
         is_opaque = not slot.target and any(not location for location, _ in holes)
         # holes are filled with what a fresh process has in the same place: only a new one is a loss
-        is_expected = is_copied or slot.target in self._owners or (before and not before.is_complete)
+        is_expected = is_copied or bool(slot.target) or (before and not before.is_complete)
         kept = before.contents.items() & contents.items() if before else ()
         new = set() if is_expected else holes.keys() - {hole for hole, _ in kept}
         by_hooks = {hole for hole in new if made and made.contents.get(hole) == contents[hole]}
