@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -379,7 +380,9 @@ def _add_callback(found: Configuration, label: str, callback: Callback) -> None:
     if isinstance(callback, tuple(getattr(known, name) for name in _OBSERVERS)) or (names is not None and not names):
         return
     if names is None:
-        values = described_arguments(label, callback)
+        described = described_arguments(label, callback)
+        found.records |= {name: value for name, value in described.items() if _is_place(value)}
+        values = {name: value for name, value in described.items() if name not in found.records}
     else:
         values = dict(one for name in names for one in describe(f"{label}.{name}", getattr(callback, name)))
     found.values |= values
@@ -387,6 +390,14 @@ def _add_callback(found: Configuration, label: str, callback: Callback) -> None:
     # one of the user's without arguments may be there to look or to stop
     is_record = names is None and not values and not type(callback).__module__.startswith(f"{LIGHTNING}.")
     (found.records if is_record else found.kinds)[label] = "in use"
+
+
+def _is_place(value: Any) -> bool:
+    """Whether a text is a path, as its outermost folder exists: where something lies does not train."""
+    if not isinstance(value, str) or "\0" in value or not re.search(r"[/\\]", value):
+        return False
+    path = Path(value).expanduser()
+    return Path(*path.parts[: 1 + path.is_absolute()]).is_dir()
 
 
 def _begun_with(found: Configuration, begun: Configuration, left: Configuration) -> Configuration:

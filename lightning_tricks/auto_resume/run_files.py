@@ -86,9 +86,9 @@ class RunFiles:
             yield
         except OSError as error:
             self.problem = (
-                f"AutoResume: the directory {self.folder.path} cannot be written ({error}). Free space or make it "
-                "writable, and run the same command again: checkpoints that are there are complete, and another "
-                "dirpath would start a new run."
+                f"AutoResume: the directory {self.folder.path} cannot be written ({error}). Free space, make it "
+                "writable or remove what is no file, and run the same command again: checkpoints that are there are "
+                "complete, and another dirpath would start a new run."
             )
 
     def _lock_directory(self) -> list[Any]:

@@ -104,7 +104,7 @@ def test_default_signals_that_the_system_lacks_are_left_out(monkeypatch):
 
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(MisconfigurationException, match=r"file/runs cannot be written \(.*Free space or make it w"):
+    with pytest.raises(MisconfigurationException, match=r"file/runs cannot be written \(.*Free space, make it w"):
         fit(AutoResume(tmp_path / "file" / "runs"))
 
 
@@ -120,7 +120,8 @@ def test_a_disk_that_is_full_when_a_run_is_started_again(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     words = (
-        r"cannot be written \(.*File too large.*\)\. Free space or make it writable, and run the same command again: "
+        r"cannot be written \(.*File too large.*\)\. Free space, make it writable or remove what is no file, and run the "
+        r"same command again: "
         r"checkpoints that are there are complete"
     )
     for name, size in (("a", 2000), ("b", 20)):

@@ -674,6 +674,11 @@ EDITS = {
         rates=False,
     ),
     "an observer, and a logger": Edit({"callbacks": lambda: [LearningRateMonitor()], "trainer": {"logger": True}}),
+    "a place in a callback": Edit(
+        {"callbacks": lambda: [Noise(0.1, "/tmp/b/second")]},
+        {"callbacks": lambda: [Noise(0.1, "/tmp/a/first")]},
+        said=RECORDS + "Noise.out_dir: '/tmp/a/first' -> '/tmp/b/second'",
+    ),
     "a callback that says it looks": Edit({"callbacks": lambda: [Watches(0.5)]}, {"callbacks": lambda: [Watches(0.1)]}),
     "hyper-parameters": Edit(
         {"hparams": {"loss_weight": 2.0, "mixup": 0.2}},
