@@ -99,6 +99,7 @@ class RunConfiguration(Part):
         self._kept: dict[str, Any] = {}  # values of the first start that go on
         self._said: set[str] = set()  # the names of what was said
         self._late: dict[str, Any] = {}  # the saved parameters that `configure_optimizers` makes
+        self._created: list[int] = []  # the ids of the first optimizers
         self._has_loaders = self._has_optimizers = False
         self._ignored = as_patterns("ignore", settings.ignore)
         self._parameters = {name for name, _ in module.named_parameters()}
@@ -142,7 +143,7 @@ class RunConfiguration(Part):
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
-        record = vars(self._now).copy()
+        record = {**vars(self._now), "exchanged": [*map(id, self.trainer.optimizers)] != self._created}
         if (before := self._before) is not None:
             record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
             record |= {"values": {**self._now.values, **self._kept}, "late": [*{*self._now.late, *before.late}]}
@@ -178,12 +179,13 @@ class RunConfiguration(Part):
             return []
         loaders = _IN_USE if self._has_loaders else _GIVEN
         are_known = self._has_loaders or all(_has_given(one) for one in (self._before, self._now))
-        found = []
+        found, states = [], {*numbered(self.trainer.optimizers), *self._schedule_labels()}
         for change in self._before.changes_to(self._now):
             label = change.label.partition("[")[0]
             is_other = label in (_GIVEN, _IN_USE) and (label != loaders or not are_known)
             is_extended = bool(self.extended) and change.name.removeprefix("Trainer.") in _LIMITS
-            if not (is_other or is_extended):
+            is_state = change.name.startswith(("optimizer ", "scheduler ")) or change.label in states
+            if not (is_other or is_extended or (self._before.exchanged and is_state)):
                 found.append(replace(change, name=change.name.replace(_GIVEN, _IN_USE)))
         return found
 
@@ -266,13 +268,13 @@ class RunConfiguration(Part):
             return  # the fit makes others, as for a later stage
         optimizers, configs = self.trainer.optimizers, self.trainer.lr_scheduler_configs
         found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
-        self._now.groups = found.groups
+        self._now.groups, self._created = found.groups, [*map(id, optimizers)]
         self._now.add(found)
         self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
         self._restore_late_parameters()
         self._decide()
-        if checkpoint is None or self._before is None:
+        if checkpoint is None or self._before is None or self._before.exchanged:
             return
         names = [*self._rescheduled, *(change.name for change in self.changes)]
         if not names and self._before.groups == self._now.groups:
@@ -319,6 +321,7 @@ class RunConfiguration(Part):
         Returns:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
+        self._now.forget(_IN_USE)  # a fit may create others for a later stage
         self._now.add(describe_loaders(loaders, _IN_USE))
         if self._has_loaders:  # those that are reloaded are the fit's
             return None

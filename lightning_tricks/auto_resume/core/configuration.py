@@ -103,6 +103,7 @@ class Configuration:
         records: Hyper-parameters, which do not train by themselves.
         late: The names of the parameters that `configure_optimizers` made.
         groups: For each optimizer, the names of the parameters in its groups.
+        exchanged: Whether the fit exchanged its first optimizers, with which a later start cannot be compared then.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -112,11 +113,18 @@ class Configuration:
     records: dict[str, Any] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
     groups: list[list[list[str]]] = field(default_factory=list)
+    exchanged: bool = False
 
     def add(self, other: Configuration) -> None:
         """Add what became known later."""
         for name in ("kinds", "values", "off", "code", "records"):
             setattr(self, name, {**getattr(self, name), **getattr(other, name)})  # a save may be reading the old ones
+
+    def forget(self, label: str) -> None:
+        """Forget what is known of loaders."""
+        for name in ("kinds", "values", "code"):
+            held = getattr(self, name).items()
+            setattr(self, name, {key: value for key, value in held if re.split(r"[.\[]", key)[0] != label})
 
     def add_code(self, label: str, kind: type) -> None:
         """Add the code of a class, if the user wrote it."""
