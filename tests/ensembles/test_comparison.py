@@ -427,6 +427,8 @@ def test_all_ranks_run_members_in_the_same_way():
 
 
 class _Stops(Callback):
+    training_arguments = ()  # it is there once
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 2:
             raise RuntimeError("stopped")
