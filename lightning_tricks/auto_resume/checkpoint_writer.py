@@ -101,6 +101,7 @@ class CheckpointWriter:
         self,
         save_point: SavePoint,
         rank_state: Mapping[str, Any],
+        get_rank_tensors: Callable[[], Mapping[str, Any]],
         get_shared_state: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         identity: Mapping[str, Any],
         *,
@@ -111,6 +112,7 @@ class CheckpointWriter:
         Args:
             save_point: The moment of the save.
             rank_state: The state of this rank.
+            get_rank_tensors: Returns a part of it as it is once the Trainer's checkpoint is made, with several ranks.
             get_shared_state: Returns the state that is the same on all ranks and that the Trainer's checkpoint, its
                 argument, lacks; called on rank zero, and on all ranks where the model is sharded.
             identity: What distinguishes this run from others.
@@ -124,6 +126,8 @@ class CheckpointWriter:
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         with isolated_rng():  # hooks of a save must not change the random numbers of the run
             checkpoint = dump_checkpoint(trainer)
+        if trainer.world_size > 1:
+            rank_state = {**rank_state, **get_rank_tensors()}
         shards: dict[str, Tensor] = {}
         knows_all = trainer.is_global_zero or is_sharding(trainer.strategy)
         shared = get_shared_state(checkpoint) if knows_all else {}

@@ -153,6 +153,10 @@ class FitState:
             state |= part.capture(walk)
         return {**state, "not_saved": [name for part in self._parts.values() for name in part.unsaved(state)]}
 
+    def capture_rank_tensors(self) -> dict[str, Any]:
+        """Return them once a checkpoint of the Trainer is made, whose hooks may let all ranks have the same ones."""
+        return self._parts[RankTensors.name].capture(self._owners.walk())
+
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is the same on all ranks and a checkpoint of the Trainer lacks; on rank zero."""
         return {name: value for part in self._parts.values() for name, value in part.capture_shared(checkpoint).items()}

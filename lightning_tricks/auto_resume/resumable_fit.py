@@ -379,7 +379,8 @@ class ResumableFit(FitObserver):
         at_end = save_point is SavePoint.FIT_END or (save_point is SavePoint.AFTER_BATCH and is_last_batch(trainer))
         state = self.state.capture()
         state |= {"made": self._loader_origins, "epoch": self._epoch_start, "loaders": self.loaders.state(at_end)}
-        self.writer.save(save_point, state, self.state.capture_shared, self.selection.identity, waits=at_once)
+        parts = self.state.capture_rank_tensors, self.state.capture_shared
+        self.writer.save(save_point, state, *parts, self.selection.identity, waits=at_once)
 
     def _stop(self) -> NoReturn:
         name = self.stop_request.received or "a signal to another rank"
