@@ -17,11 +17,7 @@ from lightning_tricks._shared.files import atomic_write
 _BUFFER_SIZE = 1 << 20
 
 
-def write_durably(
-    path: str | os.PathLike[str],
-    write: Callable[[IO[bytes]], object],
-    before_replace: Callable[[Path, str, int], object] | None = None,
-) -> tuple[str, int]:
+def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> tuple[str, int]:
     """Replace a file atomically and durably: whenever the process or machine stops, the old or the new file is whole.
 
     The bytes are written to a temporary file beside the target (not in TMPDIR, which may be on another file system),
@@ -30,8 +26,6 @@ def write_durably(
     Args:
         path: Path of the file; its directory must exist.
         write: Called with a stream that takes bytes.
-        before_replace: Called with the path of the temporary file, its SHA-256 and its size right before it replaces
-            the old file.
 
     Returns:
         The SHA-256 of the bytes, as hexadecimal digits, and their number.
@@ -46,22 +40,15 @@ def write_durably(
         ...     (Path(folder) / "note").read_bytes(), size
         (b'kept', 4)
     """
-    return write_atomically(path, write, before_replace, flush=("file", "directory"))
+    return write_atomically(path, write, flush=("file", "directory"))
 
 
 def write_atomically(
-    path: str | os.PathLike[str],
-    write: Callable[[IO[bytes]], object],
-    before_replace: Callable[[Path, str, int], object] | None = None,
-    *,
-    flush: Collection[str] = (),
+    path: str | os.PathLike[str], write: Callable[[IO[bytes]], object], *, flush: Collection[str] = ()
 ) -> tuple[str, int]:
     """Replace a file as `write_durably` does, and flush to the disk what `atomic_write` is told to flush."""
     with atomic_write(Path(check_path("path", path, "a file")), flush=flush) as staged:
-        digest, size = _write(staged, write, flushes=False)
-        if before_replace is not None:
-            before_replace(staged, digest, size)
-    return digest, size
+        return _write(staged, write, flushes=False)
 
 
 def write_flushed(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[str, int]:
@@ -72,15 +59,12 @@ def write_flushed(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[str
     return _write(path, write, flushes=True)
 
 
-def save_durably(
-    value: Any, path: str | os.PathLike[str], before_replace: Callable[[Path, str, int], object] | None = None
-) -> tuple[str, int]:
+def save_durably(value: Any, path: str | os.PathLike[str]) -> tuple[str, int]:
     """Save a value by `torch.save` through `write_durably`.
 
     Args:
         value: The value to save.
         path: Path of the file; its directory must exist.
-        before_replace: See `write_durably`.
 
     Returns:
         The SHA-256 of the file, as hexadecimal digits, and its size in bytes.
@@ -88,7 +72,7 @@ def save_durably(
     Raises:
         OSError: If the directory cannot be written, or the disk is full.
     """
-    return write_durably(path, lambda stream: torch.save(value, stream), before_replace)
+    return write_durably(path, lambda stream: torch.save(value, stream))
 
 
 def file_digest(file: IO[bytes]) -> Any:
