@@ -325,6 +325,8 @@ def _unseeded_buffers(walk: ObjectWalk) -> dict[str, int]:
 
 def _may_be_drawn(value: Any, depth: int = 0) -> bool:
     kind = type(value)
+    if is_subclass(kind, nn.Parameter):
+        return False  # the weights of a module, which are saved
     if kind is float or is_subclass(kind, np.floating):
         return not is_clock_reading(float(value))
     if is_subclass(kind, Tensor, np.ndarray) or is_generator(value):

@@ -101,7 +101,10 @@ class Endless(IterableDataset):
                 yield data[index]
 
 
-@style(metrics=CLASSES)
+DRAWS = (r"draw from the global random state in between the training steps",)
+
+
+@style(metrics=CLASSES, says=DRAWS, resumed=DRAWS)
 def stream_without_length(job: Job) -> None:
     job.fit(
         Classifier(),
