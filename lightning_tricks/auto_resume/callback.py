@@ -282,7 +282,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         if stage == "fit":
             EARLY_SIGNALS.leave(self)
         else:
-            EARLY_SIGNALS.restore_handlers()  # until the fit begins; what was noted is kept for it
+            EARLY_SIGNALS.pause(self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""

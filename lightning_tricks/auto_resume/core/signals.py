@@ -146,6 +146,7 @@ class EarlySignals:
         self._noted = 0
         self._launcher = RawValue("i")  # what the process noted that forked the ranks; shared with them
         self._waiting: weakref.WeakKeyDictionary[object, StopRequest] = weakref.WeakKeyDictionary()
+        self._paused: weakref.WeakSet[object] = weakref.WeakSet()  # those of them that note nothing now
         self._found: dict[int, Any] = {}  # the handlers of the process
         self._process = 0
 
@@ -159,6 +160,7 @@ class EarlySignals:
             self._process, self._noted = os.getpid(), 0
             self._waiting.clear()
         self._waiting[callback] = request
+        self._paused.discard(callback)
         weakref.finalize(callback, self._after_death).atexit = False
         self._launcher.value = max(self._launcher.value, 0)
         self._update_handlers()
@@ -176,6 +178,12 @@ class EarlySignals:
         """Let a callback whose fit is over wait no longer."""
         self._waiting.pop(callback, None)
         self._update_handlers()
+
+    def pause(self, callback: object) -> None:
+        """Note nothing until the fit of a callback begins, unless others wait; what was noted is kept for it."""
+        self._paused.add(callback)
+        if all(one in self._paused for one in self._waiting):
+            self.restore_handlers()
 
     def restore_handlers(self) -> None:
         """Restore the handlers that were found, where nobody else has changed them since."""
