@@ -17,7 +17,7 @@ import types
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -83,7 +83,7 @@ class ValueDigest:
         is_walkable: Callable[[Any], bool] = lambda value: False,
     ) -> None:
         self._paths, self._same_process, self._is_walkable = paths, same_process, is_walkable
-        self._hash, self._bytes_left = blake2b(digest_size=8), MAX_BYTES
+        self._hash, self._bytes_left = sha256(), MAX_BYTES  # which processors compute by themselves
         self.tensors = list[Tensor]()
         self._value: Any = None
         self.is_complete = self.is_plain = True
@@ -96,7 +96,7 @@ class ValueDigest:
         return digest
 
     def __int__(self) -> int:
-        return int.from_bytes(self._hash.digest(), "big")
+        return int.from_bytes(self._hash.digest()[:8], "big")
 
     def feed(self, value: Any) -> None:
         """Add a value to the digest."""
