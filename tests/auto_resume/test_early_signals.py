@@ -241,8 +241,11 @@ def test_each_way_to_leave_restores_the_handlers(tmp_path, received):
             raise ZeroDivisionError
 
     before = handlers()
-    guard = AutoResume(tmp_path / "a")
+    guard, another = AutoResume(tmp_path / "a"), AutoResume(tmp_path / "b")
     trainer(guard).validate(EvaluatedNet(), loader(), verbose=False)
+    assert handlers() != before
+    del another
+    assert handlers() == before
     trainer(guard, fast_dev_run=True).fit(EvaluatedNet(), loader())
     assert handlers() == before
     for breaking in (Breaks(), Interrupts(3)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -309,6 +310,8 @@ def traces(module: nn.Module) -> dict[str, Any]:
 
 def traces_on_trainer(trainer: Trainer) -> dict[str, Any]:
     """What a guest could leave behind on a Trainer and its parts, and in the process: types, attributes, handlers."""
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        gc.collect()  # a discarded AutoResume in a cycle notes signals as long as it lives
     handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
     found: dict[str, Any] = {"process": [*handlers, sys.excepthook, sys.stdout, sys.stderr]}
     seen: set[int] = set()

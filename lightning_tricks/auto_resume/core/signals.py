@@ -182,8 +182,7 @@ class EarlySignals:
     def pause(self, callback: object) -> None:
         """Note nothing until the fit of a callback begins, unless others wait; what was noted is kept for it."""
         self._paused.add(callback)
-        if all(one in self._paused for one in self._waiting):
-            self.restore_handlers()
+        self._update_handlers()
 
     def restore_handlers(self) -> None:
         """Restore the handlers that were found, where nobody else has changed them since."""
@@ -194,9 +193,10 @@ class EarlySignals:
     def _update_handlers(self) -> None:
         if not _can_handle_signals():
             return
-        requests = list(self._waiting.values())
-        if not requests:
+        requests = [request for callback, request in self._waiting.items() if callback not in self._paused]
+        if not list(self._waiting):
             self._launcher.value = min(self._launcher.value, _OVER)
+        if not requests:
             self.restore_handlers()
         for number in {number for request in requests for number in request.signal_numbers} - {signal.SIGINT}:
             found = signal.getsignal(number)
@@ -207,11 +207,12 @@ class EarlySignals:
 
     def _after_death(self) -> None:
         """Let the process have a signal at which nobody can stop any more."""
-        if self._process == os.getpid() and not list(self._waiting):
-            self._update_handlers()
+        if self._process != os.getpid():
+            return
+        self._update_handlers()
+        if self._noted and not list(self._waiting):
             number, self._noted = self._noted, 0
-            if number:
-                signal.raise_signal(number)
+            signal.raise_signal(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_over = self._process != os.getpid() or self._launcher.value == _OVER
