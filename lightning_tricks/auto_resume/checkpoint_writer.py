@@ -271,7 +271,7 @@ class CheckpointWriter:
         new = self._not_yet_reported([name for name in dict.fromkeys(names) if not name.endswith(IN_THE_FIT)])
         if new:
             rank_zero_warn(
-                f"AutoResume: these values changed in this fit, and cannot be saved: {list_names(new, 5)}. A resumed "
+                f"AutoResume: these values changed in this fit, and cannot be saved: {list_names(new, 20)}. A resumed "
                 "run starts with their initial values, or what a mapped file holds. Keep plain values, tensors or "
                 "objects with a state_dict there, or save them in on_save_checkpoint."
             )
