@@ -97,7 +97,6 @@ class ResumableFit(FitObserver):
         """Read the newest checkpoint of this run, and keep what is restored later than the Trainer's own part."""
         self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files)
         self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
-        self._installed.callback(self.configuration.close)
         newest, saved = self.selection.newest(user_path), None
         if self.trainer.is_global_zero:
             self.run_files.on_selected(newest and newest[0], user_path)
