@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
-    MisconfigurationException,
     ParallelStrategy,
     Trainer,
     rank_zero_warn,
@@ -21,29 +19,14 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.tensor_block import unpack
 
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.callback import AutoResume
+
+Settings: TypeAlias = "AutoResume"  # the callback, whose arguments are the choices of the user
 IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
-
-
-class Settings(Protocol):
-    """The choices of the user that the fit asks its callback for; see `AutoResume`."""
-
-    dirpath: str | os.PathLike[str]
-    every_n_train_steps: int | None
-    every_n_epochs: int | None
-    keep_last: int
-    exit_code: int
-    on_change: str
-    ignore: Sequence[str]
-    on_failed_save: str
-    allow_pickle: bool
-    asynchronous: bool | Literal["skip"]
-
-    @property
-    def seconds_between_saves(self) -> float:
-        """The `train_time_interval` in seconds; infinity without one."""
 
 
 class SavePoint(Enum):
@@ -100,17 +83,8 @@ class SavedState:
     def from_checkpoint(
         cls, manifest: Manifest, path: Path, checkpoint: Mapping[str, Any], trainer: Trainer, module: LightningModule
     ) -> SavedState:
-        """Take from a checkpoint what this rank restores.
-
-        Raises:
-            MisconfigurationException: If the checkpoint has another format.
-        """
+        """Take from a checkpoint what this rank restores."""
         entry = checkpoint[CHECKPOINT_KEY]
-        if entry["format"] != FORMAT:
-            raise MisconfigurationException(
-                f"AutoResume: the checkpoints in {path.parent} have format {entry['format']}, and this release writes "
-                f"format {FORMAT}. Choose another dirpath, or finish the run with the release that started it."
-            )
         ranks: Sequence[Mapping[str, Any]] = list(map(unpack, entry["ranks"]))
         rank = ranks[trainer.global_rank % len(ranks)]
         world_size_changed = len(ranks) != trainer.world_size

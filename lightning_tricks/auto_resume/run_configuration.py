@@ -91,7 +91,6 @@ class RunConfiguration(Part):
         self._before: Configuration | None = None
         self._rescheduled: list[str] = []  # what another number of ranks changed in schedules
         self._said: set[str] = set()  # the names of what was said
-        self._late: dict[str, Any] = {}  # the saved parameters that `configure_optimizers` makes
         self._created: list[int] = []  # the ids of the first optimizers
         self._has_loaders = self._has_optimizers = False
         self._ignored = as_patterns("ignore", settings.ignore)
@@ -129,7 +128,6 @@ class RunConfiguration(Part):
         record = {**vars(self._now), "exchanged": [*map(id, self.trainer.optimizers)] != self._created}
         if (before := self._before) is not None:
             record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
-            record["late"] = [*{*self._now.late, *before.late}]
         return {"configuration": record}
 
     def resume_from(self, saved: SavedState, checkpoint: dict[str, Any]) -> None:
@@ -148,7 +146,6 @@ class RunConfiguration(Part):
             )
         if self.trainer.strategy.restore_checkpoint_after_setup:
             return
-        self._late = {name: weights.pop(name) for name in before.late if name in weights.keys() - self._parameters}
         own = {strip_compile_prefix(name): name for name in self.module.state_dict()}
         for change in changes_between(before.kinds, self._now.kinds):
             if BUFFER in f"{change.before} {change.now}":
@@ -242,7 +239,8 @@ class RunConfiguration(Part):
                 optimizers and schedulers are changed in place. None if there is none.
 
         Raises:
-            MisconfigurationException: If something changed, and it is not said what is to be done.
+            MisconfigurationException: If something changed, and it is not said what is to be done; or if
+                `configure_optimizers` made parameters.
         """
         if self._has_optimizers:
             return  # the fit makes others, as for a later stage
@@ -252,7 +250,7 @@ class RunConfiguration(Part):
         self._now.add(found)
         self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
-        self._restore_late_parameters()
+        self._refuse_late_parameters()
         self._decide()
         if checkpoint is None or self._before is None or self._before.exchanged:
             return
@@ -282,18 +280,14 @@ class RunConfiguration(Part):
         checkpoint |= changed_entries
         self.changed_states = copy.deepcopy(changed_entries)
 
-    def _restore_late_parameters(self) -> None:
-        """Note the parameters that `configure_optimizers` made, and load those that were saved."""
-        parameters = dict(self.module.named_parameters())  # one that is masked has another name
-        made = {name: one for name, one in parameters.items() if name.removesuffix("_orig") not in self._parameters}
-        self._now.late = list(made)
-        for name, value in self._late.items():
-            if name not in made or made[name].shape != value.shape:
-                raise MisconfigurationException(
-                    f"AutoResume: at the first start of the run configure_optimizers made the parameter {name} of "
-                    f"shape {list(value.shape)}, and now it does not. Make it as then, or choose another dirpath."
-                )
-            made[name].data.copy_(value)
+    def _refuse_late_parameters(self) -> None:
+        """Refuse parameters that `configure_optimizers` made: saved weights are loaded before it is called."""
+        names = (name.removesuffix("_orig") for name, _ in self.module.named_parameters())  # of one that is masked
+        if made := [name for name in names if name not in self._parameters]:
+            raise MisconfigurationException(
+                f"AutoResume: configure_optimizers made the parameters {list_names(made)}, whose saved values a resume "
+                "could not load. Make them in __init__ or configure_model."
+            )
 
     def check_loaders(self, loaders: Sequence[Any], *, resumes: bool) -> float | None:
         """Note the training loaders, and decide on what changed; those that a fit creates later are only noted.

@@ -451,15 +451,6 @@ EDITS = {
         {"options": {"momentum": 0.9, "foreach": True}}, {"options": {"momentum": 0.9, "foreach": False}}
     ),
     "order of the parameters": Edit({"optimizer": _backwards}),
-    "a parameter of the optimizer's": Edit({}, {"temperature": 2}),
-    "a parameter of the optimizer's, of another length": Edit(
-        {"temperature": 3},
-        {"temperature": 2},
-        new="configure_optimizers made the parameter temperature of shape [2], and now it does not",
-    ),
-    "a parameter of the optimizer's less": Edit(
-        {"temperature": 0}, {"temperature": 2}, new="configure_optimizers made the parameter temperature of shape [2]"
-    ),
     "factor of a step schedule": Edit(
         {"schedule": _step(5, 0.1)}, {"schedule": _step(5, 0.5)}, refused=("StepLR.gamma: 0.5 -> 0.1",)
     ),
@@ -848,6 +839,11 @@ def test_what_was_done_cannot_be_taken_back(stopped, tmp_path):
         run(folder, epochs=1)
     with pytest.raises(MisconfigurationException, match=r"max_epochs: 3 -> 1: the run is at 2 epochs, beyond it"):
         run(folder, epochs=1, guard={"on_change": "new"})
+
+
+def test_a_parameter_that_the_optimizers_make_is_refused_before_training(tmp_path):
+    with pytest.raises(MisconfigurationException, match="configure_optimizers made the parameters temperature"):
+        run(tmp_path, temperature=2)
 
 
 def test_another_rank_of_lora_is_refused(tmp_path):

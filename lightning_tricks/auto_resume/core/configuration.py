@@ -99,7 +99,6 @@ class Configuration:
         values: Their settings. If only one of two starts has a setting, it is not the user's: libraries add defaults.
         code: Of objects of classes of the user's, the name of the class and a digest of its code.
         records: Hyper-parameters, which do not train by themselves.
-        late: The names of the parameters that `configure_optimizers` made.
         groups: For each optimizer, the names of the parameters in its groups.
         exchanged: Whether the fit exchanged its first optimizers, with which a later start cannot be compared then.
     """
@@ -108,7 +107,6 @@ class Configuration:
     values: dict[str, Any] = field(default_factory=dict)
     code: dict[str, list[str]] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
-    late: list[str] = field(default_factory=list)
     groups: list[list[list[str]]] = field(default_factory=list)
     exchanged: bool = False
 

@@ -7,7 +7,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any
@@ -65,27 +65,19 @@ def split_arguments(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     return parts
 
 
-def find_objects(checkpoint: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
-    """Return the objects that a resume needs and `load_plain_data` left out: keys -> qualified name of the class."""
-    return {
-        key_path: kind
-        for key, value in checkpoint.items()
-        if key not in _ARGUMENTS
-        for key_path, kind in _objects(value, (str(key),))
-    }
-
-
-def _objects(value: Any, key_path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    seen: set[int] = set()
-    pending = [(value, key_path)]
+def find_objects(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return a phrase such as "checkpoint['a'] is a Y" for each object that a resume needs and that was left out."""
+    found, seen = list[str](), set[int]()
+    pending = [(value, f"[{str(key)!r}]") for key, value in split_arguments(checkpoint)[1].items()]
     while pending:
-        value, key_path = pending.pop()
+        value, place = pending.pop()
         if isinstance(value, Global | Placeholder):
-            yield key_path, str(value) if isinstance(value, Global) else value.name
+            found.append(f"checkpoint{place} is a {value if isinstance(value, Global) else value.name}")
         elif id(value) not in seen:
             seen.add(id(value))
             for key, part in children(value):
-                pending += [(key, (*key_path, "a key")), (part, (*key_path, str(key)))]
+                pending += [(key, f"{place}['a key']"), (part, f"{place}[{str(key)!r}]")]
+    return found
 
 
 class KeptCheckpoint:
@@ -96,10 +88,13 @@ class KeptCheckpoint:
 
     Args:
         values: What was read.
+
+    Attributes:
+        values: The same; they must not be changed.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+        self.values = values
         pickler = _ObjectPickler(io.BytesIO())
         pickler.dump(split_arguments(values)[1])
         self._versions = [(tensor, tensor_version(tensor)) for tensor in pickler.tensors]
@@ -110,16 +105,11 @@ class KeptCheckpoint:
         """Whether the values are certainly those that were read."""
         return self._can_be_kept and all(tensor_version(tensor) == version for tensor, version in self._versions)
 
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """The values, which must not be changed."""
-        return self._values
-
     def copy(self) -> dict[str, Any]:
         """Return a copy of all containers, with tensors of their own that share their memory."""
         shared = (*_ARGUMENTS, CHECKPOINT_KEY)  # of the latter, AutoResume makes containers of its own
-        copied = {key: value for key, value in self._values.items() if key not in shared}
-        return {**self._values, **deepcopy(copied, {id(tensor): tensor.detach() for tensor, _ in self._versions})}
+        copied = {key: value for key, value in self.values.items() if key not in shared}
+        return {**self.values, **deepcopy(copied, {id(tensor): tensor.detach() for tensor, _ in self._versions})}
 
 
 class _ObjectPickler(pickle.Pickler):

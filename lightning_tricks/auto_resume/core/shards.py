@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.tensors import is_sharded, replace_tensors
-from lightning_tricks.auto_resume.core.durable_writing import file_digest
+from lightning_tricks.auto_resume.core.checkpoint_folder import file_digest
 
 _KEY = "lightning_tricks.shards"  # of the place of a tensor that was taken out: under which key the shards are stored
 _WEIGHTS = "state_dict"  # all of its tensors are stored as shards: then Lightning evaluates the checkpoint, too
