@@ -21,9 +21,14 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.text import describe_error, list_names
+from lightning_tricks.auto_resume.core.checkpoint_contents import (
+    KeptCheckpoint,
+    find_objects,
+    load_plain_data,
+    put_shards,
+    shape_of,
+)
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest, UnusableFolderError, main_file
-from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
-from lightning_tricks.auto_resume.core.shards import put_shards, shape_of
 from lightning_tricks.auto_resume.model_checkpoint_files import carry_over
 from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity

@@ -28,6 +28,15 @@ from lightning_tricks._shared.host_copies import HostCopies
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.auto_resume.core.checkpoint_contents import (
+    files_of_rank,
+    find_objects,
+    load_plain_data,
+    object_pickle,
+    split_arguments,
+    take_shards,
+    write_shards,
+)
 from lightning_tricks.auto_resume.core.checkpoint_folder import (
     CHECKPOINT_KEY,
     FORMAT,
@@ -35,8 +44,6 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import (
     main_file,
     save_durably,
 )
-from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
-from lightning_tricks.auto_resume.core.shards import files_of_rank, take_shards, write_shards
 from lightning_tricks.auto_resume.core.tensor_block import pack
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings

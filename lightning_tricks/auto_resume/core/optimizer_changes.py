@@ -112,9 +112,8 @@ class ChangedOptimizers:
 
     def _changes_schedules(self) -> bool:
         """Whether optimizers, learning rates or schedules changed: then all schedules are stepped anew."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        defaults = {name for optimizer in self._optimizers for name in getattr(optimizer, "defaults", ())}
-        options = {"lr", *(name for group in groups for name in group if name not in defaults | GROUP_ENTRIES)}
+        pairs = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        options = {"lr"}.union(*(_of_schedules(*pair) for pair in pairs))
         begins = ("optimizer ", "scheduler ", *(f"{label}." for label in self._labels))
         return any(name.startswith(begins) or name.rpartition(".")[2] in {*options, "groups"} for name in self._changed)
 
