@@ -437,12 +437,6 @@ EDITS = {
     "an option with another moment": Edit(
         {"options": {"amsgrad": True}}, ADAM, refused=("Adam.amsgrad: False -> True",)
     ),
-    "an optimizer with the same moments": Edit(
-        {"optimizer": torch.optim.AdamW},
-        {**ADAM, "options": {"weight_decay": 0.0}},
-        refused=("optimizer 0: Adam -> AdamW",),
-        by_hand=lambda *_: None,
-    ),
     "another optimizer": Edit({"optimizer": torch.optim.Adam, "options": {}}, refused=("optimizer 0: SGD -> Adam",)),
     "lr in a wrapper": Edit(
         {"lr": 0.01}, {"optimizer": Wrapper}, refused=("Wrapper.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)
