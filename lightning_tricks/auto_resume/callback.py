@@ -23,7 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_count, check_duration, check_path
+from lightning_tricks._shared.checks import check_choice, check_choices, check_count, check_duration, check_path
 from lightning_tricks._shared.patterns import as_patterns
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
@@ -32,8 +32,8 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import (
     DEFAULT_SIGNALS,
     EARLY_SIGNALS,
+    KNOWN_SIGNALS,
     StopRequest,
-    check_signals,
     misses_slurm_signals,
     redirect_output,
 )
@@ -124,15 +124,15 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             error ends it. The checkpoint before is complete in both cases. A checkpoint that could not be resumed, as
             hooks put objects into it, counts as a failed save.
         asynchronous: Whether training goes on while a checkpoint is written: it is copied in the memory of the host
-            first, which takes as much of it as the checkpoint has. What is due while one is written waits for it; with
-            "skip" it is left out. At a signal and at the end of the fit the last one is waited for. A kill while one is
-            written leaves the one before.
+            first, which takes as much of it as the checkpoint has. What is due while one is written waits for it. At a
+            signal and at the end of the fit the last one is waited for. A kill while one is written leaves the one
+            before.
         allow_pickle: Whether objects in a checkpoint that are neither tensors nor plain values are restored, which
             runs code of the file: then nobody else may write to `dirpath`. Objects among hyper-parameters need no
             restoring.
 
     Raises:
-        TypeError: If a number, the signals or the patterns have the wrong type.
+        TypeError: If a number, the signals, the patterns or `asynchronous` have the wrong type.
         ValueError: If a value is out of range, a signal is unknown, a pattern is none, or `dirpath` is an address such
             as `s3://...`.
         MisconfigurationException: In a fit under FSDP1 or DeepSpeed.
@@ -158,7 +158,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         on_change: Literal["raise", "new"] = "raise",
         ignore: Sequence[str] = (),
         on_failed_save: Literal["warn", "raise"] = "warn",
-        asynchronous: bool | Literal["skip"] = False,
+        asynchronous: bool = False,
         allow_pickle: bool = False,
     ) -> None:
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
@@ -167,9 +167,9 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         _seconds(train_time_interval)
         if check_count("exit_code", exit_code, 0) > 255:
             raise ValueError(f"exit_code must be in [0, 255], got {exit_code}.")
-        check_signals(signals)
-        if not isinstance(asynchronous, bool) and asynchronous != "skip":
-            raise ValueError(f"asynchronous must be True, False or 'skip', got {asynchronous!r}.")
+        check_choices("signals", signals, KNOWN_SIGNALS)
+        if not isinstance(asynchronous, bool):
+            raise TypeError(f"asynchronous must be True or False, got {asynchronous!r}.")
         self.dirpath = check_path("dirpath", dirpath, "a directory", remedy=_OUTLIVES)
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs

@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import nn
 
-from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
     MisconfigurationException,
     Trainer,
-    is_overridden,
     rank_zero_info,
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.sharded import is_sharding
-from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.patterns import name_as_in_
-from lightning_tricks._shared.text import describe_error
+from lightning_tricks._shared.text import describe_error, list_names
+from lightning_tricks.auto_resume.core.checkpoint_contents import (
+    KeptCheckpoint,
+    find_objects,
+    load_plain_data,
+    put_shards,
+    shape_of,
+)
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest, UnusableFolderError, main_file
-from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data
-from lightning_tricks.auto_resume.core.shards import put_shards, shape_of
 from lightning_tricks.auto_resume.model_checkpoint_files import carry_over
 from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-
-_TRAINER_ENTRIES = {
-    "state_dict": "the state_dict of {module}",
-    "optimizer_states": "the state_dict of an optimizer",
-    "lr_schedulers": "the state_dict of a learning rate scheduler",
-    "loops": "the state_dict of a data loader",
-}
 
 
 class CheckpointSelection:
@@ -60,14 +54,13 @@ class CheckpointSelection:
         self.identity: Mapping[str, Any] = run_identity(module)
         self._stream: IO[bytes] | None = None  # the file of the newest checkpoint, until it is read
         self._kept: KeptCheckpoint | None = None
-        self._announcement: tuple[Callable[[str], object], str] | None = None
+        self._announce: Callable[[], object] = lambda: None
 
     def newest(self, user_path: str | os.PathLike[str] | None) -> tuple[Manifest, Path] | None:
         """Return the newest complete checkpoint of this run, the same on all ranks; None if there is none.
 
         Args:
-            user_path: The `ckpt_path` that the user gave to the Trainer, or that Lightning found. If it is newer, and
-                this run did not write it, None is returned.
+            user_path: The `ckpt_path` that the user gave to the Trainer, or that Lightning found.
 
         Raises:
             MisconfigurationException: If the folder holds checkpoints of another model or of another release, or
@@ -82,8 +75,8 @@ class CheckpointSelection:
                 problem = self.run_files.problem
             except UnusableFolderError as error:
                 problem = f"AutoResume: {error}"
-            if user_path is not None and not problem and self._is_taken(user_path, manifest):
-                manifest = self._stream = None
+            if user_path is not None and not problem:
+                self._note_given(user_path, manifest)
         manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
         raise_for_problem(problem)
         if manifest is None:
@@ -94,10 +87,8 @@ class CheckpointSelection:
 
     def announce(self) -> None:
         """Say what was chosen; to be called after all that may refuse it."""
-        if self._announcement is not None:
-            say, sentence = self._announcement
-            say(sentence)
-        self._announcement = None
+        self._announce()
+        self._announce = lambda: None
 
     def load(self, path: Path) -> dict[str, Any]:
         """Return a copy of the checkpoint that `loaded` returns, which hooks may change."""
@@ -136,7 +127,7 @@ class CheckpointSelection:
                 checkpoint: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=False)
             else:
                 checkpoint = _load_plain_data_or_raise(main_file(path), stream)
-                self._check_plain(checkpoint, path)
+                _check_plain(checkpoint, path)
         if path.is_dir():
             try:
                 checkpoint = put_shards(checkpoint, path, self.module)
@@ -149,43 +140,19 @@ class CheckpointSelection:
         carry_over(self.trainer, checkpoint)
         return checkpoint
 
-    def _check_plain(self, checkpoint: Mapping[str, Any], path: Path) -> None:
-        for key_path, kind in find_objects(checkpoint).items():
-            raise MisconfigurationException(
-                f"AutoResume: {describe_object(self.trainer, self.module, key_path, kind)} in {path}. Objects are not "
-                "restored, as that would run code of the file. If nobody else writes to that directory, "
-                "AutoResume(..., allow_pickle=True) restores them."
+    def _note_given(self, user_path: str | os.PathLike[str], manifest: Manifest | None) -> None:
+        """Note what is said of a checkpoint that the user gave: it is resumed if the run has none of its own."""
+        if manifest is not None:
+            others = f"{manifest.file!r} is resumed, and not {str(user_path)!r}"
+            self._announce = partial(
+                rank_zero_info, f"AutoResume: {others}. To begin with that, choose another dirpath."
             )
-
-    def _is_taken(self, user_path: str | os.PathLike[str], manifest: Manifest | None) -> bool:
-        """Return whether the user's checkpoint is resumed, and note what is to be said of it.
-
-        What this run wrote itself is resumed exactly from its own checkpoints alone.
-        """
-        is_ours = self.run_files.fit_that_wrote(user_path)
-        given, is_taken = repr(str(user_path)), False
-        say: Callable[[str], object] = rank_zero_info
-        if manifest is None:
-            is_taken, say = True, rank_zero_warn
-            said = is_ours == self.run_files.others.origin.fit and (
-                f"this run wrote {given} before its own first save, and resumes from it as Lightning does, which is "
-                "not exact. To start again instead, remove the file."
+        elif self.run_files.fit_that_wrote(user_path) == self.run_files.others.origin.fit:
+            self._announce = partial(
+                rank_zero_warn,
+                f"AutoResume: this run wrote {str(user_path)!r} before its own first save, and resumes from it as "
+                "Lightning does, which is not exact. To start again instead, remove the file.",
             )
-        elif isinstance(time := _time_written(user_path), str):
-            say = rank_zero_warn
-            said = (
-                f"it cannot be known when {given} was written ({time}), so {manifest.file!r} is resumed. To resume the "
-                "other one, choose another dirpath."
-            )
-        elif time <= manifest.written:
-            said = f"{manifest.file!r} is newer than {given} and is resumed."
-        elif is_ours or (is_ours is None and not is_address(user_path)):
-            why = "was written by this run" if is_ours else "cannot be read"
-            said = f"{given} {why}, and {manifest.file!r} is resumed instead."
-        else:
-            is_taken, said = True, f"{given} is newer than {manifest.file!r} and is resumed."
-        self._announcement = (say, f"AutoResume: {said}") if said else None
-        return is_taken
 
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
         if manifest.run.get("parameters") == self.identity["parameters"]:
@@ -202,19 +169,6 @@ class CheckpointSelection:
             )
 
 
-def _time_written(path: str | os.PathLike[str]) -> float | str:
-    """Return when a checkpoint was written, in seconds since the epoch; or why that is unknown."""
-    from fsspec.core import url_to_fs
-
-    try:
-        files, name = url_to_fs(str(path))
-        return float(files.modified(name).timestamp())
-    except FileNotFoundError:
-        return -math.inf
-    except Exception as error:  # of one of fsspec's many libraries
-        return describe_error(error)
-
-
 def _load_plain_data_or_raise(path: Path, stream: IO[bytes] | None) -> dict[str, Any]:
     try:
         return load_plain_data(path, stream)
@@ -222,29 +176,12 @@ def _load_plain_data_or_raise(path: Path, stream: IO[bytes] | None) -> dict[str,
         raise MisconfigurationException(f"AutoResume: {error}") from error
 
 
-def describe_object(trainer: Trainer, module: LightningModule, key_path: Sequence[str], kind: str) -> str:
-    """Return a phrase such as "the state_dict of X saved a Y (checkpoint['a'])" about an object in a checkpoint."""
-    subscripts = "".join(f"[{key!r}]" for key in key_path)
-    return f"{_describe_owner(trainer, module, key_path)} saved a {kind} (checkpoint{subscripts})"
-
-
-def _describe_owner(trainer: Trainer, module: LightningModule, key_path: Sequence[str]) -> str:
-    key = key_path[0]
-    if key in _TRAINER_ENTRIES:
-        return _TRAINER_ENTRIES[key].format(module=type(module).__name__)
-    callbacks = callbacks_of(trainer)
-    if key == "callbacks":
-        owners = [type(callback).__name__ for callback in callbacks if callback.state_key == key_path[1]]
-        return f"the state_dict of {' or '.join(owners) or key_path[1]}"
-    datamodule = datamodule_of(trainer)
-    if datamodule is not None and key == type(datamodule).__qualname__:
-        return f"the state_dict of {key}"
-    hook_owners = [
-        type(part).__name__
-        for part in (module, datamodule, *callbacks)
-        if part is not None and is_overridden("on_save_checkpoint", part) and not isinstance(part, TrickCallback)
-    ]
-    return f"on_save_checkpoint of {' or '.join(hook_owners) or 'a hook'}"
+def _check_plain(checkpoint: Mapping[str, Any], path: Path) -> None:
+    if found := find_objects(checkpoint):
+        raise MisconfigurationException(
+            f"AutoResume: {list_names(found, 3)} in {path}. Objects are not restored, as that would run code of "
+            "the file. If nobody else writes to that directory, AutoResume(..., allow_pickle=True) restores them."
+        )
 
 
 def _shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: int = 5) -> list[str]:

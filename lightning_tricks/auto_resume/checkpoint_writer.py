@@ -28,11 +28,22 @@ from lightning_tricks._shared.host_copies import HostCopies
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.checkpoint_selection import describe_object
-from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest, main_file
-from lightning_tricks.auto_resume.core.durable_writing import save_durably
-from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
-from lightning_tricks.auto_resume.core.shards import files_of_rank, take_shards, write_shards
+from lightning_tricks.auto_resume.core.checkpoint_contents import (
+    files_of_rank,
+    find_objects,
+    load_plain_data,
+    object_pickle,
+    split_arguments,
+    take_shards,
+    write_shards,
+)
+from lightning_tricks.auto_resume.core.checkpoint_folder import (
+    CHECKPOINT_KEY,
+    FORMAT,
+    Manifest,
+    main_file,
+    save_durably,
+)
 from lightning_tricks.auto_resume.core.tensor_block import pack
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
@@ -87,15 +98,6 @@ class CheckpointWriter:
         """Whether `every_n_epochs` asks for a save before an epoch."""
         interval = self.settings.every_n_epochs
         return interval is not None and epoch % interval == 0
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is still written; on rank zero, or where each rank writes shards."""
-        return self._writing is not None and not self._writing.done()
-
-    def skips(self) -> bool:
-        """Whether a save is left out, as one is still written; all ranks have to call it."""
-        return self.settings.asynchronous == "skip" and self.trainer.strategy.broadcast(self.is_writing)
 
     def save(
         self,
@@ -282,8 +284,7 @@ class CheckpointWriter:
         if not others and arguments == self._known_arguments:
             return ""
         try:
-            found = find_objects(load_plain_data(path)).items()
-            reasons = [describe_object(self.trainer, self.module, key_path, kind) for key_path, kind in found]
+            reasons = find_objects(load_plain_data(path))
             self._known_arguments = arguments  # they do no harm
         except CheckpointError as error:
             reasons = [str(error)]

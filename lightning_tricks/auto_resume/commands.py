@@ -53,7 +53,7 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
         return 0
     console = make_console(soft_wrap=True, highlight=False)
     for folder in folders:
-        status = _last_status(folder)
+        status = folder.read_status()
         if status:
             description = f"{folder.private / 'status.json'} is damaged"
             with suppress(OverflowError, TypeError, ValueError):
@@ -70,7 +70,7 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
 
 
 def _status_values(folder: CheckpointFolder) -> dict[str, Any]:
-    status, names = _last_status(folder), ("epoch", "max_epochs", "step", "max_steps", "pid", "host", "time")
+    status, names = folder.read_status(), ("epoch", "max_epochs", "step", "max_steps", "pid", "host", "time")
     of_checkpoints = ("file", "epoch", "batches", "step", "finished", "bytes", "written")
     return {
         "folder": str(folder.path),
@@ -92,15 +92,6 @@ def _verify(folders: list[CheckpointFolder], as_json: bool) -> int:
     for file, problem in problems.items():
         console.print(f"{file}: {problem or 'complete'}", markup=False)
     return int(any(problems.values()))
-
-
-def _last_status(folder: CheckpointFolder) -> dict[str, Any]:
-    """Return what a run wrote last about where it is; a save may be some seconds later than its status."""
-    status = folder.read_status()
-    for manifest in folder.manifests()[:1] if status else []:
-        if isinstance(step := status.get("step"), int) and manifest.step > step:
-            status |= {"epoch": manifest.epoch, "step": manifest.step, "time": manifest.written}
-    return status
 
 
 def _state(status: dict[str, Any]) -> str:

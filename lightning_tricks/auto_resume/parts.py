@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
-    MisconfigurationException,
-    ParallelStrategy,
     Trainer,
     rank_zero_warn,
 )
 from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.tensor_block import unpack
 
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.callback import AutoResume
+
+Settings: TypeAlias = "AutoResume"  # the callback, whose arguments are the choices of the user
 IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
-
-
-class Settings(Protocol):
-    """The choices of the user that the fit asks its callback for; see `AutoResume`."""
-
-    dirpath: str | os.PathLike[str]
-    every_n_train_steps: int | None
-    every_n_epochs: int | None
-    keep_last: int
-    exit_code: int
-    on_change: str
-    ignore: Sequence[str]
-    on_failed_save: str
-    allow_pickle: bool
-    asynchronous: bool | Literal["skip"]
-
-    @property
-    def seconds_between_saves(self) -> float:
-        """The `train_time_interval` in seconds; infinity without one."""
 
 
 class SavePoint(Enum):
@@ -100,31 +82,17 @@ class SavedState:
     def from_checkpoint(
         cls, manifest: Manifest, path: Path, checkpoint: Mapping[str, Any], trainer: Trainer, module: LightningModule
     ) -> SavedState:
-        """Take from a checkpoint what this rank restores.
-
-        Raises:
-            MisconfigurationException: If the checkpoint has another format.
-        """
+        """Take from a checkpoint what this rank restores."""
         entry = checkpoint[CHECKPOINT_KEY]
-        if entry["format"] != FORMAT:
-            raise MisconfigurationException(
-                f"AutoResume: the checkpoints in {path.parent} have format {entry['format']}, and this release writes "
-                f"format {FORMAT}. Choose another dirpath, or finish the run with the release that started it."
-            )
         ranks: Sequence[Mapping[str, Any]] = list(map(unpack, entry["ranks"]))
         rank = ranks[trainer.global_rank % len(ranks)]
         world_size_changed = len(ranks) != trainer.world_size
         if world_size_changed:
-            of_ranks = [one["trainer"]["results"] for one in ranks[trainer.global_rank :: trainer.world_size]]
-            # what one process logs does not tell whether sync_dist=True was given, which may not differ
-            known = rank["trainer"]["results"] if len(ranks) > 1 else []
-            is_distributed = isinstance(trainer.strategy, ParallelStrategy)
-            results = [_merged_result(item, of_ranks, is_distributed) for item in known]
-            rank = {**rank, "rank_tensors": {}, "trainer": {**rank["trainer"], "results": results}}
+            rank = {**rank, "rank_tensors": {}, "trainer": {**rank["trainer"], "results": []}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
                 "and position are restored. Ranks draw other random numbers than they would have, and means of "
-                "this epoch may lack what was logged before."
+                "this epoch lack what was logged before."
             )
         own, saved = state_dict_tensors(module.state_dict()), state_dict_tensors(checkpoint["state_dict"])
         other_precision = any(name in own and own[name].dtype != value.dtype for name, value in saved.items())
@@ -139,17 +107,6 @@ class SavedState:
             world_size_changed=world_size_changed,
             weights=saved if other_precision else {},
         )
-
-
-def _merged_result(
-    item: Mapping[str, Any], of_ranks: Sequence[Sequence[Mapping[str, Any]]], is_distributed: bool
-) -> Mapping[str, Any]:
-    """Return the state of a logged value with what these ranks logged; what ranks do not add up stays as it is."""
-    sums = {key: item[key] for key in ("value", "cumulated_batch_size") if item[key] is not None}
-    is_sum = item["sync"]["_should"] and item["meta"]["reduce_fx"] in ("mean", "sum")
-    same = [one for results in of_ranks for one in results if one["key"] == item["key"]] if is_sum else [item]
-    merged = {key: sum((one[key] for one in same), torch.zeros_like(value)) for key, value in sums.items()}
-    return {**item, **merged, "sync": {**item["sync"], "_should": item["sync"]["_should"] and is_distributed}}
 
 
 class Part:

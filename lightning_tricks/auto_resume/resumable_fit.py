@@ -97,7 +97,6 @@ class ResumableFit(FitObserver):
         """Read the newest checkpoint of this run, and keep what is restored later than the Trainer's own part."""
         self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files)
         self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
-        self._installed.callback(self.configuration.close)
         newest, saved = self.selection.newest(user_path), None
         if self.trainer.is_global_zero:
             self.run_files.on_selected(newest and newest[0], user_path)
@@ -122,12 +121,15 @@ class ResumableFit(FitObserver):
         """Decide on what another start changed, before hooks of the fit's start and before optimizers are restored."""
         checkpoint, self._checkpoint = self._checkpoint, None
         self.configuration.check_optimizers(checkpoint)
-        saved = self._pending
-        if saved is None or not self.configuration.changed_states:
+        if (saved := self._pending) is None:
+            return
+        outline, present = saved.rank["outline"], self.state.outline.now()
+        if not self.configuration.changed_states:
+            _check_classes(saved, outline["optimizers"], present["optimizers"])
             return
         # what follows from the changes is not a difference from what was saved
-        now = {name: self.state.outline.now()[name] for name in ("optimizers", "schedulers")}
-        rank = {**saved.rank, "outline": {**saved.rank.get("outline", {}), **now}}
+        outline = {**outline, "optimizers": present["optimizers"], "schedulers": present["schedulers"]}
+        rank = {**saved.rank, "outline": outline}
         if rank["epoch"] is not None and not saved.shared["groups"]:
             rank["epoch"] = {**rank["epoch"], "groups": param_group_names(self.module, self.trainer.optimizers)}
         changed = {change.name for change in self.configuration.changes}
@@ -137,8 +139,6 @@ class ResumableFit(FitObserver):
     def on_fit_start(self) -> None:
         """Note what later saves are compared with, and restore what the states of optimizers are loaded into."""
         self.rank_agreement = RankAgreement()
-        if self._pending is not None:
-            self._check_optimizers(self._pending)
         self._reach(Phase.FIT_START)
         if self._pending is not None:
             self._pending = replace(self._pending, weights={})
@@ -147,17 +147,6 @@ class ResumableFit(FitObserver):
         self.state.note(phase)
         if self._pending is not None:
             self.state.restore(self._pending, phase)
-
-    def _check_optimizers(self, saved: SavedState) -> None:
-        """Refuse optimizers of other classes than those whose states are about to be loaded."""
-        known, present = saved.rank.get("outline", {}).get("optimizers", {}), self.state.outline.now()["optimizers"]
-        for name in known.keys() & present.keys():
-            if known[name] != present[name]:
-                raise MisconfigurationException(
-                    f"AutoResume: the checkpoint {saved.path} has the state of {known[name]}, and configure_optimizers "
-                    f"now returned {present[name]}: a hook exchanged it in the fit, or the code has changed. Return "
-                    f"{known[name]} from configure_optimizers, or choose another dirpath to start anew."
-                )
 
     def before_signals_registered(self) -> None:
         """Let the Trainer find the handlers of the process, which it restores at its end."""
@@ -372,8 +361,6 @@ class ResumableFit(FitObserver):
 
     def _save(self, save_point: SavePoint, *, at_once: bool) -> None:
         trainer = self.trainer
-        if not at_once and self.writer.skips():
-            return
         if is_sharding(trainer.strategy):
             reshard_fsdp2(self.module)  # a validation leaves whole parameters, other ones than those of optimizers
         at_end = save_point is SavePoint.FIT_END or (save_point is SavePoint.AFTER_BATCH and is_last_batch(trainer))
@@ -390,3 +377,14 @@ class ResumableFit(FitObserver):
         self.writer.write_status("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)
+
+
+def _check_classes(saved: SavedState, known: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Refuse optimizers of other classes than those whose states are about to be loaded."""
+    for before, now in zip(known.values(), present.values(), strict=False):
+        if before != now:
+            raise MisconfigurationException(
+                f"AutoResume: the checkpoint {saved.path} has the state of {before}, and configure_optimizers now "
+                f"returned {now}: a hook exchanged it in the fit. Return {before} from configure_optimizers, or choose "
+                "another dirpath to start anew."
+            )

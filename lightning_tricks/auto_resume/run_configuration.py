@@ -6,11 +6,9 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torchmetrics import Metric, MetricCollection
 
@@ -26,7 +24,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._shared.patterns import Pattern, as_patterns, strip_compile_prefix
+from lightning_tricks._shared.patterns import as_patterns, strip_compile_prefix
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks.auto_resume.attribute_parts import are_callbacks
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
@@ -61,13 +59,9 @@ _OBSERVERS = (
 # Why a change is no reason to stop -> what is said
 _SENTENCES = {
     "record": "these do not train by themselves and differ from those of the first start; the run goes on",
-    "tuner": "a Tuner found other values than at the first start, whose values go on",
     "ranks": "schedules and loaders go on as those of a run with this number of ranks",
     "ignored": "these changes take effect without a question, as ignore says",
 }
-# What fits of a module in this process began with, and what they left. Another fit of it, as in a notebook, is
-# configured with the former, unless somebody has set something else meanwhile.
-_LEFT: WeakKeyDictionary[LightningModule, tuple[Configuration, Configuration]] = WeakKeyDictionary()
 
 
 class RunConfiguration(Part):
@@ -96,23 +90,17 @@ class RunConfiguration(Part):
         self._saved: SavedState  # where the fit resumes
         self._before: Configuration | None = None
         self._rescheduled: list[str] = []  # what another number of ranks changed in schedules
-        self._kept: dict[str, Any] = {}  # values of the first start that go on
         self._said: set[str] = set()  # the names of what was said
-        self._late: dict[str, Any] = {}  # the saved parameters that `configure_optimizers` makes
         self._created: list[int] = []  # the ids of the first optimizers
         self._has_loaders = self._has_optimizers = False
         self._ignored = as_patterns("ignore", settings.ignore)
         self._parameters = {name for name, _ in module.named_parameters()}
-        found, initial = self._describe(), dict(self._records("hparams_initial"))
-        self._searched = [name for name, value in found.records.items() if initial.get(name, value) != value]
-        self._found, (begun, left) = found, _LEFT.get(module, (found, found))
-        self._begun = _begun_with(found, begun, left)
-        self._now = replace(self._begun)  # and what becomes known later
+        self._now = self._describe()  # and what becomes known later
 
     def _describe(self) -> Configuration:
         """Return what there is before the fit."""
         found = describe_layers(self.module, (Metric, MetricCollection), set(self.module.hparams))
-        found.records = dict(self._records("hparams"))
+        found.records = dict(self._records())
         seed, limits = os.environ.get("PL_GLOBAL_SEED", ""), loop_limits(self.trainer)
         settings = {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "precision")}
         settings |= {name: limits[name] for name in ("min_epochs", "max_epochs", "min_steps", "max_steps")}
@@ -129,24 +117,17 @@ class RunConfiguration(Part):
         callbacks = callbacks_of(self.trainer)
         return dict(zip(numbered(callbacks), callbacks, strict=True))
 
-    def _records(self, attribute: str) -> Iterator[tuple[str, Any]]:
+    def _records(self) -> Iterator[tuple[str, Any]]:
         for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
-            for name, value in getattr(owner, attribute, {}).items():
+            for name, value in getattr(owner, "hparams", {}).items():
                 if not are_callbacks(value):  # they are compared by themselves
                     yield from flatten(f"{prefix}.{name}", value)
-
-    def close(self) -> None:
-        """Note what the fit leaves in what is compared."""
-        with suppress(Exception):  # what is left may be broken
-            if (left := self._describe()) != self._found:
-                _LEFT[self.module] = self._begun, left
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
         record = {**vars(self._now), "exchanged": [*map(id, self.trainer.optimizers)] != self._created}
         if (before := self._before) is not None:
             record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
-            record |= {"values": {**self._now.values, **self._kept}, "late": [*{*self._now.late, *before.late}]}
         return {"configuration": record}
 
     def resume_from(self, saved: SavedState, checkpoint: dict[str, Any]) -> None:
@@ -165,7 +146,6 @@ class RunConfiguration(Part):
             )
         if self.trainer.strategy.restore_checkpoint_after_setup:
             return
-        self._late = {name: weights.pop(name) for name in before.late if name in weights.keys() - self._parameters}
         own = {strip_compile_prefix(name): name for name in self.module.state_dict()}
         for change in changes_between(before.kinds, self._now.kinds):
             if BUFFER in f"{change.before} {change.now}":
@@ -194,13 +174,12 @@ class RunConfiguration(Part):
 
     def _reason(self, change: Change) -> str:
         """Return why a change is no reason to stop; empty if it is one."""
-        if self._before is not None and self._before.is_scaled(change, self._now, self._searched):
-            return "tuner"
         # another number of ranks makes other steps, the Trainer shuffles what several ranks read, and scripts share out
         is_shared_out = change.name.endswith((".shuffle", ".length")) and _is_of_loaders(change)
         if self._saved.world_size_changed and (is_shared_out or change.label in self._schedule_labels()):
             return "ranks"
-        return "ignored" if any(_matches(pattern, change.name) for pattern in self._ignored) else ""
+        is_ignored = any(pattern.text == change.name or pattern.matches(change.name) for pattern in self._ignored)
+        return "ignored" if is_ignored else ""  # a name may have brackets
 
     def _decide(self) -> None:
         """Raise an error for changes that are new, or say what becomes of them; all ranks have to call it."""
@@ -222,12 +201,10 @@ class RunConfiguration(Part):
             )
         self._check_can_go_on([*new, *reasons["ignored"]])
         if not self._said:
-            records = changes_between(before.records, self._now.records)
-            reasons["record"] = [change for change in records if change.name not in self._searched]
+            reasons["record"] = changes_between(before.records, self._now.records)
             if names := before.changed_code(self._now):
                 rank_zero_info(f"AutoResume: the code of {list_names(names)} differs from that of the first start.")
         self._said |= {change.name for change in (*found, *reasons["record"])} | {""}
-        self._kept |= {change.name: change.before for change in reasons["tuner"]}
         self._rescheduled += [change.name for change in reasons["ranks"] if not _is_of_loaders(change)]
         self.changes += [*new, *reasons["ignored"]]
         for reason, changes in reasons.items():
@@ -262,7 +239,8 @@ class RunConfiguration(Part):
                 optimizers and schedulers are changed in place. None if there is none.
 
         Raises:
-            MisconfigurationException: If something changed, and it is not said what is to be done.
+            MisconfigurationException: If something changed, and it is not said what is to be done; or if
+                `configure_optimizers` made parameters.
         """
         if self._has_optimizers:
             return  # the fit makes others, as for a later stage
@@ -272,7 +250,7 @@ class RunConfiguration(Part):
         self._now.add(found)
         self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
-        self._restore_late_parameters()
+        self._refuse_late_parameters()
         self._decide()
         if checkpoint is None or self._before is None or self._before.exchanged:
             return
@@ -302,18 +280,14 @@ class RunConfiguration(Part):
         checkpoint |= changed_entries
         self.changed_states = copy.deepcopy(changed_entries)
 
-    def _restore_late_parameters(self) -> None:
-        """Note the parameters that `configure_optimizers` made, and load those that were saved."""
-        parameters = dict(self.module.named_parameters())  # one that is masked has another name
-        made = {name: one for name, one in parameters.items() if name.removesuffix("_orig") not in self._parameters}
-        self._now.late = list(made)
-        for name, value in self._late.items():
-            if name not in made or made[name].shape != value.shape:
-                raise MisconfigurationException(
-                    f"AutoResume: at the first start of the run configure_optimizers made the parameter {name} of "
-                    f"shape {list(value.shape)}, and now it does not. Make it as then, or choose another dirpath."
-                )
-            made[name].data.copy_(value)
+    def _refuse_late_parameters(self) -> None:
+        """Refuse parameters that `configure_optimizers` made: saved weights are loaded before it is called."""
+        names = (name.removesuffix("_orig") for name, _ in self.module.named_parameters())  # of one that is masked
+        if made := [name for name in names if name not in self._parameters]:
+            raise MisconfigurationException(
+                f"AutoResume: configure_optimizers made the parameters {list_names(made)}, whose saved values a resume "
+                "could not load. Make them in __init__ or configure_model."
+            )
 
     def check_loaders(self, loaders: Sequence[Any], *, resumes: bool) -> float | None:
         """Note the training loaders, and decide on what changed; those that a fit creates later are only noted.
@@ -328,7 +302,6 @@ class RunConfiguration(Part):
         self._has_loaders = True
         if self._has_optimizers:  # configure_optimizers may ask for the number of batches
             self._decide()
-            self._check_patterns()
         changes = [one for one in self._differences() if _is_of_loaders(one) and self._reason(one) != "ranks"]
         if not (changes and resumes):
             return None
@@ -336,13 +309,6 @@ class RunConfiguration(Part):
         if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
             return 1.0
         return float(sizes[0].now / sizes[0].before)
-
-    def _check_patterns(self) -> None:
-        """Say which patterns of `ignore` match nothing that is compared."""
-        names = {*self._said, *self._now.names(), *(() if self._before is None else self._before.names())}
-        unused = [one.text for one in self._ignored if not any(_matches(one, name) for name in names)]
-        if unused:
-            rank_zero_info(f"AutoResume: ignore={unused} matches no name of what is compared.")
 
     # -- what follows for other parts
 
@@ -403,22 +369,8 @@ def _is_place(value: Any) -> bool:
     return Path(*path.parts[: 1 + path.is_absolute()]).is_dir()
 
 
-def _begun_with(found: Configuration, begun: Configuration, left: Configuration) -> Configuration:
-    """Return what there is, where an earlier fit of the object did not leave it; else what that fit had begun with."""
-    values = {
-        name: begun.values.get(name, value) if left.values.get(name) == value else value
-        for name, value in found.values.items()
-    }
-    kinds = begun.kinds if found.kinds == left.kinds else found.kinds
-    return replace(found, kinds=kinds, values=values, off=begun.off if found.off == left.off else found.off)
-
-
 def _has_given(configuration: Configuration) -> bool:
     return any(name.startswith(_GIVEN) for name in configuration.values)
-
-
-def _matches(pattern: Pattern, name: str) -> bool:
-    return pattern.text == name or pattern.matches(name)  # a name may have brackets
 
 
 def _is_of_loaders(change: Change) -> bool:

@@ -68,7 +68,7 @@ CASES = (
             "on_change": "new",
             "ignore": ["seed"],
             "on_failed_save": "raise",
-            "asynchronous": "skip",
+            "asynchronous": True,
             "allow_pickle": True,
         },
         kind="observer",

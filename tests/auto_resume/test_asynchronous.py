@@ -22,7 +22,6 @@ SMALL = {"samples": 28, "epochs": 2, "val_loaders": 1, "sanity": 0}
 KEEPS = {"checkpointing": [{"dirpath": "mine", "save_top_k": 1, "save_last": True, "every_n_train_steps": 3}]}
 CASES = {
     "one process": {},
-    "saves are left out": {"asynchronous": "skip"},
     "two ranks": {"ranks": 2, "strategy": "ddp_fork"},
     "ModelCheckpoint": KEEPS,
     "shards": {"ranks": 2, "strategy": "fsdp2"},
@@ -99,15 +98,6 @@ def test_training_goes_on_and_does_not_change_what_is_written(tmp_path, monkeypa
         assert same(waits[name], goes[name])
     waits, goes = (unpack(saved["auto_resume"]["ranks"][0]) for saved in (waits, goes))
     assert same(waits["rng"], goes["rng"])
-
-
-def test_a_save_that_is_due_meanwhile_is_left_out(tmp_path, monkeypatch):
-    """With "skip"; the end is saved in any case."""
-    slow = Slow(monkeypatch)
-    fit(tmp_path, GoesOn(slow, 6), every_n_train_steps=2, asynchronous="skip")
-    assert slow.begun[0] == 2
-    assert 4 not in slow.begun
-    assert slow.begun[-1] == 10
 
 
 @pytest.mark.parametrize("on_failed_save", ["warn", "raise"])
@@ -215,6 +205,5 @@ def test_copies_share_what_was_shared_and_use_their_memory_again():
 
 
 def test_what_is_no_choice_is_refused(tmp_path):
-    """With the choices in the error."""
-    with pytest.raises(ValueError, match="asynchronous must be True, False or 'skip', got 'wait'"):
+    with pytest.raises(TypeError, match="asynchronous must be True or False, got 'wait'"):
         AutoResume(tmp_path, asynchronous="wait")

@@ -47,8 +47,8 @@ from lightning_tricks.auto_resume.core.attributes.encoding import Decoder, Encod
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_tracker_steps, tracker_steps
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
+from lightning_tricks.auto_resume.core.checkpoint_contents import find_objects, load_plain_data
 from lightning_tricks.auto_resume.core.data.loader_objects import fingerprints
-from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 
 Point = namedtuple("Point", "x y")
 

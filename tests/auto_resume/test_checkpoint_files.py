@@ -211,20 +211,10 @@ def test_a_bit_that_flips_in_a_manifest_is_damage(tmp_path):
 @pytest.mark.parametrize(
     "lie",
     [
-        {"sha256": "0" * 63},
-        {"sha256": "x" * 64},
         {"file": "000009-epoch=0-step=1"},
-        {"step": -1},
-        {"epoch": True},
-        {"bytes": "7"},
         {"shards": {"../meta.pt": ["0" * 64, 1]}},
-        {"shards": {"__0_0.distcp": 1}},
-        {"shards": []},
-        {"run": []},
-        {"loggers": {}},
         {"format": "3"},
         {"format": None},
-        {"written": "now"},
     ],
 )
 def test_a_forged_manifest_is_damaged(tmp_path, lie):

@@ -83,12 +83,12 @@ class Data(LightningDataModule):
 @pytest.mark.parametrize(
     ("callbacks", "module", "data", "words"),
     [
-        ([Remembers], Net, None, r"the state_dict of Remembers saved a numpy.*\['nested'\]\['0'\]\['best'\]\)"),
-        ([CountsByNumber], Net, None, r"the state_dict of CountsByNumber saved a numpy.*\['a key'\]\)"),
-        ([SavesMore], Net, None, r"on_save_checkpoint of SavesMore saved a pathlib.*\['extra'\]\['path'\]\)"),
-        ([], Extra, None, r"on_save_checkpoint of Extra saved a .*Mode \(checkpoint\['of_module'\]\['1'\]\)"),
-        ([], Stateful, None, r"the state_dict of Stateful saved a .*Mode \(checkpoint\['state_dict'\].*\)"),
-        ([], Net, Data, r"the state_dict of Data saved a numpy.* \(checkpoint\['Data'\]\['seen'\]\)"),
+        ([Remembers], Net, None, r"\['Remembers'\]\['nested'\]\['0'\]\['best'\] is a numpy\S*"),
+        ([CountsByNumber], Net, None, r"\['CountsByNumber'\].*\['a key'\] is a numpy\S*"),
+        ([SavesMore], Net, None, r"checkpoint\['extra'\]\['path'\] is a pathlib\S*"),
+        ([], Extra, None, r"checkpoint\['of_module'\]\['1'\] is a .*Mode"),
+        ([], Stateful, None, r"checkpoint\['state_dict'\].* is a .*Mode"),
+        ([], Net, Data, r"checkpoint\['Data'\]\['seen'\] is a numpy\S*"),
     ],
     ids=["callback", "keys", "hook of a callback", "hook of the module", "extra state", "datamodule"],
 )
@@ -113,7 +113,7 @@ def test_other_objects_are_named_at_the_first_save(tmp_path, callbacks, module, 
 
 
 def test_a_save_that_cannot_be_resumed_counts_as_failed(tmp_path):
-    with pytest.raises(OSError, match="Remembers saved a numpy"):
+    with pytest.raises(OSError, match=r"Remembers.* is a numpy\S*"):
         fit(AutoResume(tmp_path, on_failed_save="raise"), Remembers())
 
 

@@ -13,7 +13,12 @@ from torch import nn
 
 from lightning_tricks import AutoResume
 from lightning_tricks.auto_resume import CheckpointFolder, save_durably
-from lightning_tricks.auto_resume.core.safe_loading import KeptCheckpoint, find_objects, load_plain_data, object_pickle
+from lightning_tricks.auto_resume.core.checkpoint_contents import (
+    KeptCheckpoint,
+    find_objects,
+    load_plain_data,
+    object_pickle,
+)
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.auto_resume.test_objects import Argued

@@ -1,7 +1,6 @@
 """Loggers and ModelCheckpoint after kills: rows, files and attributes are those of the run that was never stopped."""
 
 import csv
-import os
 import sys
 import types
 from collections.abc import Mapping
@@ -333,19 +332,6 @@ class Losing(Hyper):
         outputs = super().training_step(batch, batch_idx)
         self.log("loss", outputs["loss"])
         return outputs
-
-
-def test_a_newer_checkpoint_that_was_given_leaves_files_alone(tmp_path):
-    """What came after the save of AutoResume is not withdrawn, as the run does not resume there."""
-    log(tmp_path, "a", CSVLogger, ends=stop, step=7)
-    given = tmp_path / "given.ckpt"
-    fit(epochs=1).save_checkpoint(given)
-    os.utime(given, (2**32, 2**32))
-    trainer_rows = read(tmp_path / "a")["lightning_logs/version_0/metrics.csv"]
-    log(tmp_path, "a", CSVLogger, ckpt_path=given)
-    after = read(tmp_path / "a")["lightning_logs/version_0/metrics.csv"]
-    wanted = [{name: row[name] for name in row} for row in trainer_rows]
-    assert [{name: row[name] for name in wanted[0]} for row in after[: len(wanted)]] == wanted
 
 
 def test_same_weights_with_all_of_it(tmp_path):

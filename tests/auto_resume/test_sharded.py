@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, LoRA, TrainableCheckpoint, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
-from lightning_tricks.auto_resume.core.shards import _MetadataUnpickler
+from lightning_tricks.auto_resume.core.checkpoint_contents import _MetadataUnpickler
 from tests.auto_resume.killing import STOPPED, differences, kill_at, resumed_at, run
 from tests.auto_resume.training import ON_FILES
 from tests.contract.lab import fork

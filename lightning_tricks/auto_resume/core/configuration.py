@@ -20,7 +20,7 @@ import re
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -97,27 +97,22 @@ class Configuration:
     Attributes:
         kinds: What there is: classes of layers, optimizers, schedulers, loaders and callbacks, and buffers.
         values: Their settings. If only one of two starts has a setting, it is not the user's: libraries add defaults.
-        off: The flags "requires_grad" and "training" that are off at the start, by names such as "net.0.training"; a
-            name stands for all that is inside.
         code: Of objects of classes of the user's, the name of the class and a digest of its code.
         records: Hyper-parameters, which do not train by themselves.
-        late: The names of the parameters that `configure_optimizers` made.
         groups: For each optimizer, the names of the parameters in its groups.
         exchanged: Whether the fit exchanged its first optimizers, with which a later start cannot be compared then.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    off: dict[str, bool] = field(default_factory=dict)
     code: dict[str, list[str]] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
-    late: list[str] = field(default_factory=list)
     groups: list[list[list[str]]] = field(default_factory=list)
     exchanged: bool = False
 
     def add(self, other: Configuration) -> None:
         """Add what became known later."""
-        for name in ("kinds", "values", "off", "code", "records"):
+        for name in ("kinds", "values", "code", "records"):
             setattr(self, name, {**getattr(self, name), **getattr(other, name)})  # a save may be reading the old ones
 
     def forget(self, label: str) -> None:
@@ -131,32 +126,22 @@ class Configuration:
         if code := class_code(kind):
             self.code[label] = [kind.__name__, code]
 
-    def names(self) -> set[str]:
-        """Return the names of what is compared or recorded."""
-        return {*self.kinds, *self.values, *self.off, *self.records}
-
     def changes_to(self, now: Configuration) -> list[Change]:
         """Return what another configuration changes of what trains."""
         kinds = changes_between(self.kinds, now.kinds)  # another class of the module is told by its layers and its code
         kinds = [one for one in kinds if one.name != ROOT and not self._has_same_code(one.name, now)]
         common = [{name: of.values[name] for name in now.values if name in self.values} for of in (self, now)]
-        flags = {name: [_is_on(name, of.off) for of in (self, now)] for name in {**self.off, **now.off}}
-        switched = [Change(name, before, after) for name, (before, after) in flags.items() if before != after]
-        # what a scheduler derives from its arguments, in private attributes, changes with them
         values = changes_between(*common)
-        labels = {change.label for change in values if "._" not in change.name}
-        return kinds + [one for one in values if "._" not in one.name or one.label not in labels] + switched
+        # what a scheduler derives from its arguments, in private attributes, changes with them
+        labels, names = {one.label for one in values if "._" not in one.name}, {one.name for one in values}
+        values = [one for one in values if "._" not in one.name or one.label not in labels]
+        return kinds + [one for one in values if _flag_around(one.name) not in names]
 
     def changed_code(self, now: Configuration) -> list[str]:
         """Return the names of the classes whose code another configuration changes."""
         same = [name for name in self.code.keys() & now.code.keys() if self.kinds.get(name) == now.kinds.get(name)]
         names = [name for name in now.code if name in {*same, ROOT} & self.code.keys()]
         return [*dict.fromkeys(now.code[name][0] for name in names if not self._has_same_code(name, now))]
-
-    def is_scaled(self, change: Change, now: Configuration, names: Iterable[str]) -> bool:
-        """Whether a value changes by exactly the factor by which one of some hyper-parameters does."""
-        pairs = [(self.records[name], now.records[name]) for name in names if name in self.records]
-        return any(_is_scaled(change.before, change.now, old, new) for old, new in pairs if old != new)
 
     def _has_same_code(self, name: str, now: Configuration) -> bool:
         both = name in self.code and name in now.code
@@ -335,7 +320,7 @@ def describe_layers(module: nn.Module, skipped: tuple[type, ...], recorded: Set[
         for name, buffer in own_buffers(layer).items():
             shape = "any shape" if buffer is None or is_lazy(buffer) else f"shape {list(buffer.shape)}"
             found.kinds[f"{label}.{name}" if path else name] = BUFFER + shape
-    _add_flags(found.off, module, "")
+        found.values |= _flags(path, layer)
     return found
 
 
@@ -343,30 +328,21 @@ def _label(path: str) -> str:
     return strip_compile_prefix(f"{path}.").removesuffix(".") or ROOT
 
 
-def _add_flags(found: dict[str, bool], module: nn.Module, path: str) -> None:
-    """Add the outermost layers that are frozen or evaluate, and the parameters that are frozen in other layers."""
-    flags = {"requires_grad": [one.requires_grad for one in module.parameters()]}
-    flags["training"] = [one.training for one in module.modules()]
-    if all(map(all, flags.values())):
-        return
-    found |= {
-        f"{_label(path)}.{flag}": False
-        for flag, values in flags.items()
-        if values and not any(values) and _is_on(f"{_label(path)}.{flag}", found)
-    }
-    for own, parameter in module.named_parameters(path, recurse=False):
-        if not parameter.requires_grad and _is_on(f"{_label(own)}.requires_grad", found):
-            found[f"{_label(own)}.requires_grad"] = False
-    for own, child in module.named_children():
-        _add_flags(found, child, f"{path}.{own}" if path else own)
+def _flags(path: str, layer: nn.Module) -> dict[str, bool]:
+    """Return whether anything in a layer trains and has gradients, and which of its own parameters have."""
+    found = {f"{_label(path)}.training": any(one.training for one in layer.modules())}
+    if parameters := list(layer.parameters()):
+        found[f"{_label(path)}.requires_grad"] = any(one.requires_grad for one in parameters)
+    own = layer.named_parameters(path, recurse=False)
+    return found | {f"{_label(name)}.requires_grad": one.requires_grad for name, one in own}
 
 
-def _is_on(name: str, off: Mapping[str, bool]) -> bool:
-    """Whether a flag such as "net.0.training" is on: neither it nor that of a module around it is among those off."""
+def _flag_around(name: str) -> str:
+    """Return the name of a flag such as "net.0.training" in what is around it, which changes with it; or nothing."""
     path, _, flag = name.rpartition(".")
-    parts = path.split(".")
-    around = [ROOT, *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
-    return not any(f"{part}.{flag}" in off for part in around)
+    if flag not in ("requires_grad", "training") or path == ROOT:
+        return ""
+    return f"{path.rpartition('.')[0] or ROOT}.{flag}"
 
 
 def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names: Sequence[Any]) -> Configuration:
@@ -487,16 +463,6 @@ def _are_equal(before: Any, now: Any) -> bool:
     if isinstance(before, str) and isinstance(now, str) and before.startswith("bytecode ") and before != now:
         return now.startswith("bytecode ") and not before.startswith(_BYTECODE)
     return bool(before == now)
-
-
-def _is_scaled(before: Any, now: Any, old: Any, new: Any) -> bool:
-    """Whether a number, or each number of a list, has changed by the factor from `old` to `new`."""
-    if isinstance(before, list) and isinstance(now, list):
-        return len(before) == len(now) and all(_is_scaled(*pair, old, new) for pair in zip(before, now, strict=True))
-    values = before, now, old, new
-    return all(isinstance(value, int | float) and value for value in values) and math.isclose(
-        before * new, now * old, rel_tol=1e-9
-    )
 
 
 def _text(value: Any) -> str:

@@ -18,9 +18,10 @@ from lightning_tricks.auto_resume.core.configuration import GROUP_ENTRIES, Confi
 class ChangedOptimizers:
     """Makes the states that optimizers and schedulers resume from, with what another start changed in them.
 
-    The moments are kept, unless the optimizer needs others. A changed option takes its new value. Schedules whose
-    arguments or learning rates changed have the values that they would have had at this step if they had been there
-    from the start: a deep copy of them is stepped, with the callable objects in it, and what these remember.
+    The moments are kept, unless the class of the optimizer changed or an option of it was switched on or off, such as
+    amsgrad: it may need others. A changed option takes its new value. Schedules whose arguments or learning rates
+    changed have the values that they would have had at this step if they had been there from the start: a deep copy of
+    them is stepped, with the callable objects in it, and what these remember.
 
     Args:
         optimizers: The optimizers as they were created, before their states are loaded; they are not changed.
@@ -112,9 +113,8 @@ class ChangedOptimizers:
 
     def _changes_schedules(self) -> bool:
         """Whether optimizers, learning rates or schedules changed: then all schedules are stepped anew."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        defaults = {name for optimizer in self._optimizers for name in getattr(optimizer, "defaults", ())}
-        options = {"lr", *(name for group in groups for name in group if name not in defaults | GROUP_ENTRIES)}
+        pairs = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        options = {"lr"}.union(*(_of_schedules(*pair) for pair in pairs))
         begins = ("optimizer ", "scheduler ", *(f"{label}." for label in self._labels))
         return any(name.startswith(begins) or name.rpartition(".")[2] in {*options, "groups"} for name in self._changed)
 
@@ -126,8 +126,12 @@ class ChangedOptimizers:
         before, now, label = self._before.groups[number], self._now.groups[number], numbered(self._optimizers)[number]
         pairs = zip(groups, present["param_groups"], strict=True)
         created = [{**stepped, "params": group["params"]} for stepped, group in pairs]
-        if {f"optimizer {number}", f"{label}.groups"} & self._changed:
-            return _usable(optimizer, {**saved, "param_groups": created, "state": _moved(saved, before, now, created)})
+        if f"optimizer {number}" in self._changed:
+            return {**present, "param_groups": created}
+        if any(map(self._is_switched, [name for name in self._changed if name.startswith(f"{label}.")])):
+            saved = {**saved, "state": {}}  # it may need other moments
+        if f"{label}.groups" in self._changed:
+            return {**saved, "param_groups": created, "state": _moved(saved, before, now, created)}
         if before != now and not self._regrouped:  # in another order, as from a set
             saved = {**saved, "state": _moved(saved, before, now, saved["param_groups"])}
         if not self._changed:
@@ -137,7 +141,12 @@ class ChangedOptimizers:
             names = {name for name in new if f"{prefix}.{name}" in self._changed} - {"lr"}
             group |= {name: new[name] for name in names}
             group |= self._rates(optimizer, prefix, group, new) if self._is_rescheduled else {}
-        return _usable(optimizer, {**saved, "param_groups": kept})
+        return {**saved, "param_groups": kept}
+
+    def _is_switched(self, name: str) -> bool:
+        """Whether an option such as "Adam.amsgrad" is switched on or off; weight decay needs no moments."""
+        before, now = self._before.values.get(name), self._now.values.get(name)
+        return bool(before) != bool(now) and not name.endswith((".lr", ".weight_decay"))
 
     def _rates(self, optimizer: Any, prefix: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         """Return what schedules set in a group: from the copies that were stepped, or as they had changed it."""
@@ -158,30 +167,6 @@ class ChangedOptimizers:
 def _of_schedules(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
     """Return the options of a group that schedules set: "lr", and what they add, such as "max_lr"."""
     return {"lr", *group.keys() - getattr(optimizer, "defaults", group).keys() - GROUP_ENTRIES, "initial_lr"}
-
-
-def _usable(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict without the moments of parameters that lack some which the optimizer needs."""
-    states = dict(state["state"])
-    for group in state["param_groups"]:
-        needed = _entries(optimizer, group)
-        for number in group["params"]:
-            if number in states and not needed <= states[number].keys():
-                del states[number]
-    return {**state, "state": states}
-
-
-def _entries(optimizer: Any, options: Mapping[str, Any]) -> Collection[str]:
-    """Return what an optimizer with these options keeps for a parameter, by a step of a copy; nothing if it cannot."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    try:
-        probe = copy.copy(optimizer)
-        probe.state, probe.param_groups = defaultdict(dict), [{**options, "params": [parameter]}]
-        probe.step()
-        return set(probe.state[parameter])
-    except Exception:  # one that needs a closure, or other tensors
-        return set()
 
 
 def _is_replayable(scheduler: Any) -> bool:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -28,32 +28,9 @@ _OVER, _STOPS = -1, -2  # instead of a signal: the fit of the ranks has ended, o
 _SECONDS_BETWEEN_EXCHANGES = 0.1  # between ranks, approximately
 
 
-def available_signals(*names: str) -> tuple[str, ...]:
-    """Return the names of signals that this system has; Windows lacks SIGHUP and SIGUSR1, for example."""
-    return tuple(name for name in names if hasattr(signal.Signals, name))
-
-
-DEFAULT_SIGNALS = available_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-
-
-def check_signals(names: object) -> tuple[str, ...]:
-    """Return the names of signals as a tuple, after checking them.
-
-    Raises:
-        TypeError: If `names` is not a sequence.
-        ValueError: If a name is unknown on this system, or its signal cannot be handled.
-    """
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"signals must be a sequence of names such as ('SIGTERM', 'SIGINT'), got {names!r}.")
-    found = tuple(names)
-    for name in found:
-        if not isinstance(name, str) or not name.startswith("SIG") or not hasattr(signal.Signals, name):
-            raise ValueError(
-                f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}, which is not one."
-            )
-        if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"signals must not hold {name}, which no process can handle.")
-    return found
+# Windows lacks SIGHUP and SIGUSR1; no process can handle SIGKILL and SIGSTOP
+DEFAULT_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal.Signals, name))
+KNOWN_SIGNALS = tuple(name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP"))
 
 
 def misses_slurm_signals() -> bool:
