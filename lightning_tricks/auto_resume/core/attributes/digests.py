@@ -29,8 +29,8 @@ from torch import Tensor
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, type_name
-from lightning_tricks.auto_resume.core.attributes.columns import stacked
 from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_generator, is_plain_dtype, kind_of
+from lightning_tricks.auto_resume.core.tensor_block import stacked
 
 MAX_BYTES = 64 * 2**20  # of a value that are read
 _READ_EACH_TIME = 2**18  # bytes of a tensor; of a larger one the version tells whether it changed

@@ -67,7 +67,6 @@ def _refers(encoded: Any, paths: Collection[str]) -> bool:
     """Whether a container shares an entry with an attribute of some paths, which has to be restored before it."""
     if isinstance(encoded, Mapping):
         is_reference = encoded.get("kind") == "same" and encoded["path"] in paths
-        is_reference |= encoded.get("kind") == "tensors" and any(path in paths for path in encoded["paths"])
         return is_reference or any(_refers(part, paths) for part in encoded.values())
     return isinstance(encoded, list | tuple) and any(_refers(part, paths) for part in encoded)
 
