@@ -6,6 +6,7 @@ be seen of it. No code of the user is run.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import logging
@@ -28,7 +29,12 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
-from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, type_name
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    SCALARS,
+    attribute_dict,
+    is_subclass,
+    type_name,
+)
 from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_generator, is_plain_dtype, kind_of
 from lightning_tricks.auto_resume.core.tensor_block import stacked
 
@@ -152,9 +158,9 @@ class ValueDigest:
             return name, found.parts(value), list((found.container.items if found.is_keyed else list)(value))
         if is_generator(value) and not self._same_process:
             return name, found.parts(value)["type"].partition(" ")[0]
-        if found.name in ("tensor", "parameter") and not found.is_composite:
+        if found.name in ("tensor", "parameter"):
             return self._tensor(value, name)
-        if found.name in ("array", "scalar") and not found.is_composite and is_plain_dtype(value.dtype):
+        if found.name in ("array", "scalar") and is_plain_dtype(value.dtype):
             return name, value.dtype.descr, value.shape, self._read(value)
         return name, found.parts(value)
 
@@ -213,6 +219,8 @@ class ValueDigest:
             if memoryview(value).readonly:
                 return type_name(kind)
             first = "" if self._same_process else _first_bytes(value)
+        elif is_subclass(kind, np.ndarray) and not self._same_process:
+            first = _array_parts(value)
         self.is_plain, content = False, ValueDigest()
         if self._same_process and not self._is_walkable(value):
             content._bytes_left = self._bytes_left
@@ -295,6 +303,10 @@ def _visible_content(value: Any, kind: type) -> Any:
         return bytes(memoryview(value).cast("B")[:MAX_BYTES])
     if is_subclass(kind, Tensor):
         return _tensor_parts(value)
+    if is_subclass(kind, np.ndarray):
+        return _array_parts(value)
+    if kind is types.MappingProxyType:
+        return gc.get_referents(value)
     library = kind.__module__.partition(".")[0]
     if library in ("weakref", "_weakrefset"):
         held = [(value(),)] if kind is ref else value.items() if hasattr(kind, "items") else zip(value)
@@ -309,12 +321,20 @@ def _first_bytes(value: Any) -> bytes:
     return bytes(memoryview(value).cast("B")[:_MAPPED_BYTES])
 
 
+def _array_parts(value: Any) -> Any:
+    """Return the entries and the attributes of an array of objects, or of a subclass."""
+    plain = np.asarray(value)
+    return plain.tolist() if plain.dtype.hasobject else plain, attribute_dict(value)
+
+
 def _tensor_parts(value: Any) -> Any:
-    """Return the plain tensors of a quantized, nested or sparse one."""
+    """Return the plain tensors of a quantized, nested or sparse one, or one of a subclass."""
     if value.is_quantized:
         return value.dequantize()
     if value.is_nested:
         return list(value.unbind())
     if value.layout is torch.sparse_coo:
         return [value._indices(), value._values()]
-    return value.values() if value.layout is not torch.strided else ""
+    if value.layout is not torch.strided:
+        return value.values()
+    return "" if type(value) is Tensor else value.detach().as_subclass(Tensor)

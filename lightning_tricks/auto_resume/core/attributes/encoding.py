@@ -255,26 +255,17 @@ def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: t
     """Return a value by its parts.
 
     Raises:
-        CannotRestoreError: If a part is not plain data, or another value would be made of the parts.
+        CannotRestoreError: If a part is not plain data.
     """
-    budget.consume(64 + (0 if found.is_composite else num_bytes(value)))  # else each part counts itself
-    # parts are made for this, and nothing else shares them, but for the dict behind a proxy
-    inner, parts = replace(budget, opaque_values={}, path=budget.path if found.is_view else ""), found.parts(value)
-    inside = (*location, found.name)
-    if not found.is_composite:
-        encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts.items()}
-        encoded = {"kind": found.name, **encoded}
-    else:
-        encoded = {"kind": "parts", "type": found.name, "parts": encode(parts, inner, inside)}
-        if not found.is_view:
-            again = replace(inner, bytes_left=budget.bytes_left)
-            others = encode(found.parts(found.rebuild(parts, MISSING)), again, inside)
-            if any(True for _ in differing_paths(encoded["parts"], others)):
-                raise CannotRestoreError("another value would be made of its parts")
+    budget.consume(64 + num_bytes(value))
+    # parts are made for this, and nothing else shares them
+    inner, inside = replace(budget, opaque_values={}, path=""), (*location, found.name)
+    parts = found.parts(value).items()
+    encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts}
     budget.bytes_left = inner.bytes_left
     if inner.opaque_values:
         raise CannotRestoreError("a part of it is not plain data")
-    return encoded
+    return {"kind": found.name, **encoded}
 
 
 class Decoder:
@@ -336,11 +327,6 @@ class Decoder:
         found = kind_named(encoded)
         if found.container:
             return self._decode_container(encoded, found, present, path)
-        if found.is_composite:
-            inner = f"{path}.{found.name}" if found.is_view and path else ""
-            parts = self.decode(encoded["parts"], path=inner)
-            self.made.update({inner: parts} if inner else {})
-            return found.rebuild(parts, present)
         return found.rebuild(
             {name: part if name == "data" else self.decode(part) for name, part in encoded.items()}, present
         )
