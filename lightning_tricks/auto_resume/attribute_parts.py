@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.callbacks import averaged_models
@@ -32,7 +33,7 @@ from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths, is_clock_reading
-from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras
+from lightning_tricks.auto_resume.core.attributes.model_structure import names_in_state_of
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, summarized
@@ -85,8 +86,9 @@ class AttributeOwners:
 
     def all(self) -> dict[str, object]:
         """Return these, and what optimizers hold beside their state dicts, from the fit's start on."""
-        extras = optimizer_extras(self.trainer.optimizers) if self.has_optimizers else {}
-        return {**self.module_and_callbacks(), **extras}
+        optimizers = self.trainer.optimizers if self.has_optimizers else []
+        named = {f"optimizers.{number}": optimizer for number, optimizer in enumerate(optimizers)}
+        return {**self.module_and_callbacks(), **named}
 
     def skipped_names(self, owner: object) -> Collection[str]:
         """Return the names of the attributes that others restore; "state_dict" if they restore the object itself."""
@@ -166,9 +168,8 @@ class Attributes(Part):
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Restore what `changes` returned."""
         self._tracker.note(changes)
-        owners, extras = self._owners.module_and_callbacks(), optimizer_extras(self.trainer.optimizers)
-        failed = restore_changes({**owners, **extras}, changes, skipped=self._owners.skipped_names)
-        restore_optimizer_extras(self.trainer.optimizers, extras)
+        owners = self._owners.all()
+        failed = restore_changes(owners, changes, skipped=self._owners.skipped_names)
         removed_callbacks = {
             path for path in failed if path.startswith("callbacks.") and path not in owners and path.count(".") == 1
         }
@@ -242,6 +243,8 @@ class DatasetHolders(Part):
 def _lightning_attributes(owner: object) -> Collection[str]:
     """Return the names of the attributes that are Lightning's, or callbacks, which are owners themselves."""
     kind = type(owner)  # a proxy answers `isinstance` as it likes
+    if issubclass(kind, Optimizer):
+        return names_in_state_of(owner)
     if issubclass(kind, _EXCLUDED_CALLBACKS):
         return (*vars(owner), "state_dict")  # met in what a module keeps, such as the arguments of its Trainer
     if issubclass(kind, LightningModule):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,20 +158,13 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def optimizer_extras(optimizers: Sequence[Any]) -> dict[str, SimpleNamespace]:
-    """Return the attributes of optimizers that are not from torch, such as slow weights or an inner optimizer."""
-    return {f"optimizers.{number}": SimpleNamespace(**_own_extras(owner)) for number, owner in enumerate(optimizers)}
+def names_in_state_of(optimizer: Any) -> list[str]:
+    """Return the names of an optimizer's attributes that its state dict covers, or that are functions.
 
-
-def restore_optimizer_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]) -> None:
-    """Set the attributes of `optimizer_extras` in the optimizers, with the values that they have now."""
-    for number, optimizer in enumerate(optimizers):
-        vars(optimizer).update(vars(extras[f"optimizers.{number}"]))
-
-
-def _own_extras(optimizer: Any) -> dict[str, Any]:
+    Others are from classes that are not torch's, such as slow weights or an inner optimizer.
+    """
     known = _torch_attributes()
-    return {name: value for name, value in vars(optimizer).items() if name not in known and not callable(value)}
+    return [name for name, value in vars(optimizer).items() if name in known or callable(value)]
 
 
 @cache

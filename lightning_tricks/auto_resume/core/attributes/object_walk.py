@@ -80,11 +80,6 @@ _WALKED_TORCH_MODULES = (
 SkippedNames = Callable[[Any], Collection[str]]
 
 
-def is_never_walked(kind: type) -> bool:
-    """Whether objects of a type are not walked even where they are given by name."""
-    return is_subclass(kind, *_NEVER_WALKED)
-
-
 @remembered_by_type
 def is_walkable(kind: type) -> bool:
     """Whether objects of a type are walked: modules, and objects of classes that no known library defines."""
@@ -191,9 +186,10 @@ class ObjectWalk:
         walk = cls(skipped, with_code)
         walk.has_models = any(is_subclass(type(root), nn.Module) for root in roots.values())
         for name, root in roots.items():
-            if is_never_walked(type(root)) or type(root) in SCALARS:
+            kind = type(root)
+            if kind in SCALARS or (is_subclass(kind, *_NEVER_WALKED) and not is_subclass(kind, Optimizer)):
                 continue
-            if has_attributes(type(root)) and container_kind(type(root)) is None:
+            if has_attributes(kind) and container_kind(kind) is None:
                 walk._visit(root, name, 0)
             else:
                 walk._add_slot(AttributeSlot(None, name, "", root), name, 0)
