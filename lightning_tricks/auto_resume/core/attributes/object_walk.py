@@ -158,6 +158,7 @@ class ObjectWalk:
         modules: Path of each module that another one registers -> path of that one, and the name in it.
         stateful: Path -> object with a `state_dict` and a `load_state_dict`: an object that is not a module, or the
             tensors of a module that is neither registered by another one nor a root.
+        tensors: Path -> parameter or buffer.
         registered: Id of each parameter and buffer -> its path.
         paths: Id of each object -> its path.
         references: Id -> path of objects, parameters and buffers.
@@ -171,6 +172,7 @@ class ObjectWalk:
     owners: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
     stateful: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     registered: dict[int, str] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     references: dict[int, str] = field(default_factory=dict)
@@ -196,13 +198,6 @@ class ObjectWalk:
         walk.references = walk.registered | walk.paths
         walk.slots = {path: slot for path, slot in walk.slots.items() if id(slot.value) not in walk.registered}
         return walk
-
-    def tensor(self, path: str) -> Any:
-        """Return a parameter or a buffer; `MISSING` if there is none at the path."""
-        owner, _, name = path.rpartition(".")
-        own = attribute_dict(self.owners.get(owner)) or {}
-        found = [registry[name] for kind in REGISTRIES[:-1] if name in (registry := own.get(kind, {}))]
-        return found[0] if found else MISSING
 
     def digest(self, value: Any, *, same_process: bool = True) -> ValueDigest:
         """Return the digest of a value, in which walked objects, parameters and buffers count by their paths."""
@@ -302,6 +297,7 @@ class ObjectWalk:
             for name, part in registry.items():
                 if part is not None:
                     self.registered.setdefault(id(part), f"{path}.{name}")
+                    self.tensors[f"{path}.{name}"] = part
         for name, child in modules.items():
             if child is not None and name not in skipped:
                 inner = f"{path}.{name}"
@@ -357,11 +353,6 @@ class ObjectWalk:
             self.stateful[path] = InPlaceOptimizerState(value) if is_subclass(type(value), Optimizer) else value
 
 
-def is_skipped(owner: Any, name: str, skipped: SkippedNames) -> bool:
-    """Whether an attribute of an object is left out of a walk."""
-    return name in skipped(owner) or (is_subclass(type(owner), nn.Module) and name in module_internals())
-
-
 class UnsavedModuleState:
     """The parameters and buffers of a module that are saved nowhere else.
 
@@ -384,11 +375,10 @@ class UnsavedModuleState:
             CannotRestoreError: If a tensor is missing or has another shape.
         """
         own = self.tensors()
-        for name, value in state.items():
-            if name not in own or own[name].shape != value.shape:
-                raise CannotRestoreError(f"it has no tensor {name} of shape {tuple(value.shape)}")
         with torch.no_grad():
             for name, value in state.items():
+                if name not in own or own[name].shape != value.shape:
+                    raise CannotRestoreError(f"it has no tensor {name} of shape {tuple(value.shape)}")
                 own[name].copy_(value)
 
     def tensors(self) -> dict[str, Tensor]:

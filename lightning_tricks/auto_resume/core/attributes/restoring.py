@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from torch import nn
+
+from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
     CannotRestoreError,
     delete_attribute,
     find_class,
+    is_subclass,
     set_attribute,
     type_name,
 )
@@ -20,7 +24,6 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     ObjectWalk,
     SkippedNames,
     can_be_rebuilt,
-    is_skipped,
     nothing_skipped,
 )
 from lightning_tricks.auto_resume.core.attributes.value_kinds import replace_contents
@@ -102,7 +105,8 @@ class _Restoration(Decoder):
             self.failed[owner] = "it does not exist here"
             return
         self._owner = walk.owners.get(owner)
-        if owner in walk.owners and is_skipped(self._owner, change["name"], self._skipped):
+        internals = module_internals() if is_subclass(type(self._owner), nn.Module) else ()
+        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals):
             self.failed[path] = "it is an internal attribute of its class"
             return
         try:
@@ -142,14 +146,10 @@ class _Restoration(Decoder):
 
     def known(self, path: str) -> Any:
         """Return the value that a change refers to by its path."""
-        if path in self.made:
-            return self.made[path]
-        if path in self.walk.owners:
-            return self.walk.owners[path]
-        if path in self.walk.slots:
-            return self.walk.slots[path].value
-        found = self.walk.tensor(path)
-        return super().known(path) if found is MISSING else found
+        for known in (self.made, self.walk.owners, self.walk.tensors):
+            if path in known:
+                return known[path]
+        return self.walk.slots[path].value if path in self.walk.slots else super().known(path)
 
     def rebuild(self, name: str) -> Any:
         """Return a new object of a class that the module of its owner knows."""
