@@ -71,20 +71,21 @@ class AttributeOwners:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module, self.has_optimizers = trainer, module, False
-        self._restored_by_others: set[int] = set()  # ids of objects, gathered once for each walk
+        self._restored_by_others: set[int] = set()  # ids of objects that Lightning saves, gathered for each walk
 
     def module_and_callbacks(self) -> dict[str, object]:
         """Return the module, the datamodule and the callbacks whose attributes are saved, by name."""
-        self._update_restored_by_others()
-        datamodule = datamodule_of(self.trainer)
+        trainer, datamodule = self.trainer, datamodule_of(self.trainer)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._restored_by_others = set(map(id, (*trainer.optimizers, *schedulers, *averaged_models(trainer))))
         callbacks = {
             name: callback
-            for name, callback in named_callbacks(self.trainer).items()
+            for name, callback in named_callbacks(trainer).items()
             if not isinstance(callback, _EXCLUDED_CALLBACKS)
         }
         return {"module": self.module, **({} if datamodule is None else {"datamodule": datamodule}), **callbacks}
 
-    def all(self) -> dict[str, object]:
+    def roots(self) -> dict[str, object]:
         """Return these, and what optimizers hold beside their state dicts, from the fit's start on."""
         optimizers = self.trainer.optimizers if self.has_optimizers else []
         named = {f"optimizers.{number}": optimizer for number, optimizer in enumerate(optimizers)}
@@ -98,12 +99,6 @@ class AttributeOwners:
     def walk(self) -> ObjectWalk:
         """Return a walk over the module, the datamodule and the callbacks."""
         return ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
-
-    def _update_restored_by_others(self) -> None:
-        """Gather the optimizers, the schedulers and the averaged weights that Lightning saves."""
-        trainer = self.trainer
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._restored_by_others = set(map(id, (*trainer.optimizers, *schedulers, *averaged_models(trainer))))
 
 
 class Attributes(Part):
@@ -122,7 +117,7 @@ class Attributes(Part):
         super().__init__(owners.trainer, owners.module)
         self._owners = owners
         self._tracker = AttributeTracker(
-            owners.all,
+            owners.roots,
             skipped=owners.skipped_names,
             saves_unchanged=is_generator,  # as they may have no seed
         )
@@ -168,7 +163,7 @@ class Attributes(Part):
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Restore what `changes` returned."""
         self._tracker.note(changes)
-        owners = self._owners.all()
+        owners = self._owners.roots()
         failed = restore_changes(owners, changes, skipped=self._owners.skipped_names)
         removed_callbacks = {
             path for path in failed if path.startswith("callbacks.") and path not in owners and path.count(".") == 1
