@@ -219,8 +219,8 @@ class ValueDigest:
             if memoryview(value).readonly:
                 return type_name(kind)
             first = "" if self._same_process else _first_bytes(value)
-        elif is_subclass(kind, np.ndarray) and not self._same_process:
-            first = _array_parts(value)
+        elif is_subclass(kind, np.ndarray, Tensor) and not self._same_process:
+            first = _visible_content(value, kind)
         self.is_plain, content = False, ValueDigest()
         if self._same_process and not self._is_walkable(value):
             content._bytes_left = self._bytes_left
@@ -303,8 +303,9 @@ def _visible_content(value: Any, kind: type) -> Any:
         return bytes(memoryview(value).cast("B")[:MAX_BYTES])
     if is_subclass(kind, Tensor):
         return _tensor_parts(value)
-    if is_subclass(kind, np.ndarray):
-        return _array_parts(value)
+    if is_subclass(kind, np.ndarray):  # of objects, or a subclass
+        plain = np.asarray(value)
+        return plain.tolist() if plain.dtype.hasobject else plain, attribute_dict(value)
     if kind is types.MappingProxyType:
         return gc.get_referents(value)
     library = kind.__module__.partition(".")[0]
@@ -319,12 +320,6 @@ def _visible_content(value: Any, kind: type) -> Any:
 
 def _first_bytes(value: Any) -> bytes:
     return bytes(memoryview(value).cast("B")[:_MAPPED_BYTES])
-
-
-def _array_parts(value: Any) -> Any:
-    """Return the entries and the attributes of an array of objects, or of a subclass."""
-    plain = np.asarray(value)
-    return plain.tolist() if plain.dtype.hasobject else plain, attribute_dict(value)
 
 
 def _tensor_parts(value: Any) -> Any:
