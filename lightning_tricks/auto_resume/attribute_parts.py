@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.callbacks import averaged_models
@@ -32,7 +33,7 @@ from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths, is_clock_reading
-from lightning_tricks.auto_resume.core.attributes.model_structure import optimizer_extras, restore_optimizer_extras
+from lightning_tricks.auto_resume.core.attributes.model_structure import names_in_state_of
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, summarized
@@ -63,47 +64,41 @@ class AttributeOwners:
     Args:
         trainer: The Trainer of the fit.
         module: The module that is trained.
+
+    Attributes:
+        has_optimizers: Whether the optimizers of this fit were created, which may have attributes of their own.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self.trainer, self.module = trainer, module
-        self._restored_by_others: set[int] = set()  # ids of objects, gathered once for each walk
+        self.trainer, self.module, self.has_optimizers = trainer, module, False
+        self._restored_by_others: set[int] = set()  # ids of objects that Lightning saves, gathered for each walk
 
     def module_and_callbacks(self) -> dict[str, object]:
         """Return the module, the datamodule and the callbacks whose attributes are saved, by name."""
-        self._update_restored_by_others()
-        datamodule = datamodule_of(self.trainer)
+        trainer, datamodule = self.trainer, datamodule_of(self.trainer)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._restored_by_others = set(map(id, (*trainer.optimizers, *schedulers, *averaged_models(trainer))))
         callbacks = {
             name: callback
-            for name, callback in named_callbacks(self.trainer).items()
+            for name, callback in named_callbacks(trainer).items()
             if not isinstance(callback, _EXCLUDED_CALLBACKS)
         }
         return {"module": self.module, **({} if datamodule is None else {"datamodule": datamodule}), **callbacks}
 
-    def optimizer_attributes(self) -> dict[str, Any]:
-        """Return what optimizers hold beside their state dicts, and the module, whose parameters that may be."""
-        self._update_restored_by_others()
-        return {"module": self.module, **optimizer_extras(self.trainer.optimizers)}
+    def roots(self) -> dict[str, object]:
+        """Return these, and what optimizers hold beside their state dicts, from the fit's start on."""
+        optimizers = self.trainer.optimizers if self.has_optimizers else []
+        named = {f"optimizers.{number}": optimizer for number, optimizer in enumerate(optimizers)}
+        return {**self.module_and_callbacks(), **named}
 
     def skipped_names(self, owner: object) -> Collection[str]:
         """Return the names of the attributes that others restore; "state_dict" if they restore the object itself."""
         is_restored = id(owner) in self._restored_by_others
         return (*_lightning_attributes(owner), *(("state_dict",) if is_restored else ()))
 
-    def skipped_names_in_optimizers(self, owner: object) -> Collection[str]:
-        """Return what `skipped_names` does, and all attributes of modules, which are saved with the modules."""
-        is_module = issubclass(type(owner), nn.Module)
-        return (*dir(type(owner)), *vars(owner)) if is_module else self.skipped_names(owner)
-
     def walk(self) -> ObjectWalk:
         """Return a walk over the module, the datamodule and the callbacks."""
         return ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
-
-    def _update_restored_by_others(self) -> None:
-        """Gather the optimizers, the schedulers and the averaged weights that Lightning saves."""
-        trainer = self.trainer
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._restored_by_others = set(map(id, (*trainer.optimizers, *schedulers, *averaged_models(trainer))))
 
 
 class Attributes(Part):
@@ -122,25 +117,18 @@ class Attributes(Part):
         super().__init__(owners.trainer, owners.module)
         self._owners = owners
         self._tracker = AttributeTracker(
-            owners.module_and_callbacks,
+            owners.roots,
             skipped=owners.skipped_names,
             saves_unchanged=is_generator,  # as they may have no seed
         )
-        self._optimizer_tracker: AttributeTracker | None = None  # once there are optimizers
-        self._had_optimizer_extras = False
         self._drawn = self._unseeded_values()  # what changes later is saved or named
         self.failed: list[str] = []
 
     def note(self, phase: Phase) -> None:
         """Note what optimizers hold as soon as there are some, and what the hooks of an epoch's start changed."""
         if phase is Phase.FIT_START:
-            self._optimizer_tracker = AttributeTracker(
-                self._owners.optimizer_attributes,
-                skipped=self._owners.skipped_names_in_optimizers,
-                with_code=False,
-                saves_unchanged=lambda value: True,  # another process creates optimizers from the weights it resumes
-            )
-            self._have_optimizers_extras()
+            # all of what they hold counts as changed: another process makes it of the weights that it resumes
+            self._owners.has_optimizers = True
         elif phase is Phase.AFTER_HOOKS:
             self.changes(after_hooks=True)
 
@@ -149,11 +137,7 @@ class Attributes(Part):
 
         With `after_hooks`, the hooks were called that a resumed fit calls again before it restores attributes.
         """
-        changes = self._tracker.changes(after_hooks=after_hooks)
-        if self._optimizer_tracker is not None and self._have_optimizers_extras():
-            others = self._optimizer_tracker.changes()
-            changes = {"values": changes["values"] | others["values"], "lost": changes["lost"] | others["lost"]}
-        return dict(changes)
+        return dict(self._tracker.changes(after_hooks=after_hooks))
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the changes, and digests of what random numbers may have made."""
@@ -179,9 +163,8 @@ class Attributes(Part):
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Restore what `changes` returned."""
         self._tracker.note(changes)
-        owners, extras = self._owners.module_and_callbacks(), optimizer_extras(self.trainer.optimizers)
-        failed = restore_changes({**owners, **extras}, changes, skipped=self._owners.skipped_names)
-        restore_optimizer_extras(self.trainer.optimizers, extras)
+        owners = self._owners.roots()
+        failed = restore_changes(owners, changes, skipped=self._owners.skipped_names)
         removed_callbacks = {
             path for path in failed if path.startswith("callbacks.") and path not in owners and path.count(".") == 1
         }
@@ -204,12 +187,6 @@ class Attributes(Part):
         known = (*saved.rank["attributes"]["values"], *saved.rank["attributes"]["lost"])
         others = [path for path in before if path in now and before[path] != now[path]]
         return [path for path in others if not any(f"{path}.".startswith(f"{parent}.") for parent in known)]
-
-    def _have_optimizers_extras(self) -> bool:
-        """Whether optimizers hold something beside their state dicts, or did so since the fit started."""
-        now = any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values())
-        self._had_optimizer_extras |= now
-        return self._had_optimizer_extras
 
     def _unseeded_values(self) -> dict[str, int]:
         """Return digests of the attributes that random numbers may have made."""
@@ -261,6 +238,8 @@ class DatasetHolders(Part):
 def _lightning_attributes(owner: object) -> Collection[str]:
     """Return the names of the attributes that are Lightning's, or callbacks, which are owners themselves."""
     kind = type(owner)  # a proxy answers `isinstance` as it likes
+    if issubclass(kind, Optimizer):
+        return names_in_state_of(owner)
     if issubclass(kind, _EXCLUDED_CALLBACKS):
         return (*vars(owner), "state_dict")  # met in what a module keeps, such as the arguments of its Trainer
     if issubclass(kind, LightningModule):

@@ -257,14 +257,15 @@ class Communication(ComparedPart):
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the numbers of each object."""
-        return {self.name: [{name: value for name, value in own if _is_number(value)} for own in self._attributes()]}
+        counting = map(attributes, self._objects())
+        return {self.name: [{name: value for name, value in own if _is_number(value)} for own in counting]}
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
         """Return the states of hooks that hold more, by bucket: a process that begins has other buckets."""
         return [
             f"the {type(state).__name__} of a communication hook"
-            for state, own in zip(self._objects(), self._attributes(), strict=True)
-            if any(_may_change(value) for _, value in own)
+            for state in self._objects()
+            if any(_may_change(value) for _, value in attributes(state))
         ]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
@@ -276,9 +277,6 @@ class Communication(ComparedPart):
     def _objects(self) -> list[Any]:
         found = [state for _, state in communication_hooks(self.trainer.model)]
         return [value for value in (*found, model_averager(self.trainer)) if value is not None]
-
-    def _attributes(self) -> list[list[tuple[str, Any]]]:
-        return [attributes(value) for value in self._objects()]
 
 
 class Gradients(ComparedPart):

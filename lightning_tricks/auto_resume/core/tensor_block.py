@@ -1,10 +1,11 @@
-"""Small tensors of nested containers in one block: `torch.save` writes a record of its own for each storage."""
+"""Small tensors in few blocks: `torch.save` writes a record of its own for each storage."""
 
 from __future__ import annotations
 
 import math
+import operator
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 _MAX_BYTES = 1 << 14  # of a tensor in a block
 _NAMES = "float64 int64 float32 int32 float16 bfloat16 int16 int8 uint8 bool"  # each begins at a multiple of its size
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+_TRAITS = operator.attrgetter("is_cpu", "requires_grad", "is_quantized", "dtype", "shape")
+Block = tuple[list[int], Tensor]
 
 
 def pack(value: Any) -> dict[str, Any]:
@@ -81,3 +84,24 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if kind is list or kind is tuple:
         return kind([_rebuilt(part, change) for part in value])
     return change(value)
+
+
+def stacked(tensors: Sequence[Tensor], max_bytes: float = math.inf) -> tuple[list[Block], list[int]]:
+    """Return tensors as a few blocks: the numbers of those of one dtype and shape, and their data, stacked.
+
+    Args:
+        tensors: The tensors, which have to be dense.
+        max_bytes: The size of the largest tensor to take.
+
+    Returns:
+        The blocks, and the numbers of all others: large ones, and what is no plain data on the CPU.
+    """
+    groups, blocks, others = dict[Any, list[int]](), list[Block](), list[int]()
+    for number, traits in enumerate(map(_TRAITS, tensors)):
+        groups.setdefault(traits, []).append(number)
+    for (is_cpu, requires_grad, is_quantized, *_), numbers in groups.items():
+        if is_cpu and not (requires_grad or is_quantized) and tensors[numbers[0]].nbytes <= max_bytes:
+            blocks.append((numbers, torch.stack([tensors[number] for number in numbers])))
+        else:
+            others += numbers
+    return blocks, others

@@ -6,6 +6,7 @@ be seen of it. No code of the user is run.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import logging
@@ -29,9 +30,14 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
-from lightning_tricks.auto_resume.core.attributes.attribute_access import SCALARS, is_subclass, type_name
-from lightning_tricks.auto_resume.core.attributes.columns import stacked
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    SCALARS,
+    attribute_dict,
+    is_subclass,
+    type_name,
+)
 from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_generator, is_plain_dtype, kind_of
+from lightning_tricks.auto_resume.core.tensor_block import stacked
 
 MAX_BYTES = 64 * 2**20  # of a value that are read
 _READ_EACH_TIME = 2**18  # bytes of a tensor; of a larger one the version tells whether it changed
@@ -153,9 +159,9 @@ class ValueDigest:
             return name, found.parts(value), list((found.container.items if found.is_keyed else list)(value))
         if is_generator(value) and not self._same_process:
             return name, found.parts(value)["type"].partition(" ")[0]
-        if found.name in ("tensor", "parameter") and not found.is_composite:
+        if found.name in ("tensor", "parameter"):
             return self._tensor(value, name)
-        if found.name in ("array", "scalar") and not found.is_composite and is_plain_dtype(value.dtype):
+        if found.name in ("array", "scalar") and is_plain_dtype(value.dtype):
             return name, value.dtype.descr, value.shape, self._read(value)
         return name, found.parts(value)
 
@@ -217,6 +223,8 @@ class ValueDigest:
             if memoryview(value).readonly:
                 return type_name(kind)
             first = "" if self._same_process else _first_bytes(value)
+        elif is_subclass(kind, np.ndarray, Tensor) and not self._same_process:
+            first = _visible_content(value, kind)
         self.is_plain, content = False, ValueDigest()
         if self._same_process and not self._is_walkable(value):
             content._bytes_left = self._bytes_left
@@ -299,6 +307,11 @@ def _visible_content(value: Any, kind: type) -> Any:
         return bytes(memoryview(value).cast("B")[:MAX_BYTES])
     if is_subclass(kind, Tensor):
         return _tensor_parts(value)
+    if is_subclass(kind, np.ndarray):  # of objects, or a subclass
+        plain = np.asarray(value)
+        return plain.tolist() if plain.dtype.hasobject else plain, attribute_dict(value)
+    if kind is types.MappingProxyType:
+        return gc.get_referents(value)
     library = kind.__module__.partition(".")[0]
     if library in ("weakref", "_weakrefset"):
         held = [(value(),)] if kind is ref else value.items() if hasattr(kind, "items") else zip(value)
@@ -314,11 +327,13 @@ def _first_bytes(value: Any) -> bytes:
 
 
 def _tensor_parts(value: Any) -> Any:
-    """Return the plain tensors of a quantized, nested or sparse one."""
+    """Return the plain tensors of a quantized, nested or sparse one, or one of a subclass."""
     if value.is_quantized:
         return value.dequantize()
     if value.is_nested:
         return list(value.unbind())
     if value.layout is torch.sparse_coo:
         return [value._indices(), value._values()]
-    return value.values() if value.layout is not torch.strided else ""
+    if value.layout is not torch.strided:
+        return value.values()
+    return "" if type(value) is Tensor else value.detach().as_subclass(Tensor)

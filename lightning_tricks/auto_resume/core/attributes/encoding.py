@@ -2,7 +2,8 @@
 
 What has no JSON form becomes a dict with a `kind`, see `VALUE_KINDS`. A value that is not plain data, such as a
 function, leaves a hole, which the value in the same place of the fresh process fills. No code of a file is run.
-Rows that are alike, such as the transitions of a replay buffer, are written by columns: their tensors are few blocks.
+Tuples that are alike, such as the transitions of a replay buffer, are written by columns: their tensors are few blocks.
+To read, write and create a hundred thousand tensors one by one takes most of its time for what is done once for each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     set_attribute,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.columns import decode_column, encode_column
 from lightning_tricks.auto_resume.core.attributes.value_kinds import (
     ValueKind,
     is_mutable,
@@ -41,11 +41,13 @@ from lightning_tricks.auto_resume.core.attributes.value_kinds import (
     kind_of,
     num_bytes,
 )
+from lightning_tricks.auto_resume.core.tensor_block import stacked
 
 KEY = "a key"  # the name of a key of a dict in a path
 MAX_DEPTH = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
 _CLOCKS = [(clock, clock()) for clock in (time.monotonic, time.perf_counter)]  # and what they showed at first
 _A_DAY = 86400.0
+_MIN_ROWS = 8  # fewer are not worth it
 _byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds  # elsewhere before NumPy 2
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # other objects may not define equality
 
@@ -193,41 +195,77 @@ def _encode_container(value: Any, found: ValueKind, budget: EncodeBudget, locati
 
 
 def _encode_rows(rows: Sequence[Any], budget: EncodeBudget, location: tuple[str, ...]) -> Any:
-    """Return entries by columns if they are alike, and hold numbers, tensors and arrays; else `MISSING`."""
-    size, places, path = budget.bytes_left, dict[int, str](), ".".join((budget.path, *location)) if budget.path else ""
-    encoded = encode_column(rows, budget, places, path)
+    """Return tuples that hold numbers, strings and tensors by columns; `MISSING` where there are others, or few.
+
+    A column of tensors is one of numbers: each tensor is written once, however many tuples hold it.
+    """
+    if len(rows) < _MIN_ROWS or set(map(type, rows)) != {tuple} or len(set(map(len, rows))) > 1 or not rows[0]:
+        return MISSING
+    columns, numbers, tensors, size = list[Any](), dict[int, int](), list[Tensor](), 0
+    for column in zip(*rows, strict=True):
+        kinds = set(map(type, column))
+        if kinds == {Tensor}:
+            for part in column:
+                if numbers.setdefault(id(part), len(tensors)) == len(tensors):
+                    tensors.append(part)
+            columns.append(torch.tensor([numbers[id(part)] for part in column]))
+        elif kinds <= SCALARS and not any(type(part) is int and part.bit_length() > 1000 for part in column):
+            columns.append(list(column))
+            size += 16 * len(column) + sum(len(part) for part in column if type(part) is str)
+        else:
+            return MISSING
+    encoded = _encode_tensors(tensors, budget, location)
     if encoded is MISSING:
-        budget.bytes_left = size
-    elif places:
-        budget.places.update(places)
-        budget.taken.update(places.values())
-    return encoded
+        return MISSING
+    budget.consume(size)
+    return {"columns": columns, **encoded}
+
+
+def _encode_tensors(tensors: Sequence[Tensor], budget: EncodeBudget, location: tuple[str, ...]) -> Any:
+    """Return tensors as blocks, and as references those that are saved elsewhere; `MISSING` if one is no plain data."""
+    same, own = dict[int, str](), dict[int, Tensor]()
+    for number, tensor in enumerate(tensors):
+        if path := budget.known.get(id(tensor)) or budget.places.get(id(tensor)):
+            same[number] = path
+        elif id(tensor) in budget.registered or tensor.layout is not torch.strided or tensor.is_nested:
+            return MISSING
+        else:
+            own[number] = tensor
+    left, places = list(own.values()), list(own)
+    blocks, others = stacked(left)
+    if others or not all(map(Tensor.is_contiguous, left)):
+        return MISSING
+    starts = np.fromiter(map(Tensor.data_ptr, left), np.int64)
+    ends, order = starts + np.fromiter((one.nbytes for one in left), np.int64), starts.argsort(kind="stable")
+    if (ends[order][:-1] > starts[order][1:]).any():
+        return MISSING  # they share memory
+    budget.consume(sum(data.nbytes for _, data in blocks))
+    if budget.path:
+        here = ".".join((budget.path, *location))
+        paths = [f"{here}.tensor {number}" for number in places]
+        budget.places.update(zip(map(id, left), paths, strict=True))
+        budget.taken.update(paths)
+    return {
+        "blocks": [[torch.tensor([places[at] for at in numbers]), data] for numbers, data in blocks],
+        "same": [[number, {"kind": "same", "path": path}] for number, path in same.items()],
+    }
 
 
 def _encode_leaf(value: Any, found: ValueKind, budget: EncodeBudget, location: tuple[str, ...]) -> dict[str, Any]:
     """Return a value by its parts.
 
     Raises:
-        CannotRestoreError: If a part is not plain data, or another value would be made of the parts.
+        CannotRestoreError: If a part is not plain data.
     """
-    budget.consume(64 + (0 if found.is_composite else num_bytes(value)))  # else each part counts itself
-    # parts are made for this, and nothing else shares them, but for the dict behind a proxy
-    inner, parts = replace(budget, opaque_values={}, path=budget.path if found.is_view else ""), found.parts(value)
-    inside = (*location, found.name)
-    if not found.is_composite:
-        encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts.items()}
-        encoded = {"kind": found.name, **encoded}
-    else:
-        encoded = {"kind": "parts", "type": found.name, "parts": encode(parts, inner, inside)}
-        if not found.is_view:
-            again = replace(inner, bytes_left=budget.bytes_left)
-            others = encode(found.parts(found.rebuild(parts, MISSING)), again, inside)
-            if any(True for _ in differing_paths(encoded["parts"], others)):
-                raise CannotRestoreError("another value would be made of its parts")
+    budget.consume(64 + num_bytes(value))
+    # parts are made for this, and nothing else shares them
+    inner, inside = replace(budget, opaque_values={}, path=""), (*location, found.name)
+    parts = found.parts(value).items()
+    encoded = {name: part if name == "data" else encode(part, inner, inside) for name, part in parts}
     budget.bytes_left = inner.bytes_left
     if inner.opaque_values:
         raise CannotRestoreError("a part of it is not plain data")
-    return encoded
+    return {"kind": found.name, **encoded}
 
 
 class Decoder:
@@ -249,9 +287,6 @@ class Decoder:
         """
         if path in self.made:
             return self.made[path]
-        outer, _, number = path.rpartition(".")
-        if (column := self.made.get(f"{outer}.*")) is not None:
-            return column[int(number)]
         raise CannotRestoreError(f"it refers to {path}, which does not exist")
 
     def rebuild(self, name: str) -> Any:
@@ -292,11 +327,6 @@ class Decoder:
         found = kind_named(encoded)
         if found.container:
             return self._decode_container(encoded, found, present, path)
-        if found.is_composite:
-            inner = f"{path}.{found.name}" if found.is_view and path else ""
-            parts = self.decode(encoded["parts"], path=inner)
-            self.made.update({inner: parts} if inner else {})
-            return found.rebuild(parts, present)
         return found.rebuild(
             {name: part if name == "data" else self.decode(part) for name, part in encoded.items()}, present
         )
@@ -320,7 +350,7 @@ class Decoder:
             labels = labelled(keys, self.names)
             items = [(key, entry(key, part, to)) for key, (_, part), to in zip(keys, items, labels, strict=True)]
         elif type(items) is dict:
-            items = decode_column(items, self.known, self.made, path)
+            items = self._decode_rows(items, path)
         else:
             items = [entry(number, part, str(number)) for number, part in enumerate(items)]
         value = found.rebuild({**encoded, "items": items, "class": kind}, present)
@@ -329,6 +359,19 @@ class Decoder:
                 set_attribute(value, name, part)
             self.note_made()
         return value
+
+    def _decode_rows(self, rows: dict[str, Any], path: str) -> list[Any]:
+        """Return the tuples that were encoded by columns."""
+        tensors = dict[int, Tensor]()
+        for numbers, data in rows["blocks"]:  # copies: one tensor that is left would keep all in memory
+            tensors.update(zip(numbers.tolist(), map(Tensor.clone, data.unbind()), strict=True))
+        self.made.update({f"{path}.tensor {number}": tensor for number, tensor in tensors.items()} if path else {})
+        tensors.update((number, self.decode(reference)) for number, reference in rows["same"])
+        columns = [
+            [tensors[number] for number in column.tolist()] if isinstance(column, Tensor) else column
+            for column in rows["columns"]
+        ]
+        return list(zip(*columns, strict=True))
 
 
 def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:

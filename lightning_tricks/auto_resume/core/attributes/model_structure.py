@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,17 +29,13 @@ def module_flags(module: nn.Module) -> dict[str, bool]:
 
 def restore_flags(modules: Mapping[str, nn.Module], saved: Mapping[str, Mapping[str, bool]]) -> None:
     """Restore flags, given by the names of the modules."""
-    for name, module in modules.items():
-        flags = dict(saved.get(name, {}))
-        name_as_in_(flags, module_flags(module))
-        for own_name in _OWN_FLAGS & flags.keys():
-            setattr(module, own_name, flags[own_name])
-        for parameter_name, parameter in module.named_parameters():
-            if (wanted := flags.get(f"{parameter_name}.requires_grad")) is not None:
-                parameter.requires_grad_(wanted)
-        for part_name, part in module.named_modules():
-            if (wanted := flags.get(f"{part_name}.training")) is not None:
-                part.training = wanted
+    for path, module in modules.items():
+        flags, present = dict(saved.get(path, {})), module_flags(module)
+        name_as_in_(flags, present)
+        owners: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_modules())}
+        for name in flags.keys() & present.keys():
+            owner, _, flag = name.rpartition(".")
+            setattr(owners[owner], flag, flags[name])
 
 
 def param_group_names(module: nn.Module, optimizers: Sequence[Any]) -> list[list[list[str]]]:
@@ -111,13 +106,14 @@ def resize_to_state_dict(module: nn.Module, state_dict: Mapping[str, Any], new_b
         if path in present and f"{path}_orig" in state_dict:
             prefix, _, name = path.rpartition(".")
             prune.custom_from_mask(module.get_submodule(prefix), name, torch.ones_like(present[path]))
+    modules = dict(module.named_modules(remove_duplicate=False))
     for path, value in state_dict.items():
         prefix, _, name = path.rpartition(".")
-        owner: Any = _submodule(module, prefix)
+        owner: Any = modules.get(prefix)
         if owner is None or not isinstance(value, Tensor) or name in own_parameters(owner):
             continue
         buffers = own_buffers(owner)
-        if name in buffers and _shape(buffers[name]) != value.shape:
+        if name in buffers and getattr(buffers[name], "shape", None) != value.shape:  # it may be None
             resize_buffer(module, owner, name, value)
         elif path in new_buffers and name not in buffers:
             owner.register_buffer(name, torch.empty_like(value, device=module_device(owner)))
@@ -148,31 +144,13 @@ def _masked_parameters(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
             yield f"{part_name}." if part_name else "", part, name
 
 
-def _shape(buffer: Tensor | None) -> torch.Size | None:
-    return None if buffer is None else buffer.shape
+def names_in_state_of(optimizer: Any) -> list[str]:
+    """Return the names of an optimizer's attributes that its state dict covers, or that are functions.
 
-
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def optimizer_extras(optimizers: Sequence[Any]) -> dict[str, SimpleNamespace]:
-    """Return the attributes of optimizers that are not from torch, such as slow weights or an inner optimizer."""
-    return {f"optimizers.{number}": SimpleNamespace(**_own_extras(owner)) for number, owner in enumerate(optimizers)}
-
-
-def restore_optimizer_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]) -> None:
-    """Set the attributes of `optimizer_extras` in the optimizers, with the values that they have now."""
-    for number, optimizer in enumerate(optimizers):
-        vars(optimizer).update(vars(extras[f"optimizers.{number}"]))
-
-
-def _own_extras(optimizer: Any) -> dict[str, Any]:
+    Others are from classes that are not torch's, such as slow weights or an inner optimizer.
+    """
     known = _torch_attributes()
-    return {name: value for name, value in vars(optimizer).items() if name not in known and not callable(value)}
+    return [name for name, value in vars(optimizer).items() if name in known or callable(value)]
 
 
 @cache

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from torch import nn
+
+from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
     CannotRestoreError,
     delete_attribute,
     find_class,
+    is_subclass,
     set_attribute,
     type_name,
 )
@@ -19,10 +23,9 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     AttributeSlot,
     ObjectWalk,
     SkippedNames,
-    is_skipped,
+    can_be_rebuilt,
     nothing_skipped,
 )
-from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
 from lightning_tricks.auto_resume.core.attributes.value_kinds import replace_contents
 
 
@@ -67,7 +70,6 @@ def _refers(encoded: Any, paths: Collection[str]) -> bool:
     """Whether a container shares an entry with an attribute of some paths, which has to be restored before it."""
     if isinstance(encoded, Mapping):
         is_reference = encoded.get("kind") == "same" and encoded["path"] in paths
-        is_reference |= encoded.get("kind") == "tensors" and any(path in paths for path in encoded["paths"])
         return is_reference or any(_refers(part, paths) for part in encoded.values())
     return isinstance(encoded, list | tuple) and any(_refers(part, paths) for part in encoded)
 
@@ -103,7 +105,8 @@ class _Restoration(Decoder):
             self.failed[owner] = "it does not exist here"
             return
         self._owner = walk.owners.get(owner)
-        if owner in walk.owners and is_skipped(self._owner, change["name"], self._skipped):
+        internals = module_internals() if is_subclass(type(self._owner), nn.Module) else ()
+        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals):
             self.failed[path] = "it is an internal attribute of its class"
             return
         try:
@@ -143,14 +146,10 @@ class _Restoration(Decoder):
 
     def known(self, path: str) -> Any:
         """Return the value that a change refers to by its path."""
-        if path in self.made:
-            return self.made[path]
-        if path in self.walk.owners:
-            return self.walk.owners[path]
-        if path in self.walk.slots:
-            return self.walk.slots[path].value
-        found = self.walk.tensor(path)
-        return super().known(path) if found is MISSING else found
+        for known in (self.made, self.walk.owners, self.walk.tensors):
+            if path in known:
+                return known[path]
+        return self.walk.slots[path].value if path in self.walk.slots else super().known(path)
 
     def rebuild(self, name: str) -> Any:
         """Return a new object of a class that the module of its owner knows."""

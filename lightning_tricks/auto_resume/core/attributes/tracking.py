@@ -38,11 +38,12 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     ObjectWalk,
     SkippedNames,
     UnsavedModuleState,
+    can_be_rebuilt,
     get_state,
     has_own_state_dict,
+    is_walkable,
     nothing_skipped,
 )
-from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt, is_walkable
 from lightning_tricks.auto_resume.core.attributes.value_kinds import is_mutable, kind_of
 
 Hole = tuple[tuple[str, ...], str]  # the keys that lead to what is not plain data, and its type
@@ -221,7 +222,8 @@ class AttributeTracker:
     and dicts: each once, at most 20,000, at most 40 deep, in containers of at most 10,000 entries. Objects of the
     standard library, of torch (except datasets, samplers and distributions), NumPy, Lightning, loggers and the like,
     DataLoaders, optimizers and schedulers are not walked: of them only the identity is compared, and the position of
-    an iterator.
+    an iterator. What functions of the user's code keep values in is: bound objects, closures, default arguments, and
+    the global variables that they name.
 
     Saved is all that `VALUE_KINDS` lists: numbers, strings, bytes, tensors, arrays, dates, paths, enums, containers of
     all of these, random generators, and the state of an object with a `state_dict` and a `load_state_dict`. A value
@@ -232,8 +234,6 @@ class AttributeTracker:
         roots: Objects by name, or a function that returns them.
         skipped: Returns the names of attributes to leave out of an object; `"state_dict"` among them leaves out its
             state.
-        with_code: Whether to track what functions of the user's code keep values in as well: bound objects, closures,
-            default arguments, and the global variables that they name.
         saves_unchanged: Whether to save an attribute's value that did not change as well.
 
     Examples:
@@ -254,11 +254,9 @@ class AttributeTracker:
         roots: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
         *,
         skipped: SkippedNames = nothing_skipped,
-        with_code: bool = True,
         saves_unchanged: Callable[[Any], bool] = lambda value: False,
     ) -> None:
-        self._roots, self._skipped, self._with_code = roots, skipped, with_code
-        self._saves_unchanged = saves_unchanged
+        self._roots, self._skipped, self._saves_unchanged = roots, skipped, saves_unchanged
         walk = self._walk()
         self._snapshots = _take_snapshots(walk, dict(walk.paths))
         for path, snapshot in self._snapshots.items():
@@ -314,7 +312,7 @@ class AttributeTracker:
 
     def _walk(self) -> ObjectWalk:
         roots = self._roots() if callable(self._roots) else self._roots
-        return ObjectWalk.from_roots(roots, self._skipped, with_code=self._with_code)
+        return ObjectWalk.from_roots(roots, self._skipped, with_code=True)
 
     def _compare_attribute(self, path: str, now: _Snapshot, found: _FoundChanges) -> None:
         """Add an attribute to the changes if it changed, or was changed and changed back."""
@@ -384,8 +382,7 @@ class AttributeTracker:
         state = get_state(stateful)
         if state is MISSING:
             return
-        is_other = self._saves_unchanged(stateful) or _state_digest(stateful) != self._state_digests.get(path)
-        if state != {} and is_other:
+        if state != {} and _state_digest(stateful) != self._state_digests.get(path):
             self._seen_changed[state_path] = path, STATE_KEY
         elif state_path not in self._seen_changed:
             return

@@ -10,10 +10,8 @@ import datetime
 import decimal
 import enum
 import fractions
-import gc
 import pathlib
 import random
-import types
 import uuid
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -28,7 +26,6 @@ from torch import Tensor, nn
 
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CannotRestoreError,
-    attribute_dict,
     find_class,
     is_subclass,
     remembered_by_type,
@@ -49,14 +46,11 @@ class ValueKind:
         name: What the kind is called in a file.
         types: The types whose values are of the kind; a string names a type of a library that may not be loaded.
         parts: Returns the parts of a value by name; a tensor called "data" is saved as it is, the others are encoded.
-            Of a composite, returns a value of other kinds, such as a list of arrays. Of a container, returns what it
-            has beside its entries.
+            Of a container, returns what it has beside its entries.
         rebuild: Returns a value that is made of such parts, given the value in the same place of this process.
         fill: Replaces the contents of a value by those of another one, or raises; None for what never changes in place.
         bases: Types whose subclasses are of the kind as well.
         accepts: Whether a subclass is of the kind.
-        is_view: Whether the part of a composite is a value that others may hold as well.
-        is_composite: Whether the parts are values of other kinds, which are digested, encoded and decoded in turn.
         container: The class whose methods read the entries of a container; None for other kinds. The parts of which a
             container is rebuilt have its entries under "items" and its class under "class".
     """
@@ -68,8 +62,6 @@ class ValueKind:
     fill: Callable[[Any, Any], object] | None = None
     bases: tuple[type, ...] = ()
     accepts: Callable[[type], bool] = lambda kind: True
-    is_composite: bool = False
-    is_view: bool = False
     container: Any = None
 
     @cached_property
@@ -102,11 +94,8 @@ def _kind_of_other_type(kind: type) -> ValueKind | None:
 def kind_of(value: Any) -> ValueKind | None:
     """Return the kind of a value; None if it is not plain data."""
     kind = type(value)
-    if kind is np.ndarray and value.dtype.kind == "O":
-        return _OBJECTS
-    if kind is Tensor and value.layout is not torch.strided:
-        return None
-    return kind_of_type(kind)
+    is_plain = value.layout is torch.strided if kind is Tensor else kind is not np.ndarray or not value.dtype.hasobject
+    return kind_of_type(kind) if is_plain else None
 
 
 def container_kind(kind: type) -> ValueKind | None:
@@ -117,7 +106,7 @@ def container_kind(kind: type) -> ValueKind | None:
 
 def kind_named(encoded: dict[str, Any]) -> ValueKind:
     """Return the kind of an encoded value."""
-    return _BY_NAME[encoded["kind"], encoded["type"] if encoded["kind"] == "parts" else ""]
+    return _BY_NAME[encoded["kind"]]
 
 
 def is_mutable(kind: type) -> bool:
@@ -212,17 +201,6 @@ def _times(kind: Any) -> ValueKind:
 def _scalar(name: str, kinds: tuple[type, ...], write: Callable[[Any], Any], read: Callable[[Any], Any]) -> ValueKind:
     """Return the kind of small values that never change, which a number, a string or a list of these describes."""
     return ValueKind(name, kinds, lambda value: {"value": write(value)}, lambda parts, present: read(parts["value"]))
-
-
-def _composite(
-    name: str, take: Callable[[Any], Any], make: Callable[[Any], Any], fill: Any = None, **options: Any
-) -> ValueKind:
-    """Return the kind of values of a library, or of the standard library, that are made of values of other kinds."""
-    return ValueKind(name, (name,), take, lambda parts, present: make(parts), fill, is_composite=True, **options)
-
-
-def _has_data(kind: type) -> bool:
-    return getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
 
 
 def _take_tensor(value: Any) -> dict[str, Any]:
@@ -391,59 +369,6 @@ def _take_member(value: Any) -> dict[str, str]:
     return {"class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
 
 
-def _take_subclass(value: Any) -> Any:
-    """Return the data of an array or a tensor as one of the base class, its class, and its attributes."""
-    kind = type(value)
-    plain = np.asarray(value) if is_subclass(kind, np.ndarray) else value.detach().as_subclass(Tensor)
-    own = {name: part for name, part in (attribute_dict(value) or {}).items() if not is_subclass(type(part), type)}
-    return [plain, f"{kind.__module__}.{kind.__qualname__}", own]
-
-
-def _make_subclass(parts: Any) -> Any:
-    """Return an array or a tensor of a class that this process has."""
-    plain, name, own = parts
-    kind = find_class(name, type(plain))
-    made: Any = plain.view(kind) if type(plain) is np.ndarray else plain.as_subclass(kind)
-    _set_attributes(made, own)
-    return made
-
-
-def _set_attributes(value: Any, own: dict[str, Any]) -> None:
-    present = attribute_dict(value)
-    if present is not None:
-        present.update(own)
-
-
-def _fill_subclass(target: Any, value: Any) -> None:
-    """Copy data and attributes of an array or a tensor into another one."""
-    (plain, _, _), (other, _, own) = _take_subclass(target), _take_subclass(value)
-    _require_same(plain, other, "shape", "dtype")
-    plain[...] = other
-    _set_attributes(target, own)
-
-
-def _make_objects(parts: Any) -> Any:
-    """Return an array of objects of its shape and its entries."""
-    made = np.empty(parts[0], object)
-    for number, part in enumerate(parts[1]):
-        made.flat[number] = part
-    return made
-
-
-def _fill_objects(target: Any, value: Any) -> None:
-    """Copy the entries of an array of objects into another one."""
-    _require_same(target, value, "shape")
-    target[...] = value
-
-
-_SUBCLASS = (_take_subclass, _make_subclass, _fill_subclass)
-_OBJECTS = _composite(
-    "objects", lambda value: [list(value.shape), value.reshape(-1).tolist()], _make_objects, _fill_objects
-)
-# the dict itself, which others may hold as well
-_PROXY = _composite(
-    "builtins.mappingproxy", lambda value: gc.get_referents(value)[0], types.MappingProxyType, is_view=True
-)
 _GENERATOR = ValueKind(
     "generator",
     (torch.Generator, random.Random, np.random.Generator, np.random.RandomState),
@@ -488,12 +413,14 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
     _scalar("Path", (pathlib.PosixPath, pathlib.WindowsPath), str, pathlib.Path),
     *(_scalar(kind.__name__, (kind,), str, kind) for kind in (decimal.Decimal, fractions.Fraction, uuid.UUID)),
     _scalar("range", (range,), lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    _composite("array", *_SUBCLASS, bases=(np.ndarray,), accepts=lambda kind: not is_subclass(kind, np.memmap)),
-    _composite("tensor", *_SUBCLASS, bases=(Tensor,), accepts=_has_data),
-    _OBJECTS,
-    _composite("array.array", lambda value: [value.typecode, value.tobytes()], lambda parts: array(*parts), _fill_all),
-    _composite("numpy.SeedSequence", lambda value: value.state, _make_seeds),
-    _PROXY,
+    ValueKind(
+        "array.array",
+        (array,),
+        lambda value: {"type": value.typecode, **_take_bytes(value.tobytes())},
+        lambda parts, present: array(parts["type"], parts["data"].numpy().tobytes()),
+        _fill_all,
+    ),
+    _scalar("SeedSequence", (np.random.SeedSequence,), lambda value: value.state, _make_seeds),
 )
-_BY_NAME = {("parts", kind.name) if kind.is_composite else (kind.name, ""): kind for kind in VALUE_KINDS}
+_BY_NAME = {kind.name: kind for kind in VALUE_KINDS}
 _of_types: dict[type | str, ValueKind] = {name: kind for kind in VALUE_KINDS for name in kind.types}
