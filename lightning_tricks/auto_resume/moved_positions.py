@@ -29,7 +29,7 @@ from torch.utils.data import (
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_warn
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
-from lightning_tricks.auto_resume.core.data.rng_state import LoaderSnapshot
+from lightning_tricks.auto_resume.core.data.rng_state import loader_snapshot, restore_snapshot
 from lightning_tricks.auto_resume.core.data.tracked_loader import LEFT_KEY, MOVED_KEY, POSITION_KEY, num_shares
 from lightning_tricks.auto_resume.parts import SavedState, Settings
 
@@ -221,16 +221,16 @@ def _orders(loader: DataLoader[Any], origin: Mapping[str, Any]) -> Iterator[Sequ
 
     yield range(len(data))
     yield shuffled(range(len(data)))
-    before, inner = LoaderSnapshot(loader), _inner_sampler(loader)
+    before, inner = loader_snapshot(loader), _inner_sampler(loader)
     if type(inner) not in _WRAPPED:
         inner = RandomSampler(data, generator=getattr(sampler, "generator", loader.generator))
     for drawn in range(2):  # the iterator of a loader draws a seed for its workers, and then asks the sampler
         with isolated_rng():
-            LoaderSnapshot.from_dict(origin["started"] or origin["created"]).restore(loader)
+            restore_snapshot(origin["started"] or origin["created"], loader)
             for _ in range(drawn):
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             order = list(inner)
-        before.restore(loader)
+        restore_snapshot(before, loader)
         yield order
         yield shuffled(order)
 

@@ -36,7 +36,7 @@ from torchmetrics import SumMetric
 
 from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
-from lightning_tricks.auto_resume.core.data.rng_state import LoaderSnapshot
+from lightning_tricks.auto_resume.core.data.rng_state import loader_snapshot
 from lightning_tricks.auto_resume.model_parts import checksums
 from lightning_tricks.auto_resume.moved_positions import EpochRest
 from tests.auto_resume.killing import resumed_at, run
@@ -307,7 +307,7 @@ def test_what_is_left_is_what_nobody_has_read(data, count, size, shuffle, drops)
         before = len(loaders[0]) - len(left[0])
         position = {
             "batches": before + done,
-            "created": LoaderSnapshot(loaders[0]).as_dict(),
+            "created": loader_snapshot(loaders[0]),
             "started": None,
             "order": digest.digest(done),
             "shares": ranks,

@@ -228,18 +228,18 @@ class _WatchedPart:
     """Calls a part of an iterator in the training process.
 
     Args:
-        draws: Watches the calls; None where they draw nothing, or once for all.
+        draws: Watches the calls.
 
     Attributes:
         exhausted: Whether it was asked for more than it had.
     """
 
-    def __init__(self, draws: GlobalDraws | None) -> None:
+    def __init__(self, draws: GlobalDraws) -> None:
         self._draws, self.exhausted = draws, False
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:
-            return function() if self._draws is None else self._draws.call(function)
+            return self._draws.call(function)
         except StopIteration:
             self.exhausted = True
             raise
@@ -254,10 +254,10 @@ class TrackedFetcher(_WatchedPart):
         on_first_batch: Called with the first batch.
     """
 
-    def __init__(self, fetcher: Any, draws: GlobalDraws | None, on_first_batch: Callable[[Any], object]) -> None:
+    def __init__(self, fetcher: Any, draws: GlobalDraws, on_first_batch: Callable[[Any], object]) -> None:
         super().__init__(draws)
         self._fetcher, self._on_first_batch = fetcher, on_first_batch
-        self.is_first = True
+        self._is_first = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
@@ -265,8 +265,8 @@ class TrackedFetcher(_WatchedPart):
     def fetch(self, indices: Any) -> Any:
         """Return the batch of some indices."""
         batch = self._call(lambda: self._fetcher.fetch(indices))
-        if self.is_first:
-            self.is_first = False
+        if self._is_first:
+            self._is_first = False
             self._on_first_batch(batch)
         return batch
 
@@ -280,7 +280,7 @@ class TrackedIndices(_WatchedPart):
         order: Takes the indices.
     """
 
-    def __init__(self, iterator: Iterator[Any], draws: GlobalDraws | None, order: OrderDigest) -> None:
+    def __init__(self, iterator: Iterator[Any], draws: GlobalDraws, order: OrderDigest) -> None:
         super().__init__(draws)
         self._iterator, self._order = iterator, order
 
@@ -349,18 +349,9 @@ def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
     return {path: int(value_digest(found), 16) for path, found in merged.items()}
 
 
-def changed_paths(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the paths whose values differ between two results of `LoaderObjects.changes`."""
-    first, second = ({path: value_digest(value) for path, value in _values(changes)} for changes in (before, now))
-    return sorted(path for path in first.keys() | second.keys() if first.get(path) != second.get(path))
-
-
-def _values(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for found in changes.values():
-        for path, change in found["values"].items():
-            value = change["value"]
-            if not (isinstance(value, dict) and value.get("kind") in ("same", "clock", "deleted")):
-                yield path, value
+def changed_values(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in a result of `LoaderObjects.changes`: path -> value."""
+    return {path: change["value"] for found in changes.values() for path, change in found["values"].items()}
 
 
 def _skip_other_parts(objects: Mapping[str, Any], value: Any) -> SkippedNames:

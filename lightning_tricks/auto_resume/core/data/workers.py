@@ -14,21 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_tricks._shared.rng import restore_rng_state
 from lightning_tricks._torch_compat.loaders import call_on_iteration_start
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
 from lightning_tricks.auto_resume.core.data.loader_objects import LargeSkipped
-from lightning_tricks.auto_resume.core.data.rng_state import record_dtype, unpack_rng_state, write_rng_state
-from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
+from lightning_tricks.auto_resume.core.data.rng_state import as_rng_state, raw_rng_state
 
-_SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
 _SECONDS_TO_START = 10.0  # for a worker to start its iteration
 NOTE_BYTES = 64 * 1024  # the largest size of a note
-# The packed random state of a worker, and the changes of its copy of the data; None for what is not known
-WorkerState = tuple[Tensor | None, AttributeChanges | None]
+_HEADER_BYTES, _RNG_STATE_BYTES = 16, 32 * 1024  # of a record beside its note; about 20 KiB are used
+# The random state of a worker, and the changes of its copy of the data; None for what is not known
+WorkerState = tuple[Mapping[str, Any] | None, AttributeChanges | None]
 _TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
 
 
@@ -62,7 +61,7 @@ class WorkerPositions:
         self.batches_before = [0] * self.count
         self.offset = 0
 
-    def restore(self, rng_states: Sequence[Tensor | None], data: Sequence[Any]) -> None:
+    def restore(self, rng_states: Sequence[Any], data: Sequence[Any]) -> None:
         """Let the workers start from where those of a saved position were, if there are as many of them."""
         if len(rng_states) == self.count:
             self.initial = list(zip(rng_states, data or [None] * self.count, strict=True))
@@ -118,37 +117,35 @@ class WorkerRngStates:
 
     def __init__(self, n_workers: int, prefetch: int) -> None:
         self.slots = prefetch + 3
-        self.notes = torch.zeros(n_workers, self.slots, 8 + NOTE_BYTES, dtype=torch.uint8)
-        self.memory = torch.zeros(n_workers, self.slots, record_dtype().itemsize, dtype=torch.uint8)
+        size = _HEADER_BYTES + _RNG_STATE_BYTES + NOTE_BYTES
+        self.memory = torch.zeros(n_workers, self.slots, size, dtype=torch.uint8)
         if n_workers:
             self.memory.share_memory_()
-            self.notes.share_memory_()
 
     def write(self, worker: int, count: int, note: bytes = b"") -> None:
         """Record the random state of this process after its `count`-th batch (from 1), and a note."""
-        record = self._records(worker)[count % self.slots]
-        record["count"] = 0
-        write_rng_state(record)
-        row = self.notes[worker, count % self.slots].numpy()
-        row[:8].view(np.int64)[0] = len(note)
-        row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
-        record["count"] = count  # last: marks the record as complete
+        record = pickle.dumps((raw_rng_state(), note))
+        header, slot = self._headers(worker)[count % self.slots], self.memory[worker, count % self.slots].numpy()
+        header[:] = 0, len(record)
+        slot[_HEADER_BYTES : _HEADER_BYTES + len(record)] = np.frombuffer(record, np.uint8)
+        header[0] = count  # last: marks the record as complete
 
     def read(self, worker: int, count: int) -> WorkerState:
         """Return a worker's random state after its `count`-th batch, and its note; None if that is not there."""
-        record, slot = self._records(worker)[count % self.slots], (worker, count % self.slots)
-        packed, row = self.memory[slot].clone(), self.notes[slot].numpy().copy()
-        if record["count"] != count:  # not yet, or no longer
+        header, slot = self._headers(worker)[count % self.slots], self.memory[worker, count % self.slots].numpy()
+        record = slot[_HEADER_BYTES : _HEADER_BYTES + int(header[1])].tobytes()
+        if header[0] != count:  # not yet, or no longer
             return None, None
-        note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
-        return packed, pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
+        raw, note = pickle.loads(record)  # noqa: S301  # written by our own worker
+        return as_rng_state(raw), pickle.loads(note) if note else None  # noqa: S301
 
     def last_count(self, worker: int) -> int:
         """Return the number of batches that a worker has made."""
-        return int(self._records(worker)["count"].max())
+        return int(self._headers(worker)[:, 0].max())
 
-    def _records(self, worker: int) -> Any:
-        return self.memory[worker].numpy().reshape(-1).view(record_dtype())
+    def _headers(self, worker: int) -> Any:
+        """Return for each slot the number of its batch and the size of its record."""
+        return self.memory[worker, :, :_HEADER_BYTES].numpy().view(np.int64)
 
 
 def _exit_if_parent_died() -> None:
@@ -171,15 +168,15 @@ class WorkerInit:
     """A `worker_init_fn` that calls the given one, and then sets the random state from which the worker continues.
 
     A signal to the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is handled by the training process,
-    which still needs its workers to finish the step: they ignore it. A SIGTERM that did not reach the training process,
-    or comes while that exits, was sent by it and ends the worker; so does a second one.
+    which still needs its workers to finish the step: they ignore it. Once that process leaves the fit, a SIGTERM is its
+    own and ends the worker.
 
     Args:
         wrapped: The loader's own function.
         signals: Numbers of the signals to ignore.
-        stopping: A shared byte: one of `signals.RUNNING`, `STOPPING` and `LEAVING`.
+        leaving: A shared byte: whether the training process leaves the fit.
         recording: The collate function that records the state of the worker.
-        initial: For each worker, its packed random state and the changes of its copy of the data, see
+        initial: For each worker, its random state and the changes of its copy of the data, see
             `TrackedWorkerData`; None for fresh ones.
     """
 
@@ -187,11 +184,11 @@ class WorkerInit:
         self,
         wrapped: Callable[[int], None] | None,
         signals: Sequence[int] = (),
-        stopping: Any = None,
+        leaving: Any = None,
         recording: RecordingCollate | None = None,
         initial: Sequence[WorkerState] = (),
     ) -> None:
-        self.wrapped, self.signals, self.stopping = wrapped, list(signals), stopping
+        self.wrapped, self.signals, self.leaving = wrapped, list(signals), leaving
         self.recording, self.initial = recording, list(initial)
 
     def __call__(self, worker: int) -> None:
@@ -205,19 +202,11 @@ class WorkerInit:
         if self.recording is not None:
             self.recording.start_worker(data)
         if state is not None:
-            unpack_rng_state(state)
+            restore_rng_state(state)
 
     def _on_sigterm(self, number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.stopping is None or self.stopping.value == LEAVING:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if sys.platform == "win32":  # where no process is sent a SIGTERM by another one
-            return
-        signal.signal(signal.SIGALRM, self._exit_unless_stopping)
-        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT)
-
-    def _exit_unless_stopping(self, number: int, frame: object) -> None:
-        if self.stopping.value != STOPPING:
+        if self.leaving.value:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
