@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import marshal
-from collections import deque
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import reduce
 from itertools import islice
 from typing import Any
 from weakref import ref
@@ -179,10 +178,7 @@ def value_digest(batch: Any) -> str:
 
 
 class OrderDigest:
-    """A running digest of the indices that a sampler gave: equal digests mean equal orders.
-
-    Args:
-        max_ahead: Batches that the sampler may be ahead of training.
+    """Running digests of the indices that a sampler gave: equal digests mean equal orders.
 
     Examples:
         >>> first, second = OrderDigest(), OrderDigest()
@@ -193,25 +189,21 @@ class OrderDigest:
         True
     """
 
-    def __init__(self, max_ahead: int = 0) -> None:
-        self.count, self._sum, self._max_recent = 0, 0, max_ahead + 4
-        self._recent = deque[bytes]()  # the last batches, which are not in the sum yet
+    def __init__(self) -> None:
+        self._sums = array("L", [0])  # after each batch
+
+    @property
+    def count(self) -> int:
+        """The number of batches."""
+        return len(self._sums) - 1
 
     def add(self, indices: Any) -> None:
         """Add the indices of a batch."""
-        self.count += 1
-        self._recent.append(_encode_indices(indices))
-        if len(self._recent) > self._max_recent:
-            self._sum = crc32(self._recent.popleft(), self._sum)
+        self._sums.append(crc32(_encode_indices(indices), self._sums[-1]))
 
     def digest(self, count: int) -> str:
-        """Return the digest of the first `count` batches; empty if it is no longer known."""
-        num_recent = count - self.count + len(self._recent)
-        if not 0 <= num_recent <= len(self._recent):
-            return ""
-        return (
-            f"{reduce(lambda known, encoded: crc32(encoded, known), islice(self._recent, num_recent), self._sum):08x}"
-        )
+        """Return the digest of the first `count` batches; empty if there are not so many."""
+        return f"{self._sums[count]:08x}" if count <= self.count else ""
 
 
 def _encode_indices(indices: Any) -> bytes:

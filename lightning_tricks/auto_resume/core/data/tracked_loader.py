@@ -266,7 +266,7 @@ class IteratorTracker:
     def _track_parts(self, iterator: Any, indices: Iterator[Any] | None) -> None:
         self.draws = GlobalDraws()
         if indices is not None:
-            self.order = OrderDigest(max_ahead=self.workers.count * self.workers.prefetch)
+            self.order = OrderDigest()
             private.set_sampler_iterator(iterator, TrackedIndices(indices, self.draws, self.order))
         elif self.workers.count:
             private.call_after_next_batch(iterator, self.record_first_batch)
