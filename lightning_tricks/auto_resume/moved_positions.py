@@ -135,23 +135,18 @@ def _is_stream(loader: Any) -> bool:
 
 
 def _refuse_other_streams(loader: Any, num_workers: int, saved: SavedState, trainer: Trainer) -> None:
-    if not _is_stream(loader):
-        return
-    changed = [
-        f"{before} {what}, not {now}"
-        for what, before, now in (
-            ("ranks", saved.world_size, trainer.world_size),
-            ("workers", max(1, num_workers), max(1, loader.num_workers)),
-        )
-        if before != now
-    ]
-    if changed:
-        raise MisconfigurationException(
-            f"AutoResume: the run stopped in the middle of an epoch that {' and '.join(changed)} read, and only the "
-            f"{type(loader.dataset).__name__} knows how it shares its samples out among them. Resume with the old "
-            "number until the epoch's end, at which it can change (AutoResume saves there with every_n_epochs=1), or "
-            "go on with on_change='new': some samples of this epoch then come twice or not at all."
-        )
+    for what, before, now in (
+        ("ranks", saved.world_size, trainer.world_size),
+        ("workers", max(1, num_workers), max(1, loader.num_workers)),
+    ):
+        if _is_stream(loader) and before != now:
+            raise MisconfigurationException(
+                f"AutoResume: the run stopped in the middle of an epoch that {before} {what}, not {now} read, and only "
+                f"the {type(loader.dataset).__name__} knows how it shares its samples out among them. Resume with the "
+                "old number until the epoch's end, at which it can change (AutoResume saves there with "
+                "every_n_epochs=1), or go on with on_change='new': some samples of this epoch then come twice or not "
+                "at all."
+            )
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ class IteratorTracker:
         replaced: dict[str, Any] = {}
         deferred = None
         if self.workers.count:
-            recording = RecordingCollate(loader.collate_fn, self.workers.rng_states, self.workers.iteration_starts)
+            recording = RecordingCollate(loader.collate_fn, self.workers.records, self.replays_data)
             request = self.tracked.stop_request
             numbers, leaving = request.signal_numbers, request.leaving
             init = WorkerInit(loader.worker_init_fn, numbers, leaving, recording, self.workers.initial)

@@ -7,7 +7,6 @@ import pickle
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import parent_process
 from typing import Any
@@ -43,8 +42,8 @@ class WorkerPositions:
         count: Number of workers; 0 where the training process makes the batches.
         initial: For each worker, its random state at the start of the iteration, and what its copy of the data had
             changed then; None for a fresh one.
-        rng_states: Where the workers record their random states after each batch.
-        iteration_starts: Where they record those of the start of an iteration; None unless data are replayed.
+        records: Where the workers record their states after each batch or, where data are replayed, whenever an
+            iteration starts.
         iteration: Number of the iteration, from 1.
         batches_before: Batches that each worker had made at the start of the iteration.
         offset: Batches of the epoch that the sampler skipped in this process.
@@ -55,8 +54,7 @@ class WorkerPositions:
         self.prefetch = loader.prefetch_factor or 0
         self._replays_data = replays_data
         self.initial: list[WorkerState] = [(None, None)] * self.count
-        self.rng_states = WorkerRngStates(self.count, self.prefetch)
-        self.iteration_starts = WorkerRngStates(self.count, 0) if replays_data else None
+        self.records = WorkerRngStates(self.count, self.prefetch)
         self.iteration = 1
         self.batches_before = [0] * self.count
         self.offset = 0
@@ -68,11 +66,10 @@ class WorkerPositions:
 
     def start_iteration(self) -> None:
         """Record where the workers of a persistent iterator are, which are idle, before its next iteration."""
-        for worker in range(self.count):
-            made = self.rng_states.last_count(worker)
-            if made and not self._replays_data:
-                self.initial[worker] = self.rng_states.read(worker, made)
-            self.batches_before[worker] = made
+        for worker in range(0 if self._replays_data else self.count):
+            self.batches_before[worker] = made = self.records.last_count(worker)
+            if made:
+                self.initial[worker] = self.records.read(worker, made)
         self.offset = 0
         self.iteration += 1
 
@@ -85,27 +82,20 @@ class WorkerPositions:
         made = len(range(self.offset + (worker - self.offset) % self.count, batches, self.count))
         if not made:
             return self.initial[worker]
-        state, data = self.rng_states.read(worker, self.batches_before[worker] + made)
-        if state is None:
-            warnings.warn(
-                f"worker {worker} of a DataLoader is further ahead than its prefetch_factor allows: its random state "
-                "is not saved, and a resumed run draws other random numbers in it.",
-                stacklevel=2,
-            )
-        return state, data
+        return self.records.read(worker, self.batches_before[worker] + made)
 
     def _read_iteration_start(self, worker: int) -> None:
         """Wait for what a worker records when it starts its iteration, which it does as soon as it can."""
-        if self.iteration_starts is None or self.iteration == 1:
+        if self.iteration == 1:
             return
         until = time.monotonic() + _SECONDS_TO_START
-        while (found := self.iteration_starts.read(worker, self.iteration))[0] is None and time.monotonic() < until:
+        while (found := self.records.read(worker, self.iteration))[0] is None and time.monotonic() < until:
             time.sleep(0.001)
         self.initial[worker] = found
 
 
 class WorkerRngStates:
-    """Shared memory in which each worker of a DataLoader records its random state after each batch.
+    """Shared memory in which each worker of a DataLoader records its random state, such as after each batch.
 
     A worker is ahead of training by at most its prefetched batches: a ring buffer with more slots than those still
     holds the state after the last batch that was trained on.
@@ -211,22 +201,17 @@ class WorkerInit:
 
 
 class RecordingCollate:
-    """A `collate_fn` that, in a worker, records the random state and the changes of the data after each batch.
+    """A `collate_fn` with which a worker records its random state and the changes of its data.
 
     Args:
         wrapped: The loader's own function.
-        rng_states: Where to record after each batch.
-        iteration_starts: Where to record whenever the worker asks its iterable dataset for an iterator.
+        records: Where to record.
+        at_starts: Whether to record whenever the worker asks its iterable dataset for an iterator, not after each
+            batch.
     """
 
-    def __init__(
-        self,
-        wrapped: Callable[[Any], Any],
-        rng_states: WorkerRngStates,
-        iteration_starts: WorkerRngStates | None = None,
-    ) -> None:
-        self.wrapped, self.rng_states, self.iteration_starts = wrapped, rng_states, iteration_starts
-        self.count = self.started = 0
+    def __init__(self, wrapped: Callable[[Any], Any], records: WorkerRngStates, at_starts: bool) -> None:
+        self.wrapped, self.records, self.at_starts, self.count = wrapped, records, at_starts, 0
         self.data: TrackedWorkerData | None = None  # only in the worker
 
     def start_worker(self, changes: Any) -> None:
@@ -235,25 +220,20 @@ class RecordingCollate:
         if changes is not None:
             self.data.restore_changes(changes)
         info = get_worker_info()
-        if self.iteration_starts is not None and info is not None:
-            call_on_iteration_start(info.dataset, self._record_iteration_start)
+        if self.at_starts and info is not None:
+            call_on_iteration_start(info.dataset, self._record)
 
-    def _record_iteration_start(self) -> None:
-        info = get_worker_info()
-        if self.iteration_starts is not None and info is not None:
-            self.started += 1
-            self.iteration_starts.write(info.id, self.started, self._note())
-
-    def _note(self) -> bytes:
-        return b"" if self.data is None else self.data.note()
+    def _record(self) -> None:
+        worker = get_worker_info()
+        if worker is not None and self.data is not None:
+            self.count += 1
+            self.records.write(worker.id, self.count, self.data.note())
 
     def __call__(self, samples: Any) -> Any:
         """Return a batch."""
         batch = self.wrapped(samples)
-        worker = get_worker_info()
-        if worker is not None:
-            self.count += 1
-            self.rng_states.write(worker.id, self.count, self._note() if self.iteration_starts is None else b"")
+        if not self.at_starts:
+            self._record()
         return batch
 
 
