@@ -273,34 +273,6 @@ def skip_train_batches(trainer: Trainer, count: int) -> None:
 
 
 @needs_private("AutoResume")
-def call_with_next_batch(trainer: Trainer, function: Callable[[Any], object]) -> None:
-    """Call a function with the batch that is trained on next, when it is fetched; now if it was fetched in advance."""
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    if fetcher.batches:
-        function(fetcher.batches[0][0])
-    else:
-        set_private(fetcher, iterator=_ReportingIterator(fetcher.iterator, function))
-
-
-class _ReportingIterator:
-    """Calls a function with the next batch; no generator, as `iter` of Lightning's iterators begins the epoch anew."""
-
-    def __init__(self, iterator: Any, function: Callable[[Any], object]) -> None:
-        self._iterator = iterator
-        self._function: Callable[[Any], object] | None = function
-
-    def __iter__(self) -> _ReportingIterator:
-        return self
-
-    def __next__(self) -> Any:
-        fetched = next(self._iterator)
-        function, self._function = self._function, None
-        if function is not None:
-            function(fetched[0])
-        return fetched
-
-
-@needs_private("AutoResume")
 def close_workers(trainer: Trainer) -> None:
     """Stop the worker processes of a fit's loaders, which the fit does not read again."""
     trainer.fit_loop.teardown()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lightning_tricks._lightning_compat.fit import num_batches_done
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
@@ -15,7 +13,6 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loaders import (
-    call_with_next_batch,
     load_loader_states,
     mark_restarted_loaders,
     recreate_iterators,
@@ -27,8 +24,7 @@ from lightning_tricks._lightning_compat.loaders import (
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import persistent_iterator
-from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers, value_digest
-from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
     MOVED_KEY,
     POSITION_KEY,
@@ -39,9 +35,7 @@ from lightning_tricks.auto_resume.core.data.tracked_loader import (
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
-# Keys of a checkpoint; their values are part of its format
-_RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
-_FIRST_KEY = "first"  # digest of the first batch of replayed loaders
+_RESTARTED_KEY = "begun_again"  # of a checkpoint: which loaders were restarted in the epoch; part of its format
 _MAX_LISTED = 3  # names in a sentence
 
 
@@ -49,7 +43,8 @@ class LoaderTracker(Part):
     """Tracks the positions of the training loaders, and the state that workers of validation loaders keep.
 
     DataLoaders are tracked. The Trainer restores loaders with a `state_dict`. Other loaders are replayed: they are read
-    again with the random state that their epoch started with, up to their position.
+    again up to their position. Where the order follows from the global random state, it is that of the epoch: the
+    iterators of the first epoch are created with the loaders, and those of others after the hooks of the epoch's start.
 
     Args:
         trainer: The Trainer of the fit.
@@ -69,12 +64,9 @@ class LoaderTracker(Part):
         self._baselines = ObjectBaselines()
         self._train: list[TrackedDataLoader] = []
         self._validation: list[TrackedDataLoader] = []
-        self._replays = False
-        # The random states before replayed loaders created their iterators and fetched their first batch
-        self._rng_states: dict[str, torch.Tensor] = {}
-        self._first_digest = ""  # of that batch
+        self._to_replay: list[Any] = []
         self._saved_validation: Sequence[Mapping[str, Any]] = ()
-        self._has_warned_of_draws = False
+        self._warnings = set[str]()
         self._iterators_pending = False  # until the hooks of the epoch's start were called again
 
     def close(self) -> None:
@@ -90,22 +82,18 @@ class LoaderTracker(Part):
         """
         for loader in self._train:
             loader.close()
-        to_replay = _loaders_to_replay(loaders)
-        self._replays = bool(to_replay)
-        tracked = [] if to_replay else [loader for loader in loaders if not why_not_trackable(loader)]
+        self._to_replay = _loaders_to_replay(loaders)
+        tracked = [] if self._to_replay else [loader for loader in loaders if not why_not_trackable(loader)]
         self._train = self._track(tracked, "the training loader", prefetches=not all_sized)
-        self.record_rng_state("iterator")
         if saved is None:
             return
         self._saved_validation = saved["validation"]
-        if len(saved["train"]) != len(self._train) or saved["replays"] != self._replays:
+        if len(saved["train"]) != len(self._train) or saved["replays"] != bool(self._to_replay):
             rank_zero_warn(
                 "AutoResume: the training loaders differ from those of the stopped run, so the order of the epoch is "
                 "lost. To resume exactly, give the loaders that the run had."
             )
             return
-        if self._replays:
-            self._rng_states = dict(saved[RNG_STATE_KEY])
         for loader, state in zip(self._train, saved["train"], strict=True):
             _compare_num_workers(loader, state["n_workers"])
             self._compare_fingerprints(loader, state)
@@ -145,20 +133,6 @@ class LoaderTracker(Part):
         """Return the data sets of the training loaders that are tracked."""
         return [loader.loader.dataset for loader in self._train]
 
-    def record_rng_state(self, moment: str) -> None:
-        """Note the random state from which replayed loaders draw their order, before an "iterator" or "batch"."""
-        if self._replays:
-            self._rng_states[moment] = pack_rng_state()
-
-    def record_first_batch(self) -> None:
-        """Note the batch that replayed loaders give next, the first of an epoch."""
-        if self._replays:
-            self._first_digest = ""
-            call_with_next_batch(self.trainer, self._record_digest)
-
-    def _record_digest(self, batch: Any) -> None:
-        self._first_digest = value_digest(batch)
-
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Move the training loaders to their positions in the stopped run; after its end, there is no position."""
         state = saved.rank["loaders"]
@@ -167,11 +141,10 @@ class LoaderTracker(Part):
             return
         if not self._train:
             load_loader_states(self.trainer)
-        if pending and self._replays:
-            unpack_rng_state(self._rng_states["iterator"])
-            recreate_iterators(self.trainer)
-            unpack_rng_state(self._rng_states["batch"])
-            self._replay(state.get(_FIRST_KEY, ""))
+        if pending and self._to_replay:
+            if self.trainer.current_epoch:
+                recreate_iterators(self.trainer)
+            skip_train_batches(self.trainer, num_batches_done(self.trainer))
         if len(state[_RESTARTED_KEY]) == len(restarted_loaders(self.trainer)):
             mark_restarted_loaders(self.trainer, state[_RESTARTED_KEY])
 
@@ -197,31 +170,26 @@ class LoaderTracker(Part):
                 )
         return pending
 
-    def _replay(self, first_digest: str) -> None:
-        """Read loaders again up to their position, and report if their first batch is another one."""
-        self.record_first_batch()
-        skip_train_batches(self.trainer, num_batches_done(self.trainer))
-        if first_digest and self._first_digest and self._first_digest != first_digest:
-            self.data_differences.append(
-                "the training loader, which is no DataLoader, gives another first batch of the epoch than before. Let "
-                "its order depend on nothing but the global random state, or give it a state_dict and a "
-                "load_state_dict."
-            )
-
     def state(self, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
         validation = [loader.state(persistent_iterator(loader.loader)) for loader in self._validation]
         train = self._train_positions(at_end)
         for loader in (*self._train, *self._validation):
             self._warn_unsaved(loader)
+        for loader in self._to_replay:
+            if not isinstance(loader, list | tuple):
+                why = why_not_trackable(loader)
+                self._warn_once(
+                    f"a resumed run reads the training loader again up to its position, as {why}. That is exact if its "
+                    "order follows from the global random state alone. Give it a state_dict and a load_state_dict, or "
+                    "use a plain DataLoader."
+                )
         return {
             "epoch": self.trainer.current_epoch,
             _RESTARTED_KEY: restarted_loaders(self.trainer),
             "train": train,
             "validation": validation or [dict(state) for state in self._saved_validation],
-            "replays": self._replays,
-            RNG_STATE_KEY: self._rng_states,
-            _FIRST_KEY: self._first_digest,
+            "replays": bool(self._to_replay),
         }
 
     def _train_positions(self, at_end: bool) -> list[dict[str, Any]]:
@@ -243,14 +211,18 @@ class LoaderTracker(Part):
                 "with their initial values, or what their files hold. If the data depend on them, keep plain values, "
                 "tensors or random generators there."
             )
-        if loader.draws_in_between and not self._has_warned_of_draws:
-            self._has_warned_of_draws = True
-            rank_zero_warn(
-                f"AutoResume: the samples or the order of {loader.name} draw from the global random state in between "
+        if loader.draws_in_between:
+            self._warn_once(
+                f"the samples or the order of {loader.name} draw from the global random state in between "
                 "the training steps, which draw from it as well. A run that is resumed in the middle of an epoch reads "
                 "other data. Give the data set or the sampler a generator of its own, such as random.Random(seed), or "
                 "read an iterable data set with num_workers=1."
             )
+
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._warnings:
+            self._warnings.add(sentence)
+            rank_zero_warn(f"AutoResume: {sentence}")
 
     def _compare_fingerprints(self, loader: TrackedDataLoader, state: Mapping[str, Any]) -> None:
         """Report where the data differ from those of the stopped run."""
@@ -293,12 +265,6 @@ def _loaders_to_replay(loaders: Sequence[Any]) -> list[Any]:
             "AutoResume: if several training loaders are not DataLoaders, either all or none of them must have a "
             "state_dict. Give each a state_dict and a load_state_dict, or use DataLoaders."
         )
-    for loader in to_replay:
-        if getattr(loader, "in_order", True) is False:
-            rank_zero_warn(
-                "AutoResume: DataLoader(in_order=False) lets the order of the batches depend on the workers' speed, "
-                "so that no two runs are the same. Leave it out for an exact resume."
-            )
     return to_replay
 
 

@@ -22,19 +22,16 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_warn
-from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.rng import isolated_rng, kept_generators
 from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
-from lightning_tricks.auto_resume.core.data.rng_state import LoaderSnapshot
+from lightning_tricks.auto_resume.core.data.rng_state import restore_snapshot
 from lightning_tricks.auto_resume.core.data.tracked_loader import LEFT_KEY, MOVED_KEY, POSITION_KEY, num_shares
 from lightning_tricks.auto_resume.parts import SavedState, Settings
 
-# Samplers whose order follows from the random state: what the Trainer replaces on several ranks, and what it wraps
-_REPLACED, _WRAPPED = (RandomSampler, SequentialSampler), (SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)  # whose order can be drawn again
 _ORIGIN_KEYS = ("created", "started", "order", "batches", "shares")  # of the position that tells how to draw the order
 
 
@@ -125,10 +122,10 @@ def _why_not_shared_out(loaders: Sequence[Any], trainer: Trainer) -> str:
         return f"only the {type(loaders[0].dataset).__name__} knows its order"
     if isinstance(trainer.limit_train_batches, int) or trainer.limit_train_batches != 1.0:
         return f"limit_train_batches={trainer.limit_train_batches} leaves out others on each number of ranks"
-    batches, sampler = loaders[0].batch_sampler, _inner_sampler(loaders[0])
-    if type(batches) is not BatchSampler or batches.sampler is not loaders[0].sampler:
+    batches, sampler = loaders[0].batch_sampler, loaders[0].sampler
+    if type(batches) is not BatchSampler or batches.sampler is not sampler:
         return f"a {type(batches).__name__} chooses its batches"
-    if type(sampler) not in (*_REPLACED, *_WRAPPED, DistributedSampler):
+    if type(sampler) not in _KNOWN_SAMPLERS:
         return f"a {type(sampler).__name__} chooses its samples"
     return ""
 
@@ -138,28 +135,18 @@ def _is_stream(loader: Any) -> bool:
 
 
 def _refuse_other_streams(loader: Any, num_workers: int, saved: SavedState, trainer: Trainer) -> None:
-    if not _is_stream(loader):
-        return
-    changed = [
-        f"{before} {what}, not {now}"
-        for what, before, now in (
-            ("ranks", saved.world_size, trainer.world_size),
-            ("workers", max(1, num_workers), max(1, loader.num_workers)),
-        )
-        if before != now
-    ]
-    if changed:
-        raise MisconfigurationException(
-            f"AutoResume: the run stopped in the middle of an epoch that {' and '.join(changed)} read, and only the "
-            f"{type(loader.dataset).__name__} knows how it shares its samples out among them. Resume with the old "
-            "number until the epoch's end, at which it can change (AutoResume saves there with every_n_epochs=1), or "
-            "go on with on_change='new': some samples of this epoch then come twice or not at all."
-        )
-
-
-def _inner_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that the Trainer wrapped to share it out among ranks; the loader's own where it did not."""
-    return getattr(getattr(loader.sampler, "dataset", None), "_sampler", loader.sampler)
+    for what, before, now in (
+        ("ranks", saved.world_size, trainer.world_size),
+        ("workers", max(1, num_workers), max(1, loader.num_workers)),
+    ):
+        if _is_stream(loader) and before != now:
+            raise MisconfigurationException(
+                f"AutoResume: the run stopped in the middle of an epoch that {before} {what}, not {now} read, and only "
+                f"the {type(loader.dataset).__name__} knows how it shares its samples out among them. Resume with the "
+                "old number until the epoch's end, at which it can change (AutoResume saves there with "
+                "every_n_epochs=1), or go on with on_change='new': some samples of this epoch then come twice or not "
+                "at all."
+            )
 
 
 @dataclass(frozen=True)
@@ -210,29 +197,21 @@ class EpochRest:
 
 def _orders(loader: DataLoader[Any], origin: Mapping[str, Any]) -> Iterator[Sequence[int]]:
     """Yield the orders in which samplers may have given the samples in the origin's epoch."""
-    data: Any = loader.dataset
-    sampler: Any = loader.sampler
+    data, sampler = loader.dataset, loader.sampler
+    indices = range(len(data))  # type: ignore[arg-type]  # a stream is not shared out
+    yield indices
     seed = getattr(sampler, "seed", int(os.environ.get("PL_GLOBAL_SEED", 0)))  # as the Trainer's is
-
-    def shuffled(order: Any) -> list[int]:
-        distributed: DistributedSampler[Any] = DistributedSampler(order, 1, 0, shuffle=True, seed=seed)
-        distributed.set_epoch(origin["epoch"])
-        return [order[index] for index in distributed]
-
-    yield range(len(data))
-    yield shuffled(range(len(data)))
-    before, inner = LoaderSnapshot(loader), _inner_sampler(loader)
-    if type(inner) not in _WRAPPED:
-        inner = RandomSampler(data, generator=getattr(sampler, "generator", loader.generator))
+    distributed: DistributedSampler[int] = DistributedSampler(indices, 1, 0, seed=seed)  # type: ignore[arg-type]
+    distributed.set_epoch(origin["epoch"])
+    yield list(distributed)
+    shuffled = RandomSampler(indices, generator=getattr(sampler, "generator", loader.generator))
     for drawn in range(2):  # the iterator of a loader draws a seed for its workers, and then asks the sampler
-        with isolated_rng():
-            LoaderSnapshot.from_dict(origin["started"] or origin["created"]).restore(loader)
+        with isolated_rng(), kept_generators(loader):
+            restore_snapshot(origin["started"] or origin["created"], loader)
             for _ in range(drawn):
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            order = list(inner)
-        before.restore(loader)
+            order = list(shuffled)
         yield order
-        yield shuffled(order)
 
 
 def _explains(order: Sequence[int], origin: Mapping[str, Any]) -> bool:

@@ -29,12 +29,13 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.loaders import close_workers
 from lightning_tricks._lightning_compat.sharded import is_sharding, restored_before_setup
 from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.tensors import reshard_fsdp2
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
-from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
 from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
@@ -178,7 +179,7 @@ class ResumableFit(FitObserver):
         if self._pending is None:
             self._loader_origins[kind] = {
                 "epoch": epoch,
-                RNG_STATE_KEY: pack_rng_state(),
+                RNG_STATE_KEY: capture_rng_state(),
                 "attributes": self.state.attributes.changes(),
                 "settings": self.state.settings.changed_settings(),
             }
@@ -186,7 +187,7 @@ class ResumableFit(FitObserver):
             origin = self._loader_origins[kind]
             self.state.settings.restore_settings(origin.get("settings", {}))
             self.state.attributes.restore_changes(origin["attributes"])
-            unpack_rng_state(origin[RNG_STATE_KEY])
+            restore_rng_state(origin[RNG_STATE_KEY])
             return int(origin.get("epoch", epoch))
         return epoch
 
@@ -232,18 +233,16 @@ class ResumableFit(FitObserver):
         """Note the state that the hooks of the epoch's start begin with."""
         if self._pending is None:
             self._epoch_start = {
-                RNG_STATE_KEY: pack_rng_state(),
+                RNG_STATE_KEY: capture_rng_state(),
                 "groups": param_group_names(self.module, self.trainer.optimizers),
                 "attributes": self.state.attributes.changes(),
             }
             self.state.note(Phase.BEFORE_HOOKS)
 
     def before_epoch_iterators(self) -> None:
-        """Note the random state that determines the epoch's order; or the position, if the batches changed."""
+        """Set the position that is resumed, if the batches changed."""
         if self._pending is not None and self._is_running:
             self.loaders.set_num_batches_done(self._pending.rank["loaders"])
-        elif self._pending is None:
-            self.loaders.record_rng_state("iterator")
 
     def before_first_batch(self, finish_batch: Callable[[], None]) -> None:
         """Resume in the middle of the epoch; or save between two epochs."""
@@ -252,8 +251,6 @@ class ResumableFit(FitObserver):
         stop_requested, time_over = self._ask_ranks()
         if (saved := self._pending) is None:
             self.state.note(Phase.AFTER_HOOKS)  # what they changed is repeated where the epoch is resumed
-            self.loaders.record_rng_state("batch")
-            self.loaders.record_first_batch()
             epoch, every = self.trainer.current_epoch, self.settings.every_n_train_steps
             if every is not None and epoch == 1 and not self.trainer.global_step:
                 rank_zero_warn(
@@ -278,7 +275,7 @@ class ResumableFit(FitObserver):
         self.state.restore(saved, Phase.BEFORE_HOOKS)
         self._epoch_start = saved.rank["epoch"]
         if self._epoch_start is not None:
-            unpack_rng_state(self._epoch_start[RNG_STATE_KEY])
+            restore_rng_state(self._epoch_start[RNG_STATE_KEY])
             self.state.replay_epoch_start(self._epoch_start["groups"], lambda: self._reload_weights(saved))
             self.state.restore(saved, Phase.AFTER_HOOKS)
         self.state.note(Phase.AFTER_HOOKS)

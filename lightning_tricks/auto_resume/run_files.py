@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import secrets
@@ -13,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._lightning_compat.callbacks import allow_existing_config
@@ -26,10 +24,11 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._shared.file_locks import DirectoryLock, this_process
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.rng import restore_rng_state
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, Manifest
-from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, as_rng_state, raw_rng_state
 from lightning_tricks.auto_resume.logger_state import LoggerState
 from lightning_tricks.auto_resume.model_checkpoint_files import ModelCheckpointFiles, Origin, read_origin
 
@@ -132,15 +131,14 @@ class RunFiles:
         if records:
             allow_existing_config(self.trainer)
         if not manifests:
-            self._start = {RNG_STATE_KEY: base64.b64encode(pack_rng_state().numpy().tobytes()).decode()}
+            self._start = {RNG_STATE_KEY: raw_rng_state()}
             if is_writer:
                 loggers.restore(records)
             return
         self._start = start
         if self.trainer.world_size == 1:  # several ranks draw the same numbers only if they are seeded, and then always
-            with suppress(KeyError, TypeError, ValueError):
-                packed = bytearray(base64.b64decode(start[RNG_STATE_KEY]))
-                unpack_rng_state(torch.frombuffer(packed, dtype=torch.uint8))
+            with suppress(KeyError, TypeError, ValueError, RuntimeError):  # of a file that somebody changed
+                restore_rng_state(as_rng_state(start[RNG_STATE_KEY]))
 
     def prepare(self) -> None:
         """Remove what killed processes left behind, and note where the loggers are at the start of the fit."""

@@ -23,8 +23,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_tricks import AutoResume, isolated_rng
-from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, pack_rng_state, unpack_rng_state
+from lightning_tricks import AutoResume, capture_rng_state, isolated_rng, restore_rng_state
+from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, as_rng_state, raw_rng_state
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, position_of, why_not_trackable
 from lightning_tricks.auto_resume.core.data.workers import WorkerInit, WorkerRngStates
 from lightning_tricks.auto_resume.core.signals import StopRequest
@@ -204,7 +204,7 @@ def record(data, epochs=2, prefetches=False, **options):
         for batch, iterator, ahead in epoch_of(loader, prefetches):
             batches.append(batch)
             step()
-            positions.append((position_of(iterator, ahead), tracked.generator_states(), pack_rng_state()))
+            positions.append((position_of(iterator, ahead), tracked.generator_states(), capture_rng_state()))
             step()
     tracked.close()
     return batches, positions
@@ -237,7 +237,7 @@ def resume_epoch(data, state, count, prefetches=False, epochs=0, **options):
     read = Noisy.read - read
     ahead = [next(iterator)] if prefetches and count else []
     tracked.restore_generator_states(generators)
-    unpack_rng_state(rng_state)
+    restore_rng_state(rng_state)
     step()
     batches = []
     for _ in range(count):
@@ -283,7 +283,7 @@ def test_resumes_anywhere_without_reading_earlier_samples(size, batch_size, drop
         at = chance.randrange(len(batches))
         rest = per_epoch * (1 + at // per_epoch) - at - 1
         again, read = resume_epoch(Noisy(size), positions[at], rest, **options())
-    assert read <= batch_size  # the first batch, to compare it
+    assert read <= 0  # a counter of the class is restored with the data
     assert len(again) == rest
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=False))
 
@@ -419,7 +419,7 @@ def test_another_order_is_reported():
             resume_epoch(Noisy(21), positions[3], 1, **loader(2))
 
 
-@pytest.mark.parametrize("kind", [Noisy, Buffered, Plain])
+@pytest.mark.parametrize("kind", [Buffered, Plain])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_first_batch_is_reported(kind, workers):
     options = {"batch_size": 3, "num_workers": workers}
@@ -427,8 +427,6 @@ def test_another_first_batch_is_reported(kind, workers):
         _, positions = record(kind(21), epochs=1, **options)
         other = kind(21)
         other.offset = 1
-        if kind is Noisy and workers:
-            pytest.skip("workers do not read the first batch again")
         with pytest.raises(AssertionError, match="the loader gives another first batch of the epoch"):
             resume_epoch(other, positions[3], 1, **options)
 
@@ -461,7 +459,7 @@ def test_workers_of_a_stopped_run_end_once_the_fit_was_left():
     begun = forks.Event()
 
     def work():
-        WorkerInit(None, signals=request.signal_numbers, stopping=request.stopping)(0)
+        WorkerInit(None, signals=request.signal_numbers, leaving=request.leaving)(0)
         begun.set()
         while True:
             signal.pause()
@@ -594,15 +592,15 @@ def test_why_not_trackable():
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 700))
 @settings(max_examples=20, deadline=None)
-def test_a_packed_random_state_is_restored(seed, drawn):
+def test_a_raw_random_state_is_restored(seed, drawn):
     with isolated_rng(seed=seed):
         for _ in range(drawn % 5):
             random.gauss(0, 1), np.random.randn()
         torch.rand(drawn)
-        packed = pack_rng_state()
+        raw = raw_rng_state()
         wanted = random.gauss(0, 1), np.random.randn(), np.random.rand(), random.random(), torch.randn(5).tolist()
         torch.rand(7)
-        unpack_rng_state(packed)
+        restore_rng_state(as_rng_state(raw))
         assert wanted == (
             random.gauss(0, 1),
             np.random.randn(),
@@ -622,7 +620,7 @@ def test_a_ring_buffer_holds_the_last_states():
         assert [recorded.last_count(worker) for worker in (0, 1)] == [0, 11]
         assert recorded.read(1, 3)[0] is None
         for count in (8, 9, 10, 11):
-            unpack_rng_state(recorded.read(1, count)[0])
+            restore_rng_state(recorded.read(1, count)[0])
             assert torch.equal(torch.get_rng_state(), states[count])
 
 

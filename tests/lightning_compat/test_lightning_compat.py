@@ -667,24 +667,6 @@ def test_skip_train_batches():
     assert seen == [4, 5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "fetched in advance"])
-def test_call_with_next_batch(sized):
-    class Stream:
-        def __iter__(self):
-            yield from loader()
-
-    class Notes(lightning.pytorch.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 2:
-                loaders.call_with_next_batch(trainer, noted.append)
-            trained.append(batch)
-
-    noted, trained = [], []
-    Trainer(max_epochs=1, callbacks=[Notes()], **QUIET).fit(Net(), loader() if sized else Stream())
-    assert [batch[0].tolist() for batch in noted] == [trained[3][0].tolist()]
-    assert len(trained) == 10
-
-
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_a_callback_is_told_of_a_fit_before_the_loggers_begin(tmp_path):
     class Notes(fit.ToldBeforeLoggers, lightning.pytorch.Callback):

@@ -80,7 +80,6 @@ def _state(trainer):
         ("fetcher", "fetched", loaders.recreate_iterators),
         ("fetcher", "fetched", lambda trainer: loaders.skip_train_batches(trainer, 1)),
         ("fetcher", "batches", loaders.train_iterators),
-        ("fetcher", "iterator", lambda trainer: loaders.call_with_next_batch(trainer, print)),
         ("iterator", "_consumed", loaders.restarted_loaders),
         ("iterator", "_consumed", lambda trainer: loaders.mark_restarted_loaders(trainer, [True])),
         ("fit", "_combined_loader_states_to_load", loaders.load_loader_states),

@@ -20,9 +20,6 @@ import torch
 
 Detach = Callable[[], None]
 
-# States of the training process that its DataLoader workers read
-RUNNING, STOPPING, LEAVING = range(3)
-
 _SIGHUP = getattr(signal, "SIGHUP", None)  # Windows lacks it
 _OVER, _STOPS = -1, -2  # instead of a signal: the fit of the ranks has ended, or they stop at one
 _SECONDS_BETWEEN_EXCHANGES = 0.1  # between ranks, approximately
@@ -63,7 +60,7 @@ class StopRequest:
 
     def __init__(self, names: Sequence[str], detach: Detach | None = None, exit_code: int = 0) -> None:
         self.names, self.detach, self.exit_code = tuple(names), detach, exit_code
-        self.stopping = RawValue("b", RUNNING)  # for DataLoader workers
+        self.leaving = RawValue("b", False)  # the fit: DataLoader workers read it
         self._received = 0
         self._exit_finalizer: Any = None
 
@@ -80,12 +77,12 @@ class StopRequest:
 
     def install_handlers(self) -> bool:
         """Install the handlers; return whether that is possible, as it is only in the main thread."""
+        # a high priority: runs before multiprocessing sends the workers a SIGTERM at exit
+        self._exit_finalizer = Finalize(None, setattr, (self.leaving, "value", True), exitpriority=1000)
         if not _can_handle_signals():
             return False
         for number in self.signal_numbers:
             signal.signal(number, self._handle)
-        # a high priority: runs before multiprocessing sends the workers a SIGTERM at exit
-        self._exit_finalizer = Finalize(None, setattr, (self.stopping, "value", LEAVING), exitpriority=1000)
         return True
 
     def close(self) -> None:
@@ -94,7 +91,7 @@ class StopRequest:
         A rank that leaves the fit by an exception may still have workers: multiprocessing sends them one SIGTERM at
         exit, and waits for them.
         """
-        self.stopping.value = LEAVING
+        self.leaving.value = True
         if self._exit_finalizer is not None:
             self._exit_finalizer.cancel()
 
@@ -104,7 +101,7 @@ class StopRequest:
             return
         if number == self._received == signal.SIGINT:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
-        self._received, self.stopping.value = number, STOPPING
+        self._received = number
 
 
 class EarlySignals:

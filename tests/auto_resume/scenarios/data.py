@@ -409,7 +409,7 @@ def shuffled_by_a_loader_of_its_own(job: Job) -> None:
     job.fit(Net(), train=Shuffling(job.samples(), random))
 
 
-@scenario(warning="gives another first batch of the epoch than before")
+@scenario(warning="reads the training loader again up to its position, as a Shuffling is not")
 def shuffled_without_seed_by_a_loader_of_its_own(job: Job) -> None:
     job.seed()
     job.fit(Net(), train=Shuffling(job.samples(), random.Random()))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import marshal
-from collections import deque
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import reduce
 from itertools import islice
 from typing import Any
 from weakref import ref
@@ -179,10 +178,7 @@ def value_digest(batch: Any) -> str:
 
 
 class OrderDigest:
-    """A running digest of the indices that a sampler gave: equal digests mean equal orders.
-
-    Args:
-        max_ahead: Batches that the sampler may be ahead of training.
+    """Running digests of the indices that a sampler gave: equal digests mean equal orders.
 
     Examples:
         >>> first, second = OrderDigest(), OrderDigest()
@@ -193,25 +189,21 @@ class OrderDigest:
         True
     """
 
-    def __init__(self, max_ahead: int = 0) -> None:
-        self.count, self._sum, self._max_recent = 0, 0, max_ahead + 4
-        self._recent = deque[bytes]()  # the last batches, which are not in the sum yet
+    def __init__(self) -> None:
+        self._sums = array("L", [0])  # after each batch
+
+    @property
+    def count(self) -> int:
+        """The number of batches."""
+        return len(self._sums) - 1
 
     def add(self, indices: Any) -> None:
         """Add the indices of a batch."""
-        self.count += 1
-        self._recent.append(_encode_indices(indices))
-        if len(self._recent) > self._max_recent:
-            self._sum = crc32(self._recent.popleft(), self._sum)
+        self._sums.append(crc32(_encode_indices(indices), self._sums[-1]))
 
     def digest(self, count: int) -> str:
-        """Return the digest of the first `count` batches; empty if it is no longer known."""
-        num_recent = count - self.count + len(self._recent)
-        if not 0 <= num_recent <= len(self._recent):
-            return ""
-        return (
-            f"{reduce(lambda known, encoded: crc32(encoded, known), islice(self._recent, num_recent), self._sum):08x}"
-        )
+        """Return the digest of the first `count` batches; empty if there are not so many."""
+        return f"{self._sums[count]:08x}" if count <= self.count else ""
 
 
 def _encode_indices(indices: Any) -> bytes:
@@ -228,18 +220,18 @@ class _WatchedPart:
     """Calls a part of an iterator in the training process.
 
     Args:
-        draws: Watches the calls; None where they draw nothing, or once for all.
+        draws: Watches the calls.
 
     Attributes:
         exhausted: Whether it was asked for more than it had.
     """
 
-    def __init__(self, draws: GlobalDraws | None) -> None:
+    def __init__(self, draws: GlobalDraws) -> None:
         self._draws, self.exhausted = draws, False
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:
-            return function() if self._draws is None else self._draws.call(function)
+            return self._draws.call(function)
         except StopIteration:
             self.exhausted = True
             raise
@@ -254,10 +246,10 @@ class TrackedFetcher(_WatchedPart):
         on_first_batch: Called with the first batch.
     """
 
-    def __init__(self, fetcher: Any, draws: GlobalDraws | None, on_first_batch: Callable[[Any], object]) -> None:
+    def __init__(self, fetcher: Any, draws: GlobalDraws, on_first_batch: Callable[[Any], object]) -> None:
         super().__init__(draws)
         self._fetcher, self._on_first_batch = fetcher, on_first_batch
-        self.is_first = True
+        self._is_first = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
@@ -265,8 +257,8 @@ class TrackedFetcher(_WatchedPart):
     def fetch(self, indices: Any) -> Any:
         """Return the batch of some indices."""
         batch = self._call(lambda: self._fetcher.fetch(indices))
-        if self.is_first:
-            self.is_first = False
+        if self._is_first:
+            self._is_first = False
             self._on_first_batch(batch)
         return batch
 
@@ -280,7 +272,7 @@ class TrackedIndices(_WatchedPart):
         order: Takes the indices.
     """
 
-    def __init__(self, iterator: Iterator[Any], draws: GlobalDraws | None, order: OrderDigest) -> None:
+    def __init__(self, iterator: Iterator[Any], draws: GlobalDraws, order: OrderDigest) -> None:
         super().__init__(draws)
         self._iterator, self._order = iterator, order
 
@@ -349,18 +341,9 @@ def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
     return {path: int(value_digest(found), 16) for path, found in merged.items()}
 
 
-def changed_paths(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the paths whose values differ between two results of `LoaderObjects.changes`."""
-    first, second = ({path: value_digest(value) for path, value in _values(changes)} for changes in (before, now))
-    return sorted(path for path in first.keys() | second.keys() if first.get(path) != second.get(path))
-
-
-def _values(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for found in changes.values():
-        for path, change in found["values"].items():
-            value = change["value"]
-            if not (isinstance(value, dict) and value.get("kind") in ("same", "clock", "deleted")):
-                yield path, value
+def changed_values(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in a result of `LoaderObjects.changes`: path -> value."""
+    return {path: change["value"] for found in changes.values() for path, change in found["values"].items()}
 
 
 def _skip_other_parts(objects: Mapping[str, Any], value: Any) -> SkippedNames:

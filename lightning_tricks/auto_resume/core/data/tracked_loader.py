@@ -15,9 +15,10 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_tricks._shared.rng import isolated_rng, loader_generators
+from lightning_tricks._shared.rng import loader_generators
 from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
+from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.data.loader_objects import (
     DATA_PARTS,
     LoaderObjects,
@@ -25,17 +26,16 @@ from lightning_tricks.auto_resume.core.data.loader_objects import (
     OrderDigest,
     TrackedFetcher,
     TrackedIndices,
-    changed_paths,
+    changed_values,
     has_persistent_workers,
     value_digest,
 )
-from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, LoaderSnapshot
+from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, loader_snapshot, restore_snapshot
 from lightning_tricks.auto_resume.core.data.workers import RecordingCollate, WorkerInit, WorkerPositions
 from lightning_tricks.auto_resume.core.signals import StopRequest
 
 POSITION_KEY = "place"  # of a loader's position in its state; part of the format of checkpoints
 MOVED_KEY = "moved"  # of a position: whether it is one of another loader than the one that had it; never saved
-_SNAPSHOTS = ("created", "started", "before_last")  # the keys of a position under which there are snapshots
 LEFT_KEY = "left"  # the indices of the batches that follow a position, where a sampler does not give them; never saved
 _TRACKER_ATTRIBUTE = "_lightning_tricks_place"  # the attribute of a tracked iterator that knows its position
 
@@ -54,13 +54,6 @@ def why_not_trackable(loader: Any) -> str:
 def num_shares(loader: DataLoader[Any]) -> int:
     """Return among how many ranks the sampler of a loader shares out its samples."""
     return int(loader.sampler.num_replicas) if isinstance(loader.sampler, DistributedSampler) else 1
-
-
-def draws_only_once(sampler: Any) -> bool:
-    """Whether a sampler is one of torch's, which draw from the global random state at their first index only."""
-    inner = getattr(sampler, "sampler", None)
-    known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
-    return known and (inner is None or draws_only_once(inner))
 
 
 class DeferredSampler:
@@ -188,7 +181,7 @@ class TrackedDataLoader:
         if self._iterator_deferred:
             return iter(())
         if saved is None:
-            tracker = IteratorTracker(self, LoaderSnapshot(self.loader, self.objects))
+            tracker = IteratorTracker(self, loader_snapshot(self.loader, self.objects))
             iterator, deferred = tracker.create()
             tracker.track(iterator, deferred)
             if deferred is not None:
@@ -213,20 +206,20 @@ class IteratorTracker:
         replays_data: Whether a position is reached by reading the data again, as only an iterable dataset knows its
             order.
         workers: The positions of the workers.
-        draws: Watches what the sampler, or an iterable dataset in this process, draws; None where that need not be.
+        draws: Watches what the sampler, or an iterable dataset in this process, draws.
         order: Digest of the indices.
-        first_digest: Digest of the first batch; empty before it, and where batches are made by workers from indices.
+        first_digest: Digest of the first batch; empty before it, and where batches are made from indices.
         rest: What was left of the epoch when another number of ranks went on with it; None in an epoch of its own.
     """
 
-    def __init__(self, tracked: TrackedDataLoader, at_creation: LoaderSnapshot) -> None:
+    def __init__(self, tracked: TrackedDataLoader, at_creation: Mapping[str, Any]) -> None:
         loader = tracked.loader
         self.tracked, self.at_creation = tracked, at_creation
-        self.at_start: LoaderSnapshot | None = None
-        self.before_prefetched: LoaderSnapshot | None = None
+        self.at_start: Mapping[str, Any] | None = None
+        self.before_prefetched: Mapping[str, Any] | None = None
         self.replays_data = isinstance(loader.dataset, IterableDataset)
         self.workers = WorkerPositions(loader, self.replays_data)
-        self.draws: GlobalDraws | None = None
+        self.draws = GlobalDraws()
         self.order = OrderDigest()
         self.first_digest = ""
         self.rest: Mapping[str, Any] | None = None
@@ -241,10 +234,10 @@ class IteratorTracker:
         replaced: dict[str, Any] = {}
         deferred = None
         if self.workers.count:
-            recording = RecordingCollate(loader.collate_fn, self.workers.rng_states, self.workers.iteration_starts)
+            recording = RecordingCollate(loader.collate_fn, self.workers.records, self.replays_data)
             request = self.tracked.stop_request
-            numbers, stopping = request.signal_numbers, request.stopping
-            init = WorkerInit(loader.worker_init_fn, numbers, stopping, recording, self.workers.initial)
+            numbers, leaving = request.signal_numbers, request.leaving
+            init = WorkerInit(loader.worker_init_fn, numbers, leaving, recording, self.workers.initial)
             replaced |= {"collate_fn": recording, "worker_init_fn": init}
         if not self.replays_data:
             has_batches = loader.batch_sampler is not None
@@ -271,26 +264,23 @@ class IteratorTracker:
             private.call_before_next_batch(iterator, self._record_start)
 
     def _track_parts(self, iterator: Any, indices: Iterator[Any] | None) -> None:
-        if indices is None:
-            self.draws = None if self.workers.count else GlobalDraws()
-        else:
-            self.draws = None if draws_only_once(private.index_sampler(iterator)) else GlobalDraws()
-            self.order = OrderDigest(max_ahead=self.workers.count * self.workers.prefetch)
+        self.draws = GlobalDraws()
+        if indices is not None:
+            self.order = OrderDigest()
             private.set_sampler_iterator(iterator, TrackedIndices(indices, self.draws, self.order))
-        if not self.workers.count:
-            draws_of_data = self.draws if self.replays_data else None
-            fetcher = TrackedFetcher(private.dataset_fetcher(iterator), draws_of_data, self.record_first_batch)
-            private.set_dataset_fetcher(iterator, fetcher)
-        elif indices is None:
+        elif self.workers.count:
             private.call_after_next_batch(iterator, self.record_first_batch)
+        else:
+            fetcher = TrackedFetcher(private.dataset_fetcher(iterator), self.draws, self.record_first_batch)
+            private.set_dataset_fetcher(iterator, fetcher)
 
     def _record_before_prefetched(self) -> None:
         objects = None if self.replays_data else self.tracked.objects
-        self.before_prefetched = LoaderSnapshot(self.tracked.loader, objects)
+        self.before_prefetched = loader_snapshot(self.tracked.loader, objects)
 
     def _record_start(self) -> None:
         # what an iterable changes in itself comes again with its data: nothing of that is unsaved
-        self.at_start = LoaderSnapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self.replays_data)
+        self.at_start = loader_snapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self.replays_data)
 
     def record_first_batch(self, batch: Any) -> None:
         """Record the first batch of the iteration."""
@@ -302,8 +292,8 @@ class IteratorTracker:
         - "batches": the batches of the epoch that were trained on; "at_end": whether the epoch is over.
         - "created": the moment when the iterator was created; its workers' seed comes from there. "started": when its
           sampler was first asked, None where that is the same moment. "before_last": before the batch that was fetched
-          last, None unless the loop prefetches. Each is a `LoaderSnapshot`.
-        - "workers": for each worker, its packed random state, None for the one with which it starts; "data": what its
+          last, None unless the loop prefetches. Each is a `loader_snapshot`.
+        - "workers": for each worker, its random state, None for the one with which it starts; "data": what its
           copy of the data changed, None for nothing.
         - "order" and "first": digests of the indices so far and of the first batch, empty where they are not known.
         - "ended": whether the data were asked for more than they had.
@@ -319,16 +309,13 @@ class IteratorTracker:
         worker_states = [self.workers.state(worker, batches) for worker in range(self.workers.count)]
         for _, data in worker_states:
             self.tracked.objects.add_unsaved({} if data is None else data["lost"])
-        self.tracked.draws_in_between = self.draws is not None and self.draws.are_interleaved and not at_end
-        snapshots = {
-            "created": self.at_creation,
-            "started": self.at_start,
-            "before_last": self.before_prefetched if num_prefetched else None,
-        }
+        self.tracked.draws_in_between = self.draws.are_interleaved and not at_end
         return {
             "batches": batches,
             "at_end": at_end,
-            **{name: None if snapshot is None else snapshot.as_dict() for name, snapshot in snapshots.items()},
+            "created": self.at_creation,
+            "started": self.at_start,
+            "before_last": self.before_prefetched if num_prefetched else None,
             "workers": [rng_state for rng_state, _ in worker_states],
             "data": [data for _, data in worker_states],
             "order": self.order.digest(batches),
@@ -380,17 +367,16 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> An
         RuntimeError: If the loader has fewer batches than were read before.
     """
     loader, objects = tracked.loader, tracked.objects
-    snapshots = {name: saved[name] and LoaderSnapshot.from_dict(saved[name]) for name in _SNAPSHOTS}
-    at_creation, at_start, before_prefetched = snapshots.values()
+    at_creation, at_start, before_prefetched = saved["created"], saved["started"], saved["before_last"]
     # from the state of then, torch draws the same seed for the workers, and the sampler the same order
-    objects.undo_changes(kept=at_creation.objects)  # of hooks that came after it, and now came before
-    at_creation.restore(loader, objects)
+    objects.undo_changes(kept=at_creation["objects"])  # of hooks that came after it, and now came before
+    restore_snapshot(at_creation, loader, objects)
     tracker = IteratorTracker(tracked, at_creation)
     tracker.workers.restore(saved["workers"], saved["data"])
     iterator, deferred = tracker.create()
     if at_start is not None:
         tracker.at_start = at_start
-        at_start.restore(loader, objects)
+        restore_snapshot(at_start, loader, objects)
         if deferred is not None and loader.num_workers:
             # persistent workers: the epoch is a later one than the first, and its order is drawn at its start
             deferred.iterator = iter(deferred.sampler)
@@ -404,7 +390,7 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> An
     if deferred is not None:
         tracker.fill_prefetch_queues(iterator)  # only now, as the workers shall read what comes after the position
     if before_prefetched is not None:
-        private.call_before_next_batch(iterator, lambda: before_prefetched.restore(loader, objects))
+        private.call_before_next_batch(iterator, lambda: restore_snapshot(before_prefetched, loader, objects))
     return iterator
 
 
@@ -416,10 +402,7 @@ def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: Mapping[str, A
         num_read = sum(1 for _ in islice(iterator, batches))
     else:
         indices_or_batches = private.sampler_iterator(iterator)
-        first = list(islice(indices_or_batches, min(batches, 1)))
-        if first and not (tracker.workers.count or tracker.rest):  # the random state is the one that it was read with
-            _read_first_batch(tracker, private.dataset_fetcher(iterator), first[0], saved["first"])
-        indices_or_batches.skip(batches - len(first))
+        indices_or_batches.skip(batches)
         num_read = tracker.order.count
         tracker.workers.offset = batches
         private.set_num_yielded(iterator, batches)
@@ -432,35 +415,17 @@ def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: Mapping[str, A
         )
 
 
-def _read_first_batch(tracker: IteratorTracker, fetcher: TrackedFetcher, indices: Any, expected: str) -> None:
-    """Read the epoch's first batch once more to compare it, and leave no trace of that in any random state.
-
-    What reading it changes in the dataset is restored afterwards, with all that the run had changed there.
-    """
-    generator_states = tracker.tracked.generator_states()
-    with isolated_rng():
-        before = _cuda_states()
-        try:
-            fetcher.fetch(indices)
-        except Exception:  # an error of the dataset shall come where the batch is needed
-            tracker.first_digest = expected
-        if _cuda_states() != before:
-            tracker.first_digest = expected  # it depends on a CUDA random state, which is not the one of then
-    fetcher.is_first = False
-    tracker.tracked.restore_generator_states(generator_states)
-
-
 def _restore_objects(tracker: IteratorTracker, saved: Mapping[str, Any]) -> None:
     """Restore the data as they were at the save; the samplers got there by themselves, with what they gave ahead."""
     objects = tracker.tracked.objects
     if saved["before_last"] is not None:
         return  # restored with the batch that is fetched once more
     if tracker.replays_data and not tracker.workers.count:
-        others = changed_paths(objects.changes(DATA_PARTS, report_unsaved=False), saved["objects"])
-        if others:
+        now = objects.changes(DATA_PARTS, report_unsaved=False)
+        for path in islice(differing_paths(changed_values(saved["objects"]), changed_values(now)), 1):
             tracker.tracked.report_difference(
-                f"was read again up to its position, and {others[0]} is not what it was, as something changed it "
-                "between the batches. Let nothing but the data change it"
+                f"was read again up to its position, and {path} is not what it was, as something changed it between "
+                "the batches. Let nothing but the data change it"
             )
     objects.restore_changes(saved["objects"], DATA_PARTS)
 
@@ -478,9 +443,3 @@ def _report_differences(tracker: IteratorTracker, saved: Mapping[str, Any]) -> N
             "gives the samples in another order than before. Seed its sampler (generator=), or call seed_everything "
             "before the data is made"
         )
-
-
-def _cuda_states() -> list[bytes]:
-    if not torch.cuda.is_initialized():
-        return []
-    return [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]

@@ -7,28 +7,26 @@ import pickle
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import parent_process
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_tricks._shared.rng import restore_rng_state
 from lightning_tricks._torch_compat.loaders import call_on_iteration_start
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker
 from lightning_tricks.auto_resume.core.data.loader_objects import LargeSkipped
-from lightning_tricks.auto_resume.core.data.rng_state import record_dtype, unpack_rng_state, write_rng_state
-from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
+from lightning_tricks.auto_resume.core.data.rng_state import as_rng_state, raw_rng_state
 
-_SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
 _SECONDS_TO_START = 10.0  # for a worker to start its iteration
 NOTE_BYTES = 64 * 1024  # the largest size of a note
-# The packed random state of a worker, and the changes of its copy of the data; None for what is not known
-WorkerState = tuple[Tensor | None, AttributeChanges | None]
+_HEADER_BYTES, _RNG_STATE_BYTES = 16, 32 * 1024  # of a record beside its note; about 20 KiB are used
+# The random state of a worker, and the changes of its copy of the data; None for what is not known
+WorkerState = tuple[Mapping[str, Any] | None, AttributeChanges | None]
 _TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
 
 
@@ -44,8 +42,8 @@ class WorkerPositions:
         count: Number of workers; 0 where the training process makes the batches.
         initial: For each worker, its random state at the start of the iteration, and what its copy of the data had
             changed then; None for a fresh one.
-        rng_states: Where the workers record their random states after each batch.
-        iteration_starts: Where they record those of the start of an iteration; None unless data are replayed.
+        records: Where the workers record their states after each batch or, where data are replayed, whenever an
+            iteration starts.
         iteration: Number of the iteration, from 1.
         batches_before: Batches that each worker had made at the start of the iteration.
         offset: Batches of the epoch that the sampler skipped in this process.
@@ -56,24 +54,22 @@ class WorkerPositions:
         self.prefetch = loader.prefetch_factor or 0
         self._replays_data = replays_data
         self.initial: list[WorkerState] = [(None, None)] * self.count
-        self.rng_states = WorkerRngStates(self.count, self.prefetch)
-        self.iteration_starts = WorkerRngStates(self.count, 0) if replays_data else None
+        self.records = WorkerRngStates(self.count, self.prefetch)
         self.iteration = 1
         self.batches_before = [0] * self.count
         self.offset = 0
 
-    def restore(self, rng_states: Sequence[Tensor | None], data: Sequence[Any]) -> None:
+    def restore(self, rng_states: Sequence[Any], data: Sequence[Any]) -> None:
         """Let the workers start from where those of a saved position were, if there are as many of them."""
         if len(rng_states) == self.count:
             self.initial = list(zip(rng_states, data or [None] * self.count, strict=True))
 
     def start_iteration(self) -> None:
         """Record where the workers of a persistent iterator are, which are idle, before its next iteration."""
-        for worker in range(self.count):
-            made = self.rng_states.last_count(worker)
-            if made and not self._replays_data:
-                self.initial[worker] = self.rng_states.read(worker, made)
-            self.batches_before[worker] = made
+        for worker in range(0 if self._replays_data else self.count):
+            self.batches_before[worker] = made = self.records.last_count(worker)
+            if made:
+                self.initial[worker] = self.records.read(worker, made)
         self.offset = 0
         self.iteration += 1
 
@@ -86,27 +82,20 @@ class WorkerPositions:
         made = len(range(self.offset + (worker - self.offset) % self.count, batches, self.count))
         if not made:
             return self.initial[worker]
-        state, data = self.rng_states.read(worker, self.batches_before[worker] + made)
-        if state is None:
-            warnings.warn(
-                f"worker {worker} of a DataLoader is further ahead than its prefetch_factor allows: its random state "
-                "is not saved, and a resumed run draws other random numbers in it.",
-                stacklevel=2,
-            )
-        return state, data
+        return self.records.read(worker, self.batches_before[worker] + made)
 
     def _read_iteration_start(self, worker: int) -> None:
         """Wait for what a worker records when it starts its iteration, which it does as soon as it can."""
-        if self.iteration_starts is None or self.iteration == 1:
+        if self.iteration == 1:
             return
         until = time.monotonic() + _SECONDS_TO_START
-        while (found := self.iteration_starts.read(worker, self.iteration))[0] is None and time.monotonic() < until:
+        while (found := self.records.read(worker, self.iteration))[0] is None and time.monotonic() < until:
             time.sleep(0.001)
         self.initial[worker] = found
 
 
 class WorkerRngStates:
-    """Shared memory in which each worker of a DataLoader records its random state after each batch.
+    """Shared memory in which each worker of a DataLoader records its random state, such as after each batch.
 
     A worker is ahead of training by at most its prefetched batches: a ring buffer with more slots than those still
     holds the state after the last batch that was trained on.
@@ -118,37 +107,35 @@ class WorkerRngStates:
 
     def __init__(self, n_workers: int, prefetch: int) -> None:
         self.slots = prefetch + 3
-        self.notes = torch.zeros(n_workers, self.slots, 8 + NOTE_BYTES, dtype=torch.uint8)
-        self.memory = torch.zeros(n_workers, self.slots, record_dtype().itemsize, dtype=torch.uint8)
+        size = _HEADER_BYTES + _RNG_STATE_BYTES + NOTE_BYTES
+        self.memory = torch.zeros(n_workers, self.slots, size, dtype=torch.uint8)
         if n_workers:
             self.memory.share_memory_()
-            self.notes.share_memory_()
 
     def write(self, worker: int, count: int, note: bytes = b"") -> None:
         """Record the random state of this process after its `count`-th batch (from 1), and a note."""
-        record = self._records(worker)[count % self.slots]
-        record["count"] = 0
-        write_rng_state(record)
-        row = self.notes[worker, count % self.slots].numpy()
-        row[:8].view(np.int64)[0] = len(note)
-        row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
-        record["count"] = count  # last: marks the record as complete
+        record = pickle.dumps((raw_rng_state(), note))
+        header, slot = self._headers(worker)[count % self.slots], self.memory[worker, count % self.slots].numpy()
+        header[:] = 0, len(record)
+        slot[_HEADER_BYTES : _HEADER_BYTES + len(record)] = np.frombuffer(record, np.uint8)
+        header[0] = count  # last: marks the record as complete
 
     def read(self, worker: int, count: int) -> WorkerState:
         """Return a worker's random state after its `count`-th batch, and its note; None if that is not there."""
-        record, slot = self._records(worker)[count % self.slots], (worker, count % self.slots)
-        packed, row = self.memory[slot].clone(), self.notes[slot].numpy().copy()
-        if record["count"] != count:  # not yet, or no longer
+        header, slot = self._headers(worker)[count % self.slots], self.memory[worker, count % self.slots].numpy()
+        record = slot[_HEADER_BYTES : _HEADER_BYTES + int(header[1])].tobytes()
+        if header[0] != count:  # not yet, or no longer
             return None, None
-        note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
-        return packed, pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
+        raw, note = pickle.loads(record)  # noqa: S301  # written by our own worker
+        return as_rng_state(raw), pickle.loads(note) if note else None  # noqa: S301
 
     def last_count(self, worker: int) -> int:
         """Return the number of batches that a worker has made."""
-        return int(self._records(worker)["count"].max())
+        return int(self._headers(worker)[:, 0].max())
 
-    def _records(self, worker: int) -> Any:
-        return self.memory[worker].numpy().reshape(-1).view(record_dtype())
+    def _headers(self, worker: int) -> Any:
+        """Return for each slot the number of its batch and the size of its record."""
+        return self.memory[worker, :, :_HEADER_BYTES].numpy().view(np.int64)
 
 
 def _exit_if_parent_died() -> None:
@@ -171,15 +158,15 @@ class WorkerInit:
     """A `worker_init_fn` that calls the given one, and then sets the random state from which the worker continues.
 
     A signal to the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is handled by the training process,
-    which still needs its workers to finish the step: they ignore it. A SIGTERM that did not reach the training process,
-    or comes while that exits, was sent by it and ends the worker; so does a second one.
+    which still needs its workers to finish the step: they ignore it. Once that process leaves the fit, a SIGTERM is its
+    own and ends the worker.
 
     Args:
         wrapped: The loader's own function.
         signals: Numbers of the signals to ignore.
-        stopping: A shared byte: one of `signals.RUNNING`, `STOPPING` and `LEAVING`.
+        leaving: A shared byte: whether the training process leaves the fit.
         recording: The collate function that records the state of the worker.
-        initial: For each worker, its packed random state and the changes of its copy of the data, see
+        initial: For each worker, its random state and the changes of its copy of the data, see
             `TrackedWorkerData`; None for fresh ones.
     """
 
@@ -187,11 +174,11 @@ class WorkerInit:
         self,
         wrapped: Callable[[int], None] | None,
         signals: Sequence[int] = (),
-        stopping: Any = None,
+        leaving: Any = None,
         recording: RecordingCollate | None = None,
         initial: Sequence[WorkerState] = (),
     ) -> None:
-        self.wrapped, self.signals, self.stopping = wrapped, list(signals), stopping
+        self.wrapped, self.signals, self.leaving = wrapped, list(signals), leaving
         self.recording, self.initial = recording, list(initial)
 
     def __call__(self, worker: int) -> None:
@@ -205,39 +192,26 @@ class WorkerInit:
         if self.recording is not None:
             self.recording.start_worker(data)
         if state is not None:
-            unpack_rng_state(state)
+            restore_rng_state(state)
 
     def _on_sigterm(self, number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.stopping is None or self.stopping.value == LEAVING:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if sys.platform == "win32":  # where no process is sent a SIGTERM by another one
-            return
-        signal.signal(signal.SIGALRM, self._exit_unless_stopping)
-        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT)
-
-    def _exit_unless_stopping(self, number: int, frame: object) -> None:
-        if self.stopping.value != STOPPING:
+        if self.leaving.value:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class RecordingCollate:
-    """A `collate_fn` that, in a worker, records the random state and the changes of the data after each batch.
+    """A `collate_fn` with which a worker records its random state and the changes of its data.
 
     Args:
         wrapped: The loader's own function.
-        rng_states: Where to record after each batch.
-        iteration_starts: Where to record whenever the worker asks its iterable dataset for an iterator.
+        records: Where to record.
+        at_starts: Whether to record whenever the worker asks its iterable dataset for an iterator, not after each
+            batch.
     """
 
-    def __init__(
-        self,
-        wrapped: Callable[[Any], Any],
-        rng_states: WorkerRngStates,
-        iteration_starts: WorkerRngStates | None = None,
-    ) -> None:
-        self.wrapped, self.rng_states, self.iteration_starts = wrapped, rng_states, iteration_starts
-        self.count = self.started = 0
+    def __init__(self, wrapped: Callable[[Any], Any], records: WorkerRngStates, at_starts: bool) -> None:
+        self.wrapped, self.records, self.at_starts, self.count = wrapped, records, at_starts, 0
         self.data: TrackedWorkerData | None = None  # only in the worker
 
     def start_worker(self, changes: Any) -> None:
@@ -246,25 +220,20 @@ class RecordingCollate:
         if changes is not None:
             self.data.restore_changes(changes)
         info = get_worker_info()
-        if self.iteration_starts is not None and info is not None:
-            call_on_iteration_start(info.dataset, self._record_iteration_start)
+        if self.at_starts and info is not None:
+            call_on_iteration_start(info.dataset, self._record)
 
-    def _record_iteration_start(self) -> None:
-        info = get_worker_info()
-        if self.iteration_starts is not None and info is not None:
-            self.started += 1
-            self.iteration_starts.write(info.id, self.started, self._note())
-
-    def _note(self) -> bytes:
-        return b"" if self.data is None else self.data.note()
+    def _record(self) -> None:
+        worker = get_worker_info()
+        if worker is not None and self.data is not None:
+            self.count += 1
+            self.records.write(worker.id, self.count, self.data.note())
 
     def __call__(self, samples: Any) -> Any:
         """Return a batch."""
         batch = self.wrapped(samples)
-        worker = get_worker_info()
-        if worker is not None:
-            self.count += 1
-            self.rng_states.write(worker.id, self.count, self._note() if self.iteration_starts is None else b"")
+        if not self.at_starts:
+            self._record()
         return batch
 
 
