@@ -76,6 +76,9 @@ class GlobalDraws:
 
     When they are repeated one after another, such calls draw other numbers.
 
+    Args:
+        is_watching: False calls functions that are known to draw at their first call only, and looks at nothing.
+
     Attributes:
         are_interleaved: Whether a call has drawn from a generator from which others had drawn after the first call.
 
@@ -91,15 +94,16 @@ class GlobalDraws:
         True
     """
 
-    def __init__(self) -> None:
-        self.are_interleaved, self._num_calls = False, 0
+    def __init__(self, is_watching: bool = True) -> None:
+        self.are_interleaved, self._is_watching, self._num_calls = False, is_watching, 0
         self._between = set[int]()  # the generators from which others have drawn
         self._after: list[Any] | None = None  # the states after the call before, if it was watched
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        if self.are_interleaved or (number >= _NUM_WATCHED and number % _NUM_WATCHED > 1):
+        is_watched = number < _NUM_WATCHED or number % _NUM_WATCHED < 2
+        if self.are_interleaved or not (self._is_watching and is_watched):
             self._after = None
             return function()
         before = raw_rng_state()

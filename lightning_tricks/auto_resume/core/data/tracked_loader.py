@@ -56,6 +56,13 @@ def num_shares(loader: DataLoader[Any]) -> int:
     return int(loader.sampler.num_replicas) if isinstance(loader.sampler, DistributedSampler) else 1
 
 
+def draws_only_once(sampler: Any) -> bool:
+    """Whether a sampler is one of torch's, which draw from the global random state at their first index only."""
+    inner = getattr(sampler, "sampler", None)
+    known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
+    return known and (inner is None or draws_only_once(inner))
+
+
 class DeferredSampler:
     """A sampler that is asked for an iterator as usual, and gives an empty one: nothing is fetched at once.
 
@@ -264,7 +271,7 @@ class IteratorTracker:
             private.call_before_next_batch(iterator, self._record_start)
 
     def _track_parts(self, iterator: Any, indices: Iterator[Any] | None) -> None:
-        self.draws = GlobalDraws()
+        self.draws = GlobalDraws(is_watching=indices is None or not draws_only_once(private.index_sampler(iterator)))
         if indices is not None:
             self.order = OrderDigest()
             private.set_sampler_iterator(iterator, TrackedIndices(indices, self.draws, self.order))
