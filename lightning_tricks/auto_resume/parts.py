@@ -12,6 +12,7 @@ import torch
 
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
+    ParallelStrategy,
     Trainer,
     rank_zero_warn,
 )
@@ -88,11 +89,16 @@ class SavedState:
         rank = ranks[trainer.global_rank % len(ranks)]
         world_size_changed = len(ranks) != trainer.world_size
         if world_size_changed:
-            rank = {**rank, "rank_tensors": {}, "trainer": {**rank["trainer"], "results": []}}
+            of_ranks = [one["trainer"]["results"] for one in ranks[trainer.global_rank :: trainer.world_size]]
+            # what one process logs does not tell whether sync_dist=True was given, which may not differ
+            known = rank["trainer"]["results"] if len(ranks) > 1 else []
+            is_distributed = isinstance(trainer.strategy, ParallelStrategy)
+            results = [_merged_result(item, of_ranks, is_distributed) for item in known]
+            rank = {**rank, "rank_tensors": {}, "trainer": {**rank["trainer"], "results": results}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
                 "and position are restored. Ranks draw other random numbers than they would have, and means of "
-                "this epoch lack what was logged before."
+                "this epoch may lack what was logged before."
             )
         own, saved = state_dict_tensors(module.state_dict()), state_dict_tensors(checkpoint["state_dict"])
         other_precision = any(name in own and own[name].dtype != value.dtype for name, value in saved.items())
@@ -107,6 +113,17 @@ class SavedState:
             world_size_changed=world_size_changed,
             weights=saved if other_precision else {},
         )
+
+
+def _merged_result(
+    item: Mapping[str, Any], of_ranks: Sequence[Sequence[Mapping[str, Any]]], is_distributed: bool
+) -> Mapping[str, Any]:
+    """Return the state of a logged value with what these ranks logged; what ranks do not add up stays as it is."""
+    sums = {key: item[key] for key in ("value", "cumulated_batch_size") if item[key] is not None}
+    is_sum = item["sync"]["_should"] and item["meta"]["reduce_fx"] in ("mean", "sum")
+    same = [one for results in of_ranks for one in results if one["key"] == item["key"]] if is_sum else [item]
+    merged = {key: sum((one[key] for one in same), torch.zeros_like(value)) for key, value in sums.items()}
+    return {**item, **merged, "sync": {**item["sync"], "_should": item["sync"]["_should"] and is_distributed}}
 
 
 class Part:

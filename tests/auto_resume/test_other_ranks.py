@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
@@ -178,6 +179,8 @@ def script(folder: Path, options: dict[str, Any]) -> None:
         callbacks = [AutoResume(folder / "resume", every_n_train_steps=2, on_change=options["on_change"])]
         if options["kill"]:
             callbacks.append(Kill(*options["kill"]))
+        if ranks < 2:
+            callbacks.append(EarlyStopping("sum", patience=9, check_on_train_epoch_end=True))  # which needs it
         is_sharded = strategy == "fsdp2"
         Trainer(
             accelerator="cpu",
