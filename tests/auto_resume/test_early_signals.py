@@ -280,6 +280,18 @@ def test_one_that_waits_while_another_trains(tmp_path, received):
         trainer(second).fit(Net(), loader())
 
 
+def test_one_that_is_discarded_while_another_trains(tmp_path, received):
+    class Discards(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            of_fit = handlers()
+            others.clear()
+            gc.collect()
+            assert handlers() == of_fit
+
+    others = [AutoResume(tmp_path / "b")]
+    trainer(AutoResume(tmp_path / "a"), Discards()).fit(Net(), loader())
+
+
 def test_copies_and_other_threads_install_nothing(tmp_path, received):
     before, made = handlers(), []
     thread = threading.Thread(target=lambda: made.append(AutoResume(tmp_path)))

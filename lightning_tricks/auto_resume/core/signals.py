@@ -156,7 +156,7 @@ class EarlySignals:
     def pause(self, callback: object) -> None:
         """Note nothing until the fit of a callback begins, unless others wait; what was noted is kept for it."""
         self._paused.add(callback)
-        self._update_handlers()
+        self._restore_unused_handlers()
 
     def restore_handlers(self) -> None:
         """Restore the handlers that were found, where nobody else has changed them since."""
@@ -164,14 +164,21 @@ class EarlySignals:
             if signal.getsignal(number) == self._note:
                 signal.signal(number, self._found.pop(number))
 
+    def _active_requests(self) -> list[StopRequest]:
+        return [request for callback, request in self._waiting.items() if callback not in self._paused]
+
+    def _restore_unused_handlers(self) -> None:
+        """Restore the handlers if nobody waits; install none, as a fit may handle signals itself meanwhile."""
+        if not list(self._waiting):
+            self._launcher.value = min(self._launcher.value, _OVER)
+        if not self._active_requests():
+            self.restore_handlers()
+
     def _update_handlers(self) -> None:
         if not _can_handle_signals():
             return
-        requests = [request for callback, request in self._waiting.items() if callback not in self._paused]
-        if not list(self._waiting):
-            self._launcher.value = min(self._launcher.value, _OVER)
-        if not requests:
-            self.restore_handlers()
+        self._restore_unused_handlers()
+        requests = self._active_requests()
         for number in {number for request in requests for number in request.signal_numbers} - {signal.SIGINT}:
             found = signal.getsignal(number)
             is_left = "SLURM_JOB_ID" in os.environ and found == signal.SIG_DFL and number != signal.SIGTERM
@@ -183,7 +190,7 @@ class EarlySignals:
         """Let the process have a signal at which nobody can stop any more."""
         if self._process != os.getpid():
             return
-        self._update_handlers()
+        self._restore_unused_handlers()
         if self._noted and not list(self._waiting):
             number, self._noted = self._noted, 0
             signal.raise_signal(number)

@@ -199,7 +199,7 @@ class ValueDigest:
             raise _EnoughError
         if values.nbytes > _READ_EACH_TIME:
             self._bytes_left -= values.nbytes
-            return crc32(np.ascontiguousarray(values).view(np.uint8))
+            return crc32(np.ascontiguousarray(values).view(np.uint8).data)
         return bytes(values.tobytes())
 
     def _add_tensors(self) -> None:
