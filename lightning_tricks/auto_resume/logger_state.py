@@ -176,7 +176,7 @@ class LoggerState:
 
 
 class CsvRows:
-    """Copies a CSV file at each save, and counts its rows.
+    """Counts the rows of a CSV file, and copies what was added since the last save.
 
     Lightning deletes the file where a version is given and the logger is used before the fit, as `trainer.validate`
     does, and writes it anew where a column is added; a kill then leaves no rows but those of the copy.
@@ -186,19 +186,31 @@ class CsvRows:
     """
 
     def __init__(self, copy: Path) -> None:
-        self.copy = copy
+        self.copy, self._header, self._rows = copy, b"", 0
 
     def update(self, source: Path) -> int:
-        """Copy the file, and return the number of rows."""
-        if not os.path.lexists(source):
+        """Copy what was added, and return the number of rows."""
+        try:
+            file = open_file(source)
+        except FileNotFoundError:
             return 0
-        with open_file(source) as file:
-            data = file.read()
-        write_atomically(self.copy, lambda stream: stream.write(data))
-        return sum(1 for _ in csv.reader(io.StringIO(data.decode("latin-1"), newline=""))) - 1  # for the header
+        with file:
+            header = file.readline()
+            is_continuation = header == self._header and self.copy.is_file()
+            file.seek(self.copy.stat().st_size if is_continuation else 0)
+            new = file.read()
+        if is_continuation:
+            with self.copy.open("ab") as copy:
+                copy.write(new)
+        else:
+            write_atomically(self.copy, lambda stream: stream.write(new))
+            self._header, self._rows = header, -1  # the header is not a row
+        self._rows += sum(1 for _ in csv.reader(io.StringIO(new.decode("latin-1"), newline="")))
+        return self._rows
 
     def restore(self, target: Path, count: int) -> str:
         """Write the first rows to a file, or remove it if there are none; return a problem, or an empty string."""
+        self._header = b""
         if not count:
             target.unlink(missing_ok=True)
             return ""
