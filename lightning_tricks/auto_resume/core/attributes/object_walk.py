@@ -296,8 +296,9 @@ class ObjectWalk:
         for registry in tensors:
             for name, part in registry.items():
                 if part is not None:
-                    self.registered.setdefault(id(part), f"{path}.{name}")
-                    self.tensors[f"{path}.{name}"] = part
+                    inner = f"{path}.{name}"
+                    self.registered.setdefault(id(part), inner)
+                    self.tensors[inner] = part
         for name, child in modules.items():
             if child is not None and name not in skipped:
                 inner = f"{path}.{name}"
@@ -375,10 +376,11 @@ class UnsavedModuleState:
             CannotRestoreError: If a tensor is missing or has another shape.
         """
         own = self.tensors()
+        for name, value in state.items():
+            if name not in own or own[name].shape != value.shape:
+                raise CannotRestoreError(f"it has no tensor {name} of shape {tuple(value.shape)}")
         with torch.no_grad():
             for name, value in state.items():
-                if name not in own or own[name].shape != value.shape:
-                    raise CannotRestoreError(f"it has no tensor {name} of shape {tuple(value.shape)}")
                 own[name].copy_(value)
 
     def tensors(self) -> dict[str, Tensor]:
