@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume as AutoResume
     from lightning_tricks.auto_resume.checkpoint_writer import DurableCheckpointIO as DurableCheckpointIO
     from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder as CheckpointFolder
-    from lightning_tricks.auto_resume.core.checkpoint_folder import save_durably as save_durably
-    from lightning_tricks.auto_resume.core.checkpoint_folder import write_durably as write_durably
+    from lightning_tricks.auto_resume.core.durable_writing import save_durably as save_durably
+    from lightning_tricks.auto_resume.core.durable_writing import write_durably as write_durably
 
     __all__ = ["AutoResume", "CheckpointFolder", "DurableCheckpointIO", "save_durably", "write_durably"]
 else:  # a type checker would otherwise accept any name
@@ -33,6 +33,7 @@ else:  # a type checker would otherwise accept any name
         {
             "callback": ("AutoResume",),
             "checkpoint_writer": ("DurableCheckpointIO",),
-            "core.checkpoint_folder": ("CheckpointFolder", "save_durably", "write_durably"),
+            "core.checkpoint_folder": ("CheckpointFolder",),
+            "core.durable_writing": ("save_durably", "write_durably"),
         },
     )

@@ -42,8 +42,8 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import (
     FORMAT,
     Manifest,
     main_file,
-    save_durably,
 )
+from lightning_tricks.auto_resume.core.durable_writing import save_durably
 from lightning_tricks.auto_resume.core.tensor_block import pack
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings

@@ -26,7 +26,7 @@ from lightning_tricks._lightning_compat.loggers import (
 )
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.files import open_file
-from lightning_tricks.auto_resume.core.checkpoint_folder import write_atomically
+from lightning_tricks.auto_resume.core.durable_writing import write_atomically
 
 _PLAIN_VERSION = re.compile(r"([\w.=+,@: -]{1,255}(/[\w.=+,@: -]{1,255})*)?")
 _ON_DISK = ("csv", "tensorboard")

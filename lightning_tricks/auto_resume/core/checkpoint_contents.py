@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.tensors import is_sharded, replace_tensors
 from lightning_tricks._torch_compat.tensors import tensor_version
-from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, file_digest
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
+from lightning_tricks.auto_resume.core.durable_writing import file_digest
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
 

@@ -1,7 +1,4 @@
-"""A directory of numbered checkpoints: each a folder with a manifest, which gets its name once it is complete.
-
-Files are written durably: a kill at any moment leaves the old file or the new one, never a part.
-"""
+"""A directory of numbered checkpoints: each a folder with a manifest, which gets its name once it is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -28,9 +25,10 @@ import torch
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.file_locks import this_process
-from lightning_tricks._shared.files import PARTIAL_SUFFIX, atomic_write, check_kind, flush_directory, open_file
+from lightning_tricks._shared.files import PARTIAL_SUFFIX, check_kind, flush_directory, open_file
 from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks._shared.lightning_name import lightning_package
+from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically, write_flushed
 
 FORMAT = 3  # of the manifests and of what AutoResume adds to a checkpoint; every release reads the one before, too
 CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
@@ -42,7 +40,6 @@ _SHARD_NAME = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 _DAMAGE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)  # what a damaged record raises
 _DAMAGED_OR_MISSING = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # others may pass, such as a lack of permission
 _MAX_JSON_BYTES = 1 << 24
-_BUFFER_SIZE = 1 << 20
 _MAX_BYTES_IN_MEMORY = 2**28  # of a file that is read at once; of a larger one, the bytes are compared first
 
 
@@ -209,10 +206,10 @@ class CheckpointFolder:
         name = f"{max(numbers, default=0) + 1:06d}-epoch={known['epoch']}-step={known['step']}"
         try:
             staged = stage_on_host(dict(checkpoint))
-            digest, size = _write(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream), flushes=True)
+            digest, size = write_flushed(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream))
             known |= {"file": name, "sha256": digest, "bytes": size, "written": time.time()}
             manifest = Manifest(**known, versions=installed_versions())
-            _write(self.writing / _MANIFEST, lambda stream: stream.write(_json(manifest.record())), flushes=True)
+            write_flushed(self.writing / _MANIFEST, lambda stream: stream.write(_json(manifest.record())))
             flush_directory(self.writing)
             self.writing.rename(self.private / name)
         except BaseException:  # what is written of it may fill the disk
@@ -413,98 +410,3 @@ def _open_intact(path: Path, digest: str, size: int) -> IO[bytes]:
         raise ValueError(f"{path.name} has other bytes than were written (its SHA-256 differs)")
     stream.seek(0)
     return stream
-
-
-def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> tuple[str, int]:
-    """Replace a file atomically and durably: whenever the process or machine stops, the old or the new file is whole.
-
-    The bytes are written to a temporary file beside the target (not in TMPDIR, which may be on another file system),
-    flushed to the disk and renamed; then the directory is flushed. An error leaves the old file and no temporary one.
-
-    Args:
-        path: Path of the file; its directory must exist.
-        write: Called with a stream that takes bytes.
-
-    Returns:
-        The SHA-256 of the bytes, as hexadecimal digits, and their number.
-
-    Raises:
-        OSError: If the directory cannot be written, or the disk is full.
-
-    Examples:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as folder:
-        ...     digest, size = write_durably(Path(folder) / "note", lambda stream: stream.write(b"kept"))
-        ...     (Path(folder) / "note").read_bytes(), size
-        (b'kept', 4)
-    """
-    return write_atomically(path, write, flush=("file", "directory"))
-
-
-def write_atomically(
-    path: str | os.PathLike[str], write: Callable[[IO[bytes]], object], *, flush: Collection[str] = ()
-) -> tuple[str, int]:
-    """Replace a file as `write_durably` does, and flush to the disk what `atomic_write` is told to flush."""
-    with atomic_write(Path(check_path("path", path, "a file")), flush=flush) as staged:
-        return _write(staged, write)
-
-
-def save_durably(value: Any, path: str | os.PathLike[str]) -> tuple[str, int]:
-    """Save a value by `torch.save` through `write_durably`.
-
-    Args:
-        value: The value to save.
-        path: Path of the file; its directory must exist.
-
-    Returns:
-        The SHA-256 of the file, as hexadecimal digits, and its size in bytes.
-
-    Raises:
-        OSError: If the directory cannot be written, or the disk is full.
-    """
-    return write_durably(path, lambda stream: torch.save(value, stream))
-
-
-def file_digest(file: IO[bytes]) -> Any:
-    """Return the SHA-256 of the rest of an open file, as an object of hashlib."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest
-
-
-def _write(path: Path, write: Callable[[IO[bytes]], object], *, flushes: bool = False) -> tuple[str, int]:
-    with path.open("wb", buffering=0) as file:
-        hashing = _HashingFile(file)
-        stream = io.BufferedWriter(hashing, _BUFFER_SIZE)  # or each small write of `torch.save` would be hashed alone
-        try:
-            write(stream)
-            stream.flush()
-        except RuntimeError:
-            if hashing.error is not None:  # where the disk is full, `torch.save` raises a misleading error
-                raise hashing.error from None
-            raise
-        if flushes:
-            os.fsync(file.fileno())
-    return hashing.digest.hexdigest(), hashing.size
-
-
-class _HashingFile(io.RawIOBase):
-    """Writes to a file, and computes the digest and the size of what it wrote."""
-
-    def __init__(self, file: io.RawIOBase) -> None:
-        self.file, self.size, self.digest = file, 0, hashlib.sha256()
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        try:
-            written = self.file.write(data) or 0
-        except OSError as error:
-            self.error = error
-            raise
-        self.digest.update(memoryview(data)[:written])
-        self.size += written
-        return written
