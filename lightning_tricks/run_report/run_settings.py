@@ -17,8 +17,8 @@ from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningM
 from lightning_tricks._lightning_compat.loaders import ends_with_shortest_loader
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.auto_resume.core.attributes.attribute_access import is_user_module
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
+from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 from lightning_tricks.auto_resume.core.configuration import (
     arguments_of,
     describe_loaders,

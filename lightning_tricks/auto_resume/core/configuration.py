@@ -36,7 +36,8 @@ from torch.utils.data import BatchSampler
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import unsharded_class
 from lightning_tricks._torch_compat.modules import own_buffers
-from lightning_tricks.auto_resume.core.attributes.attribute_access import is_user_module, remembered_by_type
+from lightning_tricks.auto_resume.core.attributes.attribute_access import remembered_by_type
+from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 
 OBJECT = "a "  # begins the text that stands for an object that is not a plain value
 ABSENT = "none"

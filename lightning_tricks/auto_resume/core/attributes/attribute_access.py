@@ -1,12 +1,8 @@
-"""Types, names and attributes of objects, and what functions hold: read and set without calling any method of theirs.
-
-What the user's own code defines is told from what installed packages define.
-"""
+"""Types, names and attributes of objects, read and set without calling any method of theirs."""
 
 from __future__ import annotations
 
 import enum
-import functools
 import sys
 import threading
 import types
@@ -24,14 +20,6 @@ MISSING: Any = object()
 CELL_CONTENTS = "cell_contents"  # the attribute of a cell, which is a variable of a closure
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property)
-# packages whose objects are handles to something else, or are saved in ways of their own
-_FOREIGN_NAMES = (
-    "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL plotly wandb "
-    "tensorboard tensorboardX mlflow comet_ml neptune aim clearml pandas pyarrow polars h5py lmdb zarr ray jax "
-    "tensorflow rich tqdm loguru triton cv2 grpc boto3 botocore fsspec s3fs requests urllib3 sqlalchemy redis"
-)
-_FOREIGN_PACKAGES = frozenset(_FOREIGN_NAMES.split()) | sys.stdlib_module_names
-_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 Found = TypeVar("Found")
 
 
@@ -206,73 +194,3 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(
         name for name in dict.fromkeys(slots) if isinstance(getattr(kind, name, None), types.MemberDescriptorType)
     )
-
-
-def is_user_module(name: str) -> bool:
-    """Whether a module that is imported is the user's own code, not one of an installed package or of this one."""
-    if is_known_library(name) or name not in sys.modules:
-        return False
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" not in file and "dist-packages" not in file
-
-
-def is_foreign(name: str) -> bool:
-    """Whether a module is part of a library whose code is known."""
-    return name.partition(".")[0] in _FOREIGN_PACKAGES
-
-
-def is_known_library(name: object) -> bool:
-    """Whether a module is part of a library whose code is known, or of this package."""
-    return type(name) is not str or is_foreign(name) or name.startswith("lightning_tricks.")
-
-
-def is_callable_with_state(kind: type) -> bool:
-    """Whether objects of a type are functions, methods or partials, which may hold other objects."""
-    return is_subclass(kind, *_CALLABLES)
-
-
-def is_users(function: types.FunctionType) -> bool:
-    """Whether a function is the user's own, not one of an installed package or of this one."""
-    if not is_user_module(function.__module__):
-        return False
-    # the code that dataclasses and attrs write for a class is in no file, while the class is
-    is_generated = function.__code__.co_filename.startswith(("<string>", "<attrs "))
-    return not (is_generated and hasattr(sys.modules[function.__module__], "__file__"))
-
-
-def held_parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function, a method or a partial holds, by name: they may change in place."""
-    if is_subclass(type(value), types.MethodType):
-        yield "__self__", value.__self__
-        yield "__func__", value.__func__
-    elif is_subclass(type(value), functools.partial):
-        yield "func", value.func
-        yield from ((str(number), part) for number, part in enumerate(value.args))
-        yield from value.keywords.items()
-    else:
-        yield from ((f"defaults.{number}", part) for number, part in enumerate(value.__defaults__ or ()))
-        yield from (value.__kwdefaults__ or {}).items()
-
-
-def closure_variables(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Return the cells of a function's closure by the names of their variables."""
-    return list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-
-def global_names(function: types.FunctionType) -> set[str]:
-    """Return the names that a function uses, among which are those of the global variables that it reads and sets."""
-    names, pending = set[str](), [function.__code__]
-    while pending:
-        code = pending.pop()
-        names.update(code.co_names)
-        pending += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return names
-
-
-def functions_of(kind: type) -> Iterator[types.FunctionType]:
-    """Yield the functions that a class itself defines, also those of its properties."""
-    for member in tuple(vars(kind).values()):
-        if is_subclass(type(member), classmethod, staticmethod):
-            member = member.__func__
-        found = (member.fget, member.fset, member.fdel) if is_subclass(type(member), property) else (member,)
-        yield from (function for function in found if type(function) is types.FunctionType)

@@ -1,23 +1,15 @@
 """A walk over objects and what they hold, which finds their attributes.
 
 It also finds the states that the Trainer does not save: a teacher in a list, averaged weights in a callback, an
-optimizer that a module creates for itself. Objects of the user's own classes are walked, not those of libraries.
+optimizer that a module creates for itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
-import ctypes
-import enum
-import io
-import multiprocessing.process
-import queue
 import sys
-import threading
-import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
@@ -36,21 +27,24 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CannotRestoreError,
     attribute_dict,
     attributes,
+    has_attributes,
+    is_subclass,
+    labelled,
+)
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
+from lightning_tricks.auto_resume.core.attributes.user_code import (
     closure_variables,
     functions_of,
     global_names,
-    has_attributes,
     held_parts,
     is_callable_with_state,
-    is_foreign,
-    is_known_library,
-    is_subclass,
+    is_never_walked,
+    is_stateful,
+    is_user_class,
     is_user_module,
     is_users,
-    labelled,
-    remembered_by_type,
+    is_walkable,
 )
-from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_mutable
 
 STATE_KEY = "state_dict()"  # the name of an object's own state among its attributes
@@ -61,64 +55,7 @@ MAX_CONTAINER_DEPTH = 4  # containers in containers whose objects are walked
 
 _LEAVES = SCALARS | {Tensor, np.ndarray, bytes}  # they hold no objects that are walked
 
-_IS_HEAP_TYPE = 1 << 9  # the flag of types that a class statement made
-_NEVER_WALKED = (
-    *(Optimizer, LRScheduler, DataLoader, torch.jit.ScriptModule, Tensor, np.ndarray, str, bytes, int, float, complex),
-    *(threading.Thread, multiprocessing.process.BaseProcess, io.IOBase, enum.Enum, type, BaseException),
-    ctypes.c_int.__mro__[-2],
-)
-_NAMESPACE_TYPES = (
-    *(types.SimpleNamespace, argparse.Namespace, queue.Queue, threading.local),
-    *(threading.Semaphore, threading.Event, threading.Condition, threading.Barrier),
-    *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
-)
-_WALKED_TORCH_MODULES = (
-    *("torch.utils.data.", "torch.distributions.", "torch.quasirandom"),
-    "torch.distributed.algorithms.model_averaging.",
-)
-
 SkippedNames = Callable[[Any], Collection[str]]
-
-
-@remembered_by_type
-def is_walkable(kind: type) -> bool:
-    """Whether objects of a type are walked: modules, and objects of classes that no known library defines."""
-    if is_subclass(kind, *_NEVER_WALKED) or container_kind(kind) is not None:
-        return False
-    if is_subclass(kind, nn.Module) or is_subclass(kind, *_NAMESPACE_TYPES):
-        return True
-    module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"
-    return (not is_foreign(module) or module.startswith(_WALKED_TORCH_MODULES)) and has_attributes(kind)
-
-
-@remembered_by_type
-def is_user_class(kind: type) -> bool:
-    """Whether a class is defined in the user's own code, not in an installed package."""
-    return (is_walkable(kind) or is_subclass(kind, nn.Module)) and is_user_module(kind.__module__)
-
-
-def can_be_rebuilt(kind: type, owner: Any) -> bool:
-    """Whether an object of a class can be created for an owner from its attributes alone, without running code.
-
-    The modules that define the owner's classes must define or import the class, or import its module: so a checkpoint
-    cannot have objects of arbitrary classes created.
-    """
-    if not is_walkable(kind) or is_subclass(kind, nn.Module) or hasattr(kind, "__del__"):
-        return False
-    if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
-        return False  # a base is written in C, and may hold more than attributes
-    bases = type(owner).__mro__
-    modules = [sys.modules.get(part.__module__) for part in bases if not is_known_library(part.__module__)]
-    modules += [owner] if type(owner) is types.ModuleType else []
-    names = [named for module in modules if module is not None for named in vars(module).values()]
-    return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)
-
-
-def is_stateful(kind: type) -> bool:
-    """Whether objects of a type have a `state_dict` and a `load_state_dict`, as samplers of torchdata do."""
-    if is_subclass(kind, nn.Module, *_NEVER_WALKED):
-        return False
-    return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def nothing_skipped(_: Any) -> Collection[str]:
@@ -189,7 +126,7 @@ class ObjectWalk:
         walk.has_models = any(is_subclass(type(root), nn.Module) for root in roots.values())
         for name, root in roots.items():
             kind = type(root)
-            if kind in SCALARS or (is_subclass(kind, *_NEVER_WALKED) and not is_subclass(kind, Optimizer)):
+            if kind in SCALARS or (is_never_walked(kind) and not is_subclass(kind, Optimizer)):
                 continue
             if has_attributes(kind) and container_kind(kind) is None:
                 walk._visit(root, name, 0)
@@ -243,7 +180,7 @@ class ObjectWalk:
         """Add the values that a function, a method or a partial keeps."""
         if not self.with_code or not is_callable_with_state(type(value)):
             return
-        if type(value) is types.FunctionType:
+        if type(value) is FunctionType:
             if id(value) in self._seen_functions or not is_users(value):
                 return
             self._seen_functions.add(id(value))
@@ -263,7 +200,7 @@ class ObjectWalk:
 
     def _visit_variables(self, owner: Any, names: Collection[str], path: str, depth: int) -> None:
         """Add the variable of a closure's cell, or those of the user's modules that have some names."""
-        is_module = type(owner) is types.ModuleType
+        is_module = type(owner) is ModuleType
         path = self.paths.setdefault(id(owner), f"globals.{owner.__name__}" if is_module else path)
         self.owners[path] = owner
         own, skipped = dict(attributes(owner)), self.skipped(owner)
@@ -272,10 +209,10 @@ class ObjectWalk:
             value, inner = own[name], f"{path}.{name}"
             if name in skipped or name.startswith("__") or inner in self.slots:
                 continue
-            if is_subclass(type(value), types.ModuleType):  # packages that import their parts later are subclasses
+            if is_subclass(type(value), ModuleType):  # packages that import their parts later are subclasses
                 if is_user_module(value.__name__) and id(value) not in self._open_owners:
                     self._visit_variables(value, names, "", depth)
-            elif type(value) is types.FunctionType:
+            elif type(value) is FunctionType:
                 self._visit_callable(value, inner, depth + 1)
             elif is_subclass(type(value), type):
                 if is_user_class(value) and id(value) not in self.paths:

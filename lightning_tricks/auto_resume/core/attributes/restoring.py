@@ -23,9 +23,9 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     AttributeSlot,
     ObjectWalk,
     SkippedNames,
-    can_be_rebuilt,
     nothing_skipped,
 )
+from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
 from lightning_tricks.auto_resume.core.attributes.value_kinds import replace_contents
 
 

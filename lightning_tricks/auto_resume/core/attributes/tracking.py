@@ -38,12 +38,11 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     ObjectWalk,
     SkippedNames,
     UnsavedModuleState,
-    can_be_rebuilt,
     get_state,
     has_own_state_dict,
-    is_walkable,
     nothing_skipped,
 )
+from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt, is_walkable
 from lightning_tricks.auto_resume.core.attributes.value_kinds import is_mutable, kind_of
 
 Hole = tuple[tuple[str, ...], str]  # the keys that lead to what is not plain data, and its type
