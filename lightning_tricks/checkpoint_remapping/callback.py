@@ -58,6 +58,7 @@ class CheckpointRemapping(TrickCallback):
         allow_unexpected: Patterns of names of the file that may be left over.
         allow_mismatched: Patterns of names of the module that keep their values where shapes differ.
         interpolate: Patterns of position embeddings that are resized.
+        accept: Patterns of names of the module whose suggestions are taken, as in `load_weights`.
         clean_on_save: Whether the parts of names that `torch.compile`, DDP and thop add are removed from the
             checkpoints that the Trainer writes. This does not apply to `trainer.save_checkpoint(path,
             weights_only=True)` after a fit (call `save_weights` instead), nor to strategies that write files of their
@@ -94,6 +95,7 @@ class CheckpointRemapping(TrickCallback):
         allow_unexpected: str | list[str] = (),  # type: ignore[assignment]
         allow_mismatched: str | list[str] = (),  # type: ignore[assignment]
         interpolate: str | list[str] = (),  # type: ignore[assignment]
+        accept: str | list[str] = (),  # type: ignore[assignment]
         clean_on_save: bool = False,
     ) -> None:
         if path is not None:
@@ -107,6 +109,7 @@ class CheckpointRemapping(TrickCallback):
         self.allow_unexpected = allow_unexpected
         self.allow_mismatched = allow_mismatched
         self.interpolate = interpolate
+        self.accept = accept
         self.clean_on_save = clean_on_save
         self.report: LoadReport | None = None
         self._installed = ExitStack()  # between setup and teardown
@@ -168,7 +171,7 @@ class CheckpointRemapping(TrickCallback):
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments for `load_weights` that this callback was given."""
-        names = ("rules", "allow_missing", "allow_unexpected", "allow_mismatched", "interpolate")
+        names = ("rules", "allow_missing", "allow_unexpected", "allow_mismatched", "interpolate", "accept")
         return {name: getattr(self, name) for name in names}
 
     def _submodule_of(self, pl_module: LightningModule) -> torch.nn.Module:

@@ -51,6 +51,9 @@ def add_to(commands: Any) -> None:
     align.add_argument(
         "-r", "--rules", type=path_argument, help="a YAML file of rules, which are applied before the rest is matched"
     )
+    align.add_argument(
+        "--accept", nargs="+", default=[], metavar="PATTERN", help="names of the model whose suggestions are taken"
+    )
     align.add_argument("-o", "--out", type=path_argument, metavar="RULES", help="write the rules to this file, as YAML")
     align.add_argument("--json", action="store_true", help="print JSON")
     remap = _tool(
@@ -224,7 +227,7 @@ def _align(arguments: argparse.Namespace) -> int:
     checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
     with torch.device("meta"):
         model = import_model(arguments.model, made_with)
-    alignment = checkpoint_remapping.align(model, checkpoint, arguments.rules or "auto")
+    alignment = checkpoint_remapping.align(model, checkpoint, arguments.rules or "auto", arguments.accept)
     console = make_console(quiet=arguments.json)
     if arguments.json:
         write_json(_alignment_values(alignment))
@@ -242,7 +245,10 @@ def _alignment_values(alignment: checkpoint_remapping.Alignment) -> dict[str, An
     lists = ("missing", "computed", "unexpected", "ambiguous", "diagnosis")
     return {
         **{name: getattr(alignment, name) for name in counts},
-        "matches": [{name: getattr(match, name) for name in of_match} for match in alignment.matches],
+        **{
+            kind: [{name: getattr(match, name) for name in of_match} for match in getattr(alignment, kind)]
+            for kind in ("matches", "suggested")
+        },
         "mismatched": [{name: getattr(each, name) for name in of_mismatch} for each in alignment.mismatched],
         **{name: getattr(alignment, name) for name in lists},
     }

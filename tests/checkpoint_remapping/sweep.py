@@ -31,28 +31,38 @@ import torchvision
 import transformers
 
 from lightning_tricks import align
-from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError
+from lightning_tricks.checkpoint_remapping import Alignment, AmbiguousAlignmentError
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Match
 from tests.checkpoint_remapping.advice import ENDS, LOOPS, MOST_STEPS, STUCK, follow
 from tests.checkpoint_remapping.architectures import NotBuiltError, architectures
 from tests.checkpoint_remapping.perturbations import PERTURBATIONS, Architecture, File, perturbed, shuffled
 
 RIGHT, REFUSED, WRONG = OUTCOMES = ("right", "refused", "WRONG")
+CASES = ("cases", "accepted")  # what a record calls them: with evidence alone, and with all that is suggested
 _BUILDERS = architectures()
 _SEEN = set[str]()  # structures of models; another of the same is not examined
 Record = dict[str, Any]  # what was found of one model, as JSON
 
 
-def outcome(model: Architecture, file: File) -> tuple[str, list[str]]:
-    """Align a file with its model; return how it ended, and the tensors that are in another's place."""
+End = tuple[str, list[str]]  # how a file ended, and the tensors that are in another's place
+
+
+def outcomes(model: Architecture, file: File) -> dict[str, End]:
+    """Align a file with its model; return how it ended with what is evidence alone, and with all that is suggested."""
     tensors = {name: _tensor(model, file, old) for name, old in file.truth.items()}
     try:
-        found = align(dict(model.tensors), tensors)
+        found = align(dict(model.tensors), tensors, accept="*")
     except AmbiguousAlignmentError:
-        return REFUSED, []
+        return dict.fromkeys(CASES, (REFUSED, []))
     except Exception as error:  # no file may cause it, and the sweep goes on
-        return WRONG, [f"{type(error).__name__}: {error}"[:200]]
+        return dict.fromkeys(CASES, (WRONG, [f"{type(error).__name__}: {error}"[:200]]))
+    strong = [match for match in found.matches if match.strength == "strong"]
+    return {name: _end(model, file, found, which) for name, which in zip(CASES, (strong, found.matches), strict=True)}
+
+
+def _end(model: Architecture, file: File, found: Alignment, matches: Iterable[Match]) -> End:
     wrong, matched = [], set()
-    for match in found.matches:
+    for match in matches:
         names = tuple(map(found.name_in_file, match.sources))
         if tuple(map(file.truth.get, names)) == match.targets and not match.transpose:
             matched |= {*match.targets}
@@ -80,6 +90,7 @@ def examine(name: str, follow_every: int | None = 1) -> Record:
         "structure": model.structure,
         "tensors": len(model.tensors),
         "cases": {},
+        "accepted": {},
         "followed": {},
     }
     if model.structure in _SEEN:
@@ -89,10 +100,12 @@ def examine(name: str, follow_every: int | None = 1) -> Record:
     for perturbation in PERTURBATIONS:
         file = perturbed(model, perturbation)
         if file is not None:
-            end, wrong = outcome(model, file)
-            if outcome(model, shuffled(file)) != (end, wrong):
-                end, wrong = WRONG, ["it depends on the order of the file"]
-            record["cases"][perturbation] = [end, len(wrong), *wrong[:3]]
+            ends = outcomes(model, file)
+            if outcomes(model, shuffled(file)) != ends:
+                ends = dict.fromkeys(CASES, (WRONG, ["it depends on the order of the file"]))
+            for name, (end, wrong) in ends.items():
+                record[name][perturbation] = [end, len(wrong), *wrong[:3]]
+            end = ends["cases"][0]
             if end == REFUSED and follow_every and _is_followed(f"{model.structure}: {perturbation}", follow_every):
                 record["followed"][perturbation] = follow(model, file)[:2]
     return record | {"seconds": round(time.process_time() - began, 2)}
@@ -166,8 +179,8 @@ def _distinct(records: Iterable[Record]) -> Iterator[Record]:
     for record in records:
         if "structure" in record:
             first = found.setdefault(record["structure"], record)
-            first["cases"] = first["cases"] or record["cases"]
-            first["followed"] = first["followed"] or record["followed"]
+            for part in (*CASES, "followed"):
+                first[part] = first[part] or record[part]
     yield from found.values()
 
 
@@ -271,8 +284,8 @@ def _say(number: str, record: Record) -> None:
     if "not_built" in record:
         sys.stdout.write(f"{number} {record['name']}: left out, {record['not_built']}\n")
         return
-    counts = Counter(case[0] for case in record["cases"].values())
-    numbers = ", ".join(f"{counts[end]} {end}" for end in OUTCOMES)
+    counts = [Counter(case[0] for case in record[part].values()) for part in CASES]
+    numbers = ", accepted ".join(", ".join(f"{part[end]} {end}" for end in OUTCOMES) for part in counts)
     seconds = f"{record['seconds']} s" if record["cases"] else "as one before"
     sys.stdout.write(f"{number} {record['name']}: {numbers}; {record['tensors']} tensors, {seconds}\n")
     sys.stdout.flush()

@@ -30,8 +30,14 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
     Alignment,
     ambiguous_cases,
     describe_ambiguity,
+    describe_suggestions,
+    suggestions_for,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import find_tensors, tensors_of
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import (
+    find_tensors,
+    parse_patterns,
+    tensors_of,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     Match,
     Mismatch,
@@ -56,6 +62,7 @@ def load_weights(
     allow_unexpected: Patterns = (),
     allow_mismatched: Patterns = (),
     interpolate: Patterns = (),
+    accept: Patterns = (),
     map_location: MapLocation = None,
     assign: bool | None = None,
     key: str | None = None,
@@ -79,6 +86,8 @@ def load_weights(
         allow_mismatched: Patterns of names of the model that keep their values where shapes differ.
         interpolate: Patterns of names of position embeddings of the model, which are resized from a square grid to the
             grid of the model's patches, or to a square where the model does not say it.
+        accept: Patterns of names of the model whose suggestions are taken: matches that are likely, and that the error
+            shows, such as those of a list that two projects may count from either end.
         map_location: Where the file's tensors go first, as in `torch.load`; None reads them as the model needs them.
         assign: Whether tensors replace the model's instead of being copied into them; None replaces only tensors on
             the meta device. Tensors that replace others stay mapped from the file: never write into it.
@@ -110,6 +119,7 @@ def load_weights(
         allow_unexpected=allow_unexpected,
         allow_mismatched=allow_mismatched,
         interpolate=interpolate,
+        accept=accept,
     )
     load_tensors(module, plan.tensors, assign)
     left = [name for name, tensor in module.state_dict().items() if is_on_meta(tensor)]
@@ -159,7 +169,7 @@ def plan_loading(
     """Do all of `load_weights` but the loading; the arguments are the same, and its patterns are those of names."""
     if isinstance(rules, str | os.PathLike):
         check_path("rules", rules, "a file of rules")
-    parsed = {argument: _parse_patterns(argument, given) for argument, given in patterns.items()}
+    parsed = {argument: parse_patterns(argument, given) for argument, given in patterns.items()}
     if isinstance(path, Checkpoint):
         checkpoint = path
     elif isinstance(path, Mapping):
@@ -169,13 +179,6 @@ def plan_loading(
     plan = LoadPlan(module, checkpoint, rules, parsed)
     plan.check()
     return plan
-
-
-def _parse_patterns(argument: str, patterns: Patterns) -> list[Pattern]:
-    patterns = (patterns,) if isinstance(patterns, str) else patterns
-    if not isinstance(patterns, Iterable):
-        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {patterns!r}.")
-    return [Pattern(pattern) for pattern in patterns]
 
 
 class LoadPlan:
@@ -210,7 +213,9 @@ class LoadPlan:
         self._values = checkpoint.state_dict
         tensors = _with_names_of_header(checkpoint, self.model_tensors)
         adapters = self._leave_out_added(tensors)
-        found = find_tensors(self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()))
+        found = find_tensors(
+            self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()), patterns.get("accept", ())
+        )
         self.alignment, self.loaded, self.rules, self._aliases, notes = found
         self._notes = [*adapters, *notes]
         self._leave_out_other_kinds()
@@ -304,6 +309,12 @@ class LoadPlan:
         if ambiguous_cases(found, missing):
             raise AmbiguousAlignmentError(
                 f"{self.source} does not load into {model}: {describe_ambiguity(found, missing)}"
+            )
+        suggested = suggestions_for(found, missing)
+        if suggested:
+            raise AmbiguousAlignmentError(
+                f"{self.source} does not load into {model}, which was not modified: "
+                f"{describe_suggestions(found, suggested)}."
             )
         unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
         # What a model computes for itself may match a pattern

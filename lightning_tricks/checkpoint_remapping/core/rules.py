@@ -103,6 +103,16 @@ class RemapRule:
         """The targets; several are parts of a split, none means that the tensor is dropped."""
         return _as_tuple(self.target)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return what a file of rules holds for it."""
+        plain: dict[str, Any] = {"from": self.source, "to": self.target, "transpose": self.transpose}
+        plain |= {"shape": self.shape, "dim": self.dim or None, "sizes": self.sizes}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in plain.items()
+            if value not in (None, False) or name == "to"
+        }
+
     def __str__(self) -> str:
         return f"{' + '.join(map(str, self.sources))} -> {', '.join(map(str, self.targets)) or 'nothing'}"
 
@@ -239,13 +249,7 @@ def _yaml(step: Any) -> str:
 
     if isinstance(step, list):
         return "- " + ("\n  ".join(map(_yaml, step)) or "[]")
-    if isinstance(step, RemapRule):
-        plain: dict[str, Any] = {"from": step.source, "to": step.target, "transpose": step.transpose}
-        plain |= {"shape": step.shape, "dim": step.dim or None, "sizes": step.sizes}
-        step = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in plain.items()
-            if value not in (None, False) or name == "to"
-        }
-    text: str = yaml.safe_dump(step, sort_keys=False, default_flow_style=True, width=10**6)
+    text: str = yaml.safe_dump(
+        step.as_dict() if isinstance(step, RemapRule) else step, sort_keys=False, default_flow_style=True, width=10**6
+    )
     return "- " + text.removesuffix("...\n").strip()

@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
 from lightning_tricks._shared.text import format_shape, format_si, list_names
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     CONVERSION,
     FUSED,
+    MOST_STARS,
     Match,
     Matching,
     Mismatch,
     Prefixes,
+    Proposal,
     Proposals,
     Shape,
     in_words,
     is_at,
+    suggested_patterns,
 )
 from lightning_tricks.checkpoint_remapping.core.remapping import (
     WRAPPERS,
@@ -42,6 +47,7 @@ class Alignment:
 
     Attributes:
         matches: The matches, each with its reason; names in the file are without the parts that wrappers add.
+        suggested: What is likely and was not accepted; its tensors are among the missing and the unexpected.
         missing: Names of the model that the checkpoint has no tensor for.
         unexpected: Names of the checkpoint, without wrappers' parts, that the model has no tensor for.
         mismatched: Tensors whose shapes differ.
@@ -52,6 +58,7 @@ class Alignment:
     """
 
     matches: tuple[Match, ...]
+    suggested: tuple[Match, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[Mismatch, ...]
@@ -188,6 +195,9 @@ class Alignment:
             shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
             names = (Group(*map(FoldedName, of_side)) for of_side in (match.sources, match.targets))
             table.add_row(*names, Text(match.reason + shape), match.strength)
+        for match in self.suggested:
+            names = (Group(*map(FoldedName, of_side)) for of_side in (match.sources, match.targets))
+            table.add_row(*names, Text(f"SUGGESTED: {match.reason}"), match.strength)
         for mismatch in self.mismatched:
             shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
             table.add_row(FoldedName(mismatch.source), FoldedName(mismatch.target), f"MISMATCHED: {shapes}")
@@ -230,6 +240,58 @@ def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = N
         f"model{more}{hint}. Say which is which with a rule{f': {in_words(rule)}' if rule else ''}. If a part of the "
         "model is meant, give submodule=..."
     )
+
+
+_MOST_SHOWN = 3  # rules and patterns of what is suggested
+
+
+def suggestions_for(alignment: Alignment, missing: Collection[str]) -> list[Match]:
+    """Return what is suggested for some names of the model that have no match."""
+    return [match for match in alignment.suggested if not set(missing).isdisjoint(match.targets)]
+
+
+def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> str:
+    """Return the sentence about what is likely alone, with the arguments that accept it or say it.
+
+    Args:
+        alignment: An alignment.
+        suggested: Some of what it suggests.
+    """
+    targets = [name for match in suggested for name in match.targets]
+    patterns = suggested_patterns(targets, [name for name in alignment.names_in_model if name not in targets])
+    rules = _rules_for(suggested, alignment.clean_names_in_file)
+    more = [f" and {len(found) - _MOST_SHOWN} more" * (len(found) > _MOST_SHOWN) for found in (patterns, rules)]
+    count = "1 tensor has" if len(targets) == 1 else f"{len(targets)} tensors of the model have"
+    return (
+        f"{count} a likely match, which may be wrong: {suggested[0].reason}. If they are right, "
+        f"accept={patterns[:_MOST_SHOWN]} takes them as suggested{more[0]}; if not, give the rules with what is true: "
+        f"rules={rules[:_MOST_SHOWN]} takes them one by one{more[1]}. align(...).report() shows all"
+    )
+
+
+def _rules_for(matches: Sequence[Match], names_in_file: Sequence[str]) -> list[Proposal]:
+    """Return rules that do the same as matches: one for all blocks of a list where their numbers are equal."""
+    plain: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    rules: list[Proposal] = []
+    for match in matches:
+        rule = _rule(match)
+        if isinstance(rule.source, str) and isinstance(rule.target, str) and not (rule.transpose or rule.shape):
+            names = rule.source, rule.target
+            (path, _, leaf), (new, _, new_leaf) = (name.rpartition(".") for name in names)
+            pair = (path, new) if path and new and leaf == new_leaf else names
+            pairs = plain[LIST_NUMBER.sub("*", pair[0]), LIST_NUMBER.sub("*", pair[1])]
+            pairs += [pair] * (pair not in pairs)
+        else:
+            rules.append(rule.as_dict())
+    for (wide, new), pairs in plain.items():
+        same = all(LIST_NUMBER.findall(one) == LIST_NUMBER.findall(other) for one, other in pairs)
+        sources = {name for match in matches for name in match.ruled}
+        matched = [name for name in names_in_file if Pattern(f"{wide}.*").matches(name)]
+        if len(pairs) > 1 and same and wide.count("*") < MOST_STARS and matched and sources.issuperset(matched):
+            rules.append((f"{wide}.*", f"{new}.*"))
+        else:
+            rules += pairs
+    return rules
 
 
 def ambiguous_cases(alignment: Alignment, missing: Iterable[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -311,7 +373,7 @@ def _other_names(found: Matching) -> Iterable[str]:
         fused = sum(FUSED in match.reason for match in weak)
         parts = f", among them {fused} fused tensors, whose parts are {FUSED}" if fused else ""
         yield (
-            f"{len(weak)} of {len(found.matches)} matches rest on weak evidence{parts}: "
+            f"{len(weak)} of {len(found.matches)} matches are suggestions{parts}: "
             "max_output_difference shows whether the outputs agree"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,20 +45,23 @@ def align(
     model_or_state_dict: torch.nn.Module | Mapping[str, Any],
     checkpoint: Checkpoint | Mapping[str, Any],
     rules: RulesArgument = "auto",
+    accept: str | Iterable[str] = (),
 ) -> Alignment:
     """Find which tensor of a checkpoint is which of a model, whatever their names.
 
-    The parts of names that wrappers add are stripped first. Then names decide, with one prefix on either side if
-    needed; then the order of layers, their sizes and the words in their names. So a model with other names and another
-    order of layers within its blocks is matched; two layers that nothing tells apart are refused.
+    The parts of names that wrappers add are stripped first. Then what cannot be otherwise decides: equal names, with
+    one prefix on either side if needed; a table of two projects' names; words of one meaning; sizes that occur once;
+    and in the trunk of a model, its only list of that kind, the numbers of the blocks. What is likely, such as the
+    order of a list beside the trunk, is suggested alone. Two layers that nothing tells apart are ambiguous.
 
     Args:
         model_or_state_dict: The model, or its tensors by name.
         checkpoint: What `read_checkpoint` returned, or tensors by name.
         rules: As in `load_weights`: applied first, and the rest is matched.
+        accept: Patterns of names of the model whose suggestions are taken as matches.
 
     Returns:
-        The matches with their reasons, and what has no match.
+        The matches with their reasons, what is suggested, and what has no match.
 
     Raises:
         AmbiguousAlignmentError: If two assignments are equally good.
@@ -73,10 +76,25 @@ def align(
     if isinstance(rules, str | os.PathLike):
         check_path("rules", rules, "a file of rules")
     target = shapes_of(tensors_of(model_or_state_dict))
-    found = AlignmentSearch(target, apply_rules(tensors_of(checkpoint), rules, target)).run()
+    search = AlignmentSearch(
+        target, apply_rules(tensors_of(checkpoint), rules, target), parse_patterns("accept", accept)
+    )
+    found = search.run()
     if found.ambiguous:
         raise AmbiguousAlignmentError(describe_ambiguity(found))
     return found
+
+
+def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern]:
+    """Return the patterns that an argument holds.
+
+    Raises:
+        TypeError: If it is not a pattern or a list of patterns.
+    """
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {patterns!r}.")
+    return [Pattern(pattern) for pattern in patterns]
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
@@ -119,6 +137,7 @@ def find_tensors(
     given: Mapping[str, torch.Tensor],
     rules: RulesArgument,
     left_over: Sequence[Pattern],
+    accept: Sequence[Pattern],
 ) -> Found:
     """Find what a model takes of a file: the rules first, then what they do not name; of tied tensors one name alone.
 
@@ -128,6 +147,7 @@ def find_tensors(
         rules: As in `load_weights`.
         left_over: Patterns of names that are left out if a file has too much to tell what is meant, and everything
             else fits: so a file of a student and its teacher, or of an encoder and a decoder, is one of either.
+        accept: Patterns of names of the model whose suggestions are taken.
     """
     applied = apply_rules(given, rules, own)
     tied = tied_names(own)
@@ -135,13 +155,13 @@ def find_tensors(
     aliases = _find_aliases(tied, named)
     repeated = [*_leave_out_repeated(applied.tensors, {own[name].shape for name in aliases}, {*named.values()})]
     target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
-    search = AlignmentSearch(target, applied)
+    search = AlignmentSearch(target, applied, accept)
     alignment = search.run()
     if alignment.lacking and left_over and applied.search:
         clean = {old: new for old, new in search.clean_names.items() if new is not None}
         less = {old: new for old, new in clean.items() if any(pattern.matches(new) for pattern in left_over)}
         kept = {name: tensor for name, tensor in applied.tensors.items() if name not in less}
-        other = AlignmentSearch(target, replace(applied, tensors=kept)).run() if less and kept else alignment
+        other = AlignmentSearch(target, replace(applied, tensors=kept), accept).run() if less and kept else alignment
         if not other.lacking:
             alignment = replace(other, unexpected=(*other.unexpected, *less.values()))
     tensors = dict(alignment.apply_to_ruled(applied.tensors))
@@ -187,10 +207,11 @@ class AlignmentSearch:
         target: Shapes of the model's tensors.
         rules: What the caller's rules made of the file's. Names that they lead to are those of the same tensors in the
             model, and only the rest is searched.
+        accept: Patterns of names of the model whose suggestions are taken.
     """
 
-    def __init__(self, target: Mapping[str, Shape], rules: AppliedRules) -> None:
-        self.rules, self.by_name = rules, not rules.search
+    def __init__(self, target: Mapping[str, Shape], rules: AppliedRules, accept: Sequence[Pattern] = ()) -> None:
+        self.rules, self.by_name, self.accept = rules, not rules.search, accept
         # The order of a file says nothing; in messages, a weight stands before its bias
         ordered = sorted(rules.tensors, key=lambda name: (name.removesuffix("weight"), name))
         source = shapes_of({name: rules.tensors[name] for name in ordered})
@@ -282,7 +303,9 @@ class AlignmentSearch:
     def _result(self, found: Matching, prefixes: Prefixes | None, mismatched_names: list[tuple[str, str]]) -> Alignment:
         equal = [pair for pair in self.pinned.items() if self.source_shapes[pair[0]] == self.target_shapes[pair[1]]]
         pinned = [Match((source,), (target,), reason="a rule") for source, target in equal]
-        found = Matching([*pinned, *found.matches], found.ambiguous)
+        suggested = [match for match in found.matches if not self._is_taken(match)]
+        held = Matching(suggested)
+        found = Matching([*pinned, *filter(self._is_taken, found.matches)], found.ambiguous)
         sources, targets = found.sources(), found.targets()
         mismatched = [
             pair
@@ -291,7 +314,8 @@ class AlignmentSearch:
         ]
         if prefixes is None:
             seen = {source for source, _ in mismatched}, {target for _, target in mismatched}
-            mismatched += find_resized(*self._left(sources | seen[0], targets | seen[1]))
+            known = sources | seen[0] | held.sources(), targets | seen[1] | held.targets()
+            mismatched += find_resized(*self._left(*known))
         unmatched_sources, unmatched_targets = self._left(
             sources | {source for source, _ in mismatched}, targets | {target for _, target in mismatched}
         )
@@ -301,6 +325,7 @@ class AlignmentSearch:
         rules_are_prefixes = not self.pinned and all(clean == name for clean, name in self.model_names.items())
         return Alignment(
             matches=self._in_model_order(found),
+            suggested=self._in_model_order(held),
             missing=tuple(self.model_names[name] for name in unmatched_targets),
             unexpected=tuple(name for name in unmatched_sources if name not in self.computed_in_file),
             mismatched=tuple(self._mismatch(*pair) for pair in mismatched),
@@ -314,6 +339,13 @@ class AlignmentSearch:
             _first=tuple(self.rules.steps),
             _origins=self.rules.origins,
         )
+
+    def _is_taken(self, match: Match) -> bool:
+        """Whether a match rests on evidence, or the caller accepts what is suggested for its tensors."""
+        if match.strength == "strong":
+            return True
+        names = [self.model_names[target] for target in match.targets]
+        return all(any(pattern.matches(name) for pattern in self.accept) for name in names)
 
     def _in_model_order(self, found: Matching) -> tuple[Match, ...]:
         """Return the matches with the model's own names, in the order of its tensors."""

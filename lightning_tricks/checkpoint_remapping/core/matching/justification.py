@@ -21,7 +21,6 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     Side,
     common_start,
     is_vague,
-    last_name,
     last_word,
     number_below,
     numbers_go_together,
@@ -93,12 +92,17 @@ class Justification:
         distinct = {id(group): group for group in groups.values()}
         return [(group, [self.matched[layer] for layer in group]) for group in distinct.values()]
 
-    def doubt(self, layer: Layer) -> str:
-        """Return why the match of a layer of the file is a weak one; empty for a strong one."""
+    def doubt(self, layer: Layer, in_context: bool) -> str:
+        """Return why the match of a layer of the file is a weak one; empty for a strong one.
+
+        Args:
+            layer: The layer.
+            in_context: Whether layers beside it were matched, and it was found by them.
+        """
         match, weakest = self.matched[layer], self._weakest.get(layer)
         if layer.signature != match.signature:
             return "its elements are taken to be in the same order"
-        if weakest is None and not layer.has_distinctive_size and not layer.words & match.words:
+        if weakest is None and not in_context and not layer.has_distinctive_size and not layer.words & match.words:
             return "nothing but its size says so"
         return _DOUBTS.get(weakest or Evidence.NAMES, "")
 
@@ -117,10 +121,31 @@ class Justification:
         if self._are_of_many_norms(one, other) and forks[0].ends != forks[1].ends:
             return Evidence.NOTHING
         if counted and self._numbers_tell_apart(one, other, *forks):
-            return Evidence.NAMES if _are_counted_alike(*forks) else Evidence.NUMBERS
+            known = self._is_order_known(*forks) or (self._norms(one, other) and self._are_at_trunk(*forks))
+            return Evidence.NAMES if known else Evidence.NUMBERS
         if self._beside_others(*forks) and not self._are_halves(one, other):
-            return Evidence.NEIGHBORS
-        return Evidence.CONVOLUTIONS if not counted and self._norms(one, other) else Evidence.NOTHING
+            return Evidence.NAMES if self._are_at_trunk(*forks) else Evidence.NEIGHBORS
+        if counted or not self._norms(one, other):
+            return Evidence.NOTHING
+        return Evidence.NAMES if self._are_at_trunk(*forks) else Evidence.CONVOLUTIONS
+
+    def _is_order_known(self, source: Fork, target: Fork) -> bool:
+        """Whether two lists cannot but be counted from the same end: sizes say so, or both are the trunk."""
+        containers = source.container, target.container
+        if self._sizes_rise(*containers):
+            return True
+        if not (self.source.is_in_trunk(containers[0]) and self.target.is_in_trunk(containers[1])):
+            # `conv1` and `conv2` of one module are names
+            return last_word(containers[0]) == last_word(containers[1]) and all(map(_are_layers, (source, target)))
+        lengths = self.source.num_branches(containers[0]), self.target.num_branches(containers[1])
+        return lengths[0] == lengths[1] and _are_counted_alike(source, target)
+
+    def _are_at_trunk(self, source: Fork, target: Fork) -> bool:
+        """Whether one of two branches is in the trunk, on both sides, and the other beside it or in it too."""
+        return all(
+            any(map(side.is_around_trunk, fork.branches))
+            for side, fork in ((self.source, source), (self.target, target))
+        )
 
     def _find_whether_blocks_are_kept(self, layer: Layer) -> bool:
         """Whether a match has the numbers that the matrices of its block were matched with, seen from both sides."""
@@ -266,15 +291,6 @@ class Justification:
     def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
         if self.target.counts_backwards(target):
             return False
-        unknown = self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
-        # Lists of one name are in one order: `up.0`, but not `up1`
-        in_lists = self.source.is_list(source) and self.target.is_list(target)
-        if (
-            unknown
-            and not (in_lists and last_name(source) == last_name(target))
-            and not self._sizes_rise(source, target)
-        ):
-            return False
         layers = self.source.branches[source]
         # A norm that was matched with a norm of another block says nothing about the blocks
         numbers = self._numbers_below(source, target, [layer for layer in layers if layer.has_matrix] or layers)
@@ -363,6 +379,11 @@ def _are_counted_alike(source: Fork, target: Fork) -> bool:
     in_lists = all(rest and rest[0][1:].isdecimal() for rest in rests)
     of_blocks = all(any(part.startswith(".") for part in rest[1:]) for rest in rests)
     return in_lists or of_blocks or last_word(source.container) == last_word(target.container)
+
+
+def _are_layers(fork: Fork) -> bool:
+    """Whether the numbers are those of layers, not of modules that hold several."""
+    return len(fork.first) == len(fork.second) == 1
 
 
 def _words_without_number(fork: Fork) -> tuple[str, ...] | None:

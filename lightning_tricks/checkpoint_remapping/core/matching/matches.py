@@ -33,9 +33,9 @@ class Match:
         shape: The new shape, None where it does not change; before a split and behind a fusion.
         sizes: The lengths of the parts of a split, None where they are equal.
         reason: Why these tensors belong together.
-        strength: How strong that is. `"strong"` are rules, equal names, conversions, words, numbers behind the same
-            word, and sizes that no other layer has; `"weak"` are neighbors, numbers behind different words, and layouts
-            that are taken for granted.
+        strength: `"strong"` is evidence, which cannot be otherwise: rules, equal names, conversions, words of one
+            meaning, sizes that no other layer has, and numbers and neighbors in the trunk; `"weak"` is a suggestion:
+            lists beside the trunk, sizes alone, numbers behind different words, and layouts taken for granted.
     """
 
     sources: tuple[str, ...]
@@ -101,7 +101,7 @@ class Matching:
 
 Proposal = tuple[str, str] | dict[str, Any]
 _MOST_TRIED = 8  # pairs of layers for which a rule is tried
-_MOST_STARS = 3  # that a file of rules may have
+MOST_STARS = 3  # that a file of rules may have
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Proposals:
     def _widest(self, source: str, target: str) -> Proposal | None:
         """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
         glob = [LIST_NUMBER.sub("*", name) for name in (source, target)]
-        if LIST_NUMBER.findall(source) == LIST_NUMBER.findall(target) and 0 < glob[0].count("*") <= _MOST_STARS:
+        if LIST_NUMBER.findall(source) == LIST_NUMBER.findall(target) and 0 < glob[0].count("*") <= MOST_STARS:
             end = "" if source in self.sources or source.endswith("*") else ".*"
-            if glob[0].count("*") < _MOST_STARS or not end:
+            if glob[0].count("*") < MOST_STARS or not end:
                 wide = glob[0] + end, glob[1] + end
                 if self._fits(*wide):
                     return wide

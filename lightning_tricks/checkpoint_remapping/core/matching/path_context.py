@@ -11,7 +11,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import pairwise, permutations, starmap
 
 from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, layers_by_parent
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES, VAGUE_WORDS, same_word
 
 Parts = tuple[str, ...]
 NO_NUMBER = -1
@@ -115,6 +115,7 @@ class Side:
         self.words = cache(self._find_words)
         self.inside = cache(self._find_inside)
         self._beside = cache(self._find_beside)
+        self.num_branches = cache(self._count_branches)
 
     def fork(self, one: Layer, other: Layer) -> Fork:
         """Return the fork of two layers; letters count if a, b and c are there."""
@@ -177,13 +178,9 @@ class Side:
                 found[parts[:first]].add(parts[first])
         return [container for container, numbers in found.items() if len(numbers) > 1]
 
-    def num_branches(self, container: Parts) -> int:
+    def _count_branches(self, container: Parts) -> int:
         """Return how many parts a container numbers."""
         return len(set(self._numbered(container)))
-
-    def is_list(self, container: Parts) -> bool:
-        """Whether a container numbers parts of its own, not names: `up.0`, not `up1`."""
-        return all(part.startswith(".") for part in self._numbered(container))
 
     def _numbered(self, container: Parts) -> Iterator[str]:
         """Yield, for each layer in a numbered part of a container, the number as it stands in the path."""
@@ -192,49 +189,54 @@ class Side:
             if part.removeprefix(".").isdecimal():
                 yield part
 
-    def may_count_backwards(self, container: Parts) -> bool:
-        """Whether projects count such parts from the first or from the last, and the order of the layers is lost.
+    def is_in_trunk(self, container: Parts) -> bool:
+        """Whether the numbered parts of a container are those of the trunk, or inside of these."""
+        return self.trunk is not None and container[: len(self.trunk)] == self.trunk
 
-        A list is registered in the order of its numbers, whichever part comes first. What a decoder of convolutions
-        holds is counted so too, under any word. Convolutions that stand behind the largest part of a model, and may
-        take what its levels return, are registered in either order under any name.
-        """
-        if self._is_behind_trunk(container) and self._has_convolutions(container):
-            return True
-        if self.ordered and not self.is_list(container):
-            return False
-        if any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container)):
-            return True
-        return any(map(_is_of_decoder, container)) and self._has_convolutions(container)
-
-    def _has_convolutions(self, container: Parts) -> bool:
-        return any(len(size) > 2 for layer in self.branches[container] for _, size in layer.sizes)
-
-    def _is_behind_trunk(self, container: Parts) -> bool:
-        """Whether the parts around a container have less than half the elements of the trunk, and are not before it."""
-        around = _outermost((*container, "0"))
-        trunk = max(self._elements, key=lambda parts: self._elements[parts])
-        if not self.ordered or 2 * self._elements[around] >= self._elements[trunk]:
-            return False
-        return self.branches[around][0].position > self.branches[trunk][0].position
+    def is_around_trunk(self, branch: Parts) -> bool:
+        """Whether a part of the model is in the trunk, or holds it."""
+        return (self.trunk is not None and branch == self.trunk[: len(branch)]) or self.is_in_trunk(branch)
 
     @cached_property
-    def _elements(self) -> Counter[Parts]:
-        """The number of elements in each outermost container of numbered parts."""
-        counts: Counter[Parts] = Counter()
+    def trunk(self) -> Parts | None:
+        """The path of the list with the most elements, if nobody counts it from its end; None if there is none.
+
+        Two lists with a block of the same shapes may be each other's. A list of convolutions behind another one may be
+        a decoder's, which projects count from the finest or from the coarsest.
+        """
+        lists: dict[Parts, list[Layer]] = defaultdict(list)
         for layer in self.branches[()]:
-            counts[_outermost(parts_of(layer.path))] += sum(math.prod(size) for _, size in layer.sizes)
-        return counts
+            parts = parts_of(layer.path)
+            numbered = (parts[:i] for i, part in enumerate(parts) if part.removeprefix(".").isdecimal())
+            outermost = next((path for path in numbered if self.num_branches(path) > 1), None)
+            if outermost is not None:
+                lists[outermost].append(layer)
+        if not lists:
+            return None
+        trunk = max(lists, key=lambda path: sum(math.prod(size) for layer in lists[path] for _, size in layer.sizes))
+        layers, blocks = lists.pop(trunk), self._blocks(trunk)
+        may_be_decoder = (
+            self.ordered
+            and _has_kernels(layers)
+            and any(
+                other[0].position < layers[0].position and len(self._blocks_with_kernels(path)) > 1
+                for path, other in lists.items()
+            )
+        )
+        return None if may_be_decoder or any(blocks & self._blocks(path) for path in lists) else trunk
+
+    def _blocks_with_kernels(self, container: Parts) -> set[Parts]:
+        branches = {(*container, part) for part in self._numbered(container)}
+        return {path for path in branches if _has_kernels(self.branches[path])}
+
+    def _blocks(self, container: Parts) -> set[object]:
+        """Return the sizes in each numbered part of a container."""
+        branches = {(*container, part) for part in self._numbered(container)}
+        return {frozenset(Counter(layer.signature for layer in self.branches[path]).items()) for path in branches}
 
 
-def _outermost(parts: Parts) -> Parts:
-    """Return what precedes the first number of a path."""
-    numbered = (i for i, part in enumerate(parts) if part.removeprefix(".").isdecimal())
-    return parts[: next(numbered, None)]
-
-
-def _is_of_decoder(word: str) -> bool:
-    return word.removeprefix(".").lower().startswith(("dec", "up"))
+def _has_kernels(layers: list[Layer]) -> bool:
+    return any(len(size) > 2 for layer in layers for _, size in layer.sizes)
 
 
 def _component(container: Parts) -> Parts:
@@ -255,15 +257,8 @@ def number_below(container: Parts, layer: Layer) -> int | None:
 
 
 def last_word(container: Parts) -> str:
-    """Return the last word of a path."""
-    return "".join(words_in(container)[-1:])
-
-
-def last_name(container: Parts) -> tuple[str, ...]:
-    """Return the last words of a path, from the last one that does not stand for any part."""
-    words = words_in(container)
-    said = [i for i, word in enumerate(words) if word.lower() not in VAGUE_WORDS]
-    return words[said[-1] if said else 0 :]
+    """Return the last word of a path, as all projects spell it."""
+    return "".join(map(same_word, words_in(container)[-1:]))
 
 
 def is_vague(words: Parts) -> bool:

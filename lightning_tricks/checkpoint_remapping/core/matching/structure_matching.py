@@ -45,6 +45,7 @@ class _StructureMatcher:
         self.containers = tuple(map(_layers_by_container, (self.source_layers, self.target_layers)))
         self.pairs: list[tuple[Layer, Layer, str]] = []
         self.matched: dict[Layer, Layer] = {}  # the layers of the model by those of the file
+        self.in_context: set[Layer] = set()  # those that were found by layers beside them
         self.ambiguous_norms: set[Layer] = set()  # BatchNorms of a block that have one size and no order
 
     def match(self) -> Matching:
@@ -62,7 +63,9 @@ class _StructureMatcher:
             match
             for source, target, reason in self.pairs
             if source not in refused
-            for match in _matches_of_layers(source, target, reason, justification.doubt(source))
+            for match in _matches_of_layers(
+                source, target, reason, justification.doubt(source, source in self.in_context)
+            )
         ]
         ambiguous = [
             ([layer.path for layer in sources], [layer.path for layer in targets])
@@ -88,6 +91,8 @@ class _StructureMatcher:
             self.source_layers.remove(source)
             self.target_layers.remove(target)
             self.matched[source] = target
+            if pairing in (self._norms_of_convolutions, self._in_containers):
+                self.in_context.add(source)
         self.pairs += pairs
         return bool(pairs)
 

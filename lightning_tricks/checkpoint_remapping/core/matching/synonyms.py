@@ -51,8 +51,6 @@ VAGUE_WORDS = frozenset(
     resnet second self seq sequential stage stages stem sub unit up w
     """.split()  # noqa: SIM905  # a list of words
 )
-# Parts that one project counts from the first and another from the last: `up`, `upconv`, `decoder`, `dec`, `outputs`
-COUNTED_EITHER_WAY = re.compile(r"up|dec|expand|outputs?$", re.IGNORECASE)
 _SAME_WORDS = {
     "bn": "norm",
     "ln": "norm",
@@ -82,12 +80,13 @@ _CAUSAL_MASKS = re.compile(r"(^|\.)(attn|attention)\.bias$")  # GPT-2's; with on
 def words_of(path: str) -> frozenset[str]:
     """Return the words of a qualified name, and the roles that they stand for."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z]|\d+[a-z])", "_", path)  # `branch1x1` has the word of `branch_pool`
-    parts = [_same_word(part) for part in re.split(r"[._\-]", spaced.lower()) if part]
+    parts = [same_word(part) for part in re.split(r"[._\-]", spaced.lower()) if part]
     text = ".".join(re.split(r"[._\-]", path.lower()))
     return frozenset({role for role, pattern in _ROLES.items() if re.search(pattern, text)} | set(parts))
 
 
-def _same_word(part: str) -> str:
+def same_word(part: str) -> str:
+    """Return the word that all projects' spellings of a part of a name stand for."""
     word = part.rstrip("0123456789")
     return _SAME_WORDS.get(part) or _SAME_WORDS.get(word, word) + part[len(word) :]
 
