@@ -258,7 +258,7 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
         suggested: Some of what it suggests.
     """
     targets = [name for match in suggested for name in match.targets]
-    patterns = suggested_patterns(targets, [name for name in alignment.names_in_model if name not in targets])
+    patterns = suggested_patterns(targets, known=())  # which may match what is evidence too
     rules = _rules_for(suggested, alignment.clean_names_in_file)
     more = [f" and {len(found) - _MOST_SHOWN} more" * (len(found) > _MOST_SHOWN) for found in (patterns, rules)]
     count = "1 tensor has" if len(targets) == 1 else f"{len(targets)} tensors of the model have"

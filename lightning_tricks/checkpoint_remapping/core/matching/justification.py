@@ -102,6 +102,7 @@ class Justification:
         match, weakest = self.matched[layer], self._weakest.get(layer)
         if layer.signature != match.signature:
             return "its elements are taken to be in the same order"
+        in_context = in_context or (self.source.holds_in_trunk(layer) and self.target.holds_in_trunk(match))
         if weakest is None and not in_context and not layer.has_distinctive_size and not layer.words & match.words:
             return "nothing but its size says so"
         return _DOUBTS.get(weakest or Evidence.NAMES, "")
@@ -130,7 +131,7 @@ class Justification:
         return Evidence.NAMES if self._are_at_trunk(*forks) else Evidence.CONVOLUTIONS
 
     def _is_order_known(self, source: Fork, target: Fork) -> bool:
-        """Whether two lists cannot but be counted from the same end: sizes say so, or both are the trunk."""
+        """Whether two lists cannot but be counted from the same end: sizes say so, or both are in the trunk."""
         containers = source.container, target.container
         if self._sizes_rise(*containers):
             return True
@@ -138,14 +139,12 @@ class Justification:
             # `conv1` and `conv2` of one module are names
             return last_word(containers[0]) == last_word(containers[1]) and all(map(_are_layers, (source, target)))
         lengths = self.source.num_branches(containers[0]), self.target.num_branches(containers[1])
-        return lengths[0] == lengths[1] and _are_counted_alike(source, target)
+        return lengths[0] == lengths[1] or self._rise_together(*containers)
 
     def _are_at_trunk(self, source: Fork, target: Fork) -> bool:
         """Whether one of two branches is in the trunk, on both sides, and the other beside it or in it too."""
-        return all(
-            any(map(side.is_around_trunk, fork.branches))
-            for side, fork in ((self.source, source), (self.target, target))
-        )
+        sides = (self.source, source), (self.target, target)
+        return all(any(map(side.is_around_trunk, fork.branches)) for side, fork in sides)
 
     def _find_whether_blocks_are_kept(self, layer: Layer) -> bool:
         """Whether a match has the numbers that the matrices of its block were matched with, seen from both sides."""
@@ -306,6 +305,12 @@ class Justification:
         found = [(places[0][one], places[1][other]) for one, other in distinct]
         return bool(found) and all(one == other != len(places[0]) - 1 - one for one, other in found)
 
+    def _rise_together(self, source: Parts, target: Parts) -> bool:
+        """Whether the numbers of sizes that one numbered part alone has rise on both sides, from other starts."""
+        numbers = self._numbers_below(source, target, self._distinct(source))
+        first, last = min(numbers, default=(0, 0)), max(numbers, default=(0, 0))
+        return _never_falls(numbers) and first[1] < last[1]
+
     def _numbers_below(self, source: Parts, target: Parts, layers: Iterable[Layer]) -> set[tuple[int, int]]:
         """Return the numbers below two containers that were matched with each other."""
         inside = set(self.target.branches[target])
@@ -371,14 +376,6 @@ def _are_equal_if_exchanged(source: Fork, target: Fork) -> bool:
     """Whether what follows the numbers that differ is equal the other way round alone: the list counts backwards."""
     (one, other), (first, second) = ((fork.first[1:], fork.second[1:]) for fork in (source, target))
     return one != other and (one, other) == (second, first)
-
-
-def _are_counted_alike(source: Fork, target: Fork) -> bool:
-    """Whether the numbers follow the same word, or count the parts of lists or the blocks on both sides."""
-    rests = (source.first, source.second, target.first, target.second)
-    in_lists = all(rest and rest[0][1:].isdecimal() for rest in rests)
-    of_blocks = all(any(part.startswith(".") for part in rest[1:]) for rest in rests)
-    return in_lists or of_blocks or last_word(source.container) == last_word(target.container)
 
 
 def _are_layers(fork: Fork) -> bool:

@@ -193,6 +193,10 @@ class Side:
         """Whether the numbered parts of a container are those of the trunk, or inside of these."""
         return self.trunk is not None and container[: len(self.trunk)] == self.trunk
 
+    def holds_in_trunk(self, layer: Layer) -> bool:
+        """Whether a layer is in a block of the trunk."""
+        return self.is_in_trunk(parts_of(layer.path))
+
     def is_around_trunk(self, branch: Parts) -> bool:
         """Whether a part of the model is in the trunk, or holds it."""
         return (self.trunk is not None and branch == self.trunk[: len(branch)]) or self.is_in_trunk(branch)
