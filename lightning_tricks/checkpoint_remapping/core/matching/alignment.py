@@ -368,13 +368,14 @@ def _other_names(found: Matching) -> Iterable[str]:
     yield (
         "the names are another project's: layers were matched by their order, their sizes and the words in their names"
     )
-    weak = [match for match in found.matches if match.strength == "weak"]
+    fused = sum(FUSED in match.reason for match in found.matches)
+    if fused:
+        yield f"{fused} fused tensors are {FUSED}"
+    weak = sum(match.strength == "weak" for match in found.matches)
     if weak:
-        fused = sum(FUSED in match.reason for match in weak)
-        parts = f", among them {fused} fused tensors, whose parts are {FUSED}" if fused else ""
         yield (
-            f"{len(weak)} of {len(found.matches)} matches are suggestions{parts}: "
-            "max_output_difference shows whether the outputs agree"
+            f"{weak} of {len(found.matches)} matches are accepted suggestions: max_output_difference shows whether the "
+            "outputs agree"
         )
 
 

@@ -22,7 +22,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.layers import (
     layers_of_both,
     series_of,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, Match, Matching, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.path_context import Side
 
 
@@ -192,7 +192,8 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
         wanted = joined_shape(parts) if len(targets) > 1 else wanted
         new = None if got == wanted else wanted
         sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
-        why = doubt or source.taken_for or target.taken_for
+        taken_for = source.taken_for or target.taken_for
+        why = doubt or taken_for
         matches.append(
             Match(
                 sources,
@@ -200,7 +201,7 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
                 transpose,
                 new,
                 f"{reason}; {why}" if why else reason,
-                "weak" if why else "strong",
+                "weak" if doubt or taken_for not in ("", FUSED) else "strong",  # a name such as qkv says its order
                 sizes,
             )
         )
