@@ -37,7 +37,7 @@ def examine(library: str, word: str = "") -> list[tuple[str, str, str, str]]:
             order = "depends on the order: " * (len(verdicts) > 1)
             verdict = WRONG if WRONG in verdicts else REFUSED if REFUSED in verdicts else RIGHT
             rows.append((which.name, direction, verdict, order + next(why for end, why in ends if end == verdict)))
-            sys.stderr.write(f"{': '.join(rows[-1])[:200]}\n")
+            sys.stderr.write(f"{': '.join(rows[-1])[:700]}\n")
     return rows
 
 

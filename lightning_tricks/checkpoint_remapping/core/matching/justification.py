@@ -70,6 +70,7 @@ class Justification:
         self._keeps_blocks = cache(self._find_whether_blocks_are_kept)
         self._numbers_of_block = cache(self._find_numbers_of_block)
         self._are_matched_apart = cache(self._find_whether_matched_apart)
+        self._is_of_own_size = cache(self._find_whether_of_own_size)
         self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
         self._numbers_go_together = cache(lambda source, target: numbers_go_together(self._series[source, target]))
 
@@ -125,15 +126,17 @@ class Justification:
             known = self._is_order_known(*forks) or (self._norms(one, other) and self._are_at_trunk(*forks))
             return Evidence.NAMES if known else Evidence.NUMBERS
         if self._beside_others(*forks) and not self._are_halves(one, other):
-            return Evidence.NAMES if self._are_at_trunk(*forks) else Evidence.NEIGHBORS
+            known = self._are_at_trunk(*forks) or any(map(self._holds_a_size_of_its_own, forks[0].branches))
+            return Evidence.NAMES if known else Evidence.NEIGHBORS
         if counted or not self._norms(one, other):
             return Evidence.NOTHING
         return Evidence.NAMES if self._are_at_trunk(*forks) else Evidence.CONVOLUTIONS
 
     def _is_order_known(self, source: Fork, target: Fork) -> bool:
-        """Whether two lists cannot but be counted from the same end: sizes say so, or both are in the trunk."""
+        """Whether two lists are counted from the same end: names or sizes say so, or both are in the trunk."""
         containers = source.container, target.container
-        if self._sizes_rise(*containers):
+        have_one_name = containers[0] == containers[1] and source.numbers == target.numbers
+        if have_one_name or self._sizes_rise(*containers):
             return True
         if not (self.source.is_in_trunk(containers[0]) and self.target.is_in_trunk(containers[1])):
             # `conv1` and `conv2` of one module are names
@@ -183,6 +186,18 @@ class Justification:
         if () in (source.first, source.second, target.first, target.second):
             return False
         return self._are_matched_apart(source.branches, target.branches)
+
+    def _holds_a_size_of_its_own(self, branch: Parts) -> bool:
+        """Whether a part of the file holds a layer of a size that occurs once in the file and in the model."""
+        return any(self._is_of_own_size(layer) for layer in self.source.branches[branch])
+
+    def _find_whether_of_own_size(self, layer: Layer) -> bool:
+        match = self.matched.get(layer)
+        return (
+            match is not None
+            and layer.has_distinctive_size
+            and all(side.counts[own.signature] == 1 for side, own in ((self.source, layer), (self.target, match)))
+        )
 
     def _find_whether_matched_apart(self, sources: tuple[Parts, Parts], targets: tuple[Parts, Parts]) -> bool:
         inside, sizes = zip(*map(self.source.inside, sources), strict=True)
@@ -303,7 +318,8 @@ class Justification:
         ]
         distinct = self._numbers_below(source, target, self._distinct(source))
         found = [(places[0][one], places[1][other]) for one, other in distinct]
-        return bool(found) and all(one == other != len(places[0]) - 1 - one for one, other in found)
+        is_lopsided = any(one != len(places[0]) - 1 - one for one, _ in found)
+        return is_lopsided and all(one == other for one, other in found)
 
     def _rise_together(self, source: Parts, target: Parts) -> bool:
         """Whether the numbers of sizes that one numbered part alone has rise on both sides, from other starts."""

@@ -106,24 +106,32 @@ def _best_prefixes(
 
 
 def _count_prefixes(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> Counter[Prefixes]:
-    """Count, for each pair of prefixes, the tensors whose names are equal without them and whose shapes are equal."""
+    """Count, for each pair of prefixes, the tensors whose names are equal without them and whose shapes are equal.
+
+    A list that has two names, and is not all of the file or the model, may be counted from either end.
+    """
     target_prefixes: dict[tuple[str, Shape], list[str]] = {}
     for name, shape in target_shapes.items():
         for prefix, rest in _splits(name):
             target_prefixes.setdefault((rest, shape), []).append(prefix)
     counts: Counter[Prefixes] = Counter()
+    lists: set[Prefixes] = set()
     for name, shape in source_shapes.items():
         for source, rest in _splits(name):
             targets = target_prefixes.get((rest, shape), [])
             if source and len(targets) > _MOST_PLACES:
                 break  # what is left is the end of a name, such as weight, which fits anywhere
             # Prefixes that end alike have a shorter pair, which counts them already
-            counts.update(
+            pairs = [
                 (source, target)
                 for target in targets
                 if not source or not target or source.rpartition(".")[2] != target.rpartition(".")[2]
-            )
-    return counts
+            ]
+            counts.update(pairs)
+            if rest[0].isdecimal():
+                lists.update(pair for pair in pairs if all(pair))
+    all_tensors = min(len(source_shapes), len(target_shapes))
+    return Counter({pair: n for pair, n in counts.items() if pair not in lists or n == all_tensors})
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:

@@ -96,6 +96,7 @@ class Side:
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()
         self._ordinal_siblings: Counter[tuple[str, object]] = Counter()
+        self.counts = Counter(layer.signature for layer in layers)
         self._siblings = layers_by_parent(layers)
         self.norms = norms_as_registered(layers) if ordered else norms_by_name(layers)  # by their convolutions
         for layer in layers:
