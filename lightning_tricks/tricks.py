@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -15,7 +15,10 @@ from torchmetrics import Metric, MetricCollection
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import rank_zero_warn
 from lightning_tricks._shared.checks import check_choice, check_names, check_path, suggests_argument_names
+from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks.checkpoint_remapping.load_from_checkpoint import IS_BUILT_OF_FILE
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
 
@@ -129,6 +132,8 @@ class Tricks:
             raise TypeError(f"Tricks(verbose=...) must be True, False or None, got {self.verbose!r}.")
         for trick in (trick for trick in fields(self) if trick.name != "verbose"):
             object.__setattr__(self, trick.name, _copied(_checked_arguments(trick, getattr(self, trick.name))))
+        if IS_BUILT_OF_FILE.get():
+            self._forget_paths()
         self.callbacks()  # raises where an argument is wrong
         for name, spec in (("optimizer", OptimizerSpec), ("schedule", ScheduleSpec)):
             value = getattr(self, name)
@@ -140,6 +145,30 @@ class Tricks:
                 )
         if self.schedule is not None and self.optimizer is None:
             raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) beside it.")
+
+    def _forget_paths(self) -> None:
+        """Switch off the fields that name a file or a folder: a module is being built of what a file says.
+
+        Raises:
+            ValueError: If a regular expression could take very long to match.
+        """
+        named = []
+        for trick in fields(self):
+            value = getattr(self, trick.name)
+            for text in _texts(value):
+                if text.startswith("re:"):
+                    check_repeats(text[3:])
+            if value is not None and "callback" in trick.metadata:
+                paths = _named_paths(getattr(lightning_tricks, trick.metadata["callback"]), value)
+                if paths:
+                    named += [f"{trick.name}.{name}={path!r}" for name, path in paths.items()]
+                    object.__setattr__(self, trick.name, None)
+        if named:
+            rank_zero_warn(
+                f"These tricks are off, as a checkpoint must not decide which files are read or written: "
+                f"{', '.join(named)}. To use them, give the tricks: load_from_checkpoint(path, tricks=Tricks(...)); or "
+                "make the module yourself, and call load_weights(module, path)."
+            )
 
     @classmethod
     def preset(
@@ -235,6 +264,30 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
     if isinstance(value, Mapping) and trick.name not in specs and not _is_first_argument(takes, value):
         check_names(f"Tricks({trick.name}={value!r}): {takes.__name__}", value, parameters)  # a spec checks its own
     return value
+
+
+def _named_paths(callback: type[TrickCallback], value: Any) -> dict[str, Any]:
+    """Return the arguments of a callback that are a path other than the default, by name."""
+    given, parameters = arguments_of(callback, value), inspect.signature(callback).parameters
+    return {
+        name: given[name]
+        for name in callback.path_arguments
+        if isinstance(given.get(name), str | bytes | os.PathLike) and given[name] != parameters[name].default
+    }
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the strings in a field's value, also those of keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _texts(vars(value))
 
 
 def _copied(value: Any) -> Any:
