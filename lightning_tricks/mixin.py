@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -144,7 +145,8 @@ class TricksMixin(_Base):
         options = remapping.load_options()
         if not strict:
             options |= {"allow_missing": "*", "allow_unexpected": "*"}
-        self.load_report = load_weights(self, state_dict.as_checkpoint(), **options)
+        weights = replace(state_dict.origin, state_dict=dict(state_dict))  # hooks of the module may have changed them
+        self.load_report = load_weights(self, weights, **options)
         rank_zero_info(f"{type(self).__name__}: loaded {state_dict.origin.source}. {self.load_report}")
         return nn.Module().load_state_dict({})  # no key is missing or unexpected
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -18,6 +18,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import rank_zero_warn
 from lightning_tricks._shared.checks import check_choice, check_names, check_path, suggests_argument_names
 from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import children
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import IS_BUILT_OF_FILE
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
@@ -152,21 +153,23 @@ class Tricks:
         Raises:
             ValueError: If a regular expression could take very long to match.
         """
-        named = []
+        _check_patterns(self)
+        off = []
         for trick in fields(self):
             value = getattr(self, trick.name)
-            for text in _texts(value):
-                if text.startswith("re:"):
-                    check_repeats(text[3:])
-            if value is not None and "callback" in trick.metadata:
-                paths = _named_paths(getattr(lightning_tricks, trick.metadata["callback"]), value)
-                if paths:
-                    named += [f"{trick.name}.{name}={path!r}" for name, path in paths.items()]
+            callback = getattr(lightning_tricks, trick.metadata.get("callback", ""), None)
+            if value is None or callback is None:
+                continue
+            given, parameters = arguments_of(callback, value), inspect.signature(callback).parameters
+            for name in callback.path_arguments:
+                path = given.get(name)
+                if isinstance(path, str | bytes | os.PathLike) and path != parameters[name].default:
+                    off.append(f"{trick.name}.{name}={path!r}")
                     object.__setattr__(self, trick.name, None)
-        if named:
+        if off:
             rank_zero_warn(
-                f"These tricks are off, as a checkpoint must not decide which files are read or written: "
-                f"{', '.join(named)}. To use them, give the tricks: load_from_checkpoint(path, tricks=Tricks(...)); or "
+                "These tricks are off, as a checkpoint must not decide which files are read or written: "
+                f"{', '.join(off)}. To use them, give the tricks: load_from_checkpoint(path, tricks=Tricks(...)); or "
                 "make the module yourself, and call load_weights(module, path)."
             )
 
@@ -266,28 +269,13 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
     return value
 
 
-def _named_paths(callback: type[TrickCallback], value: Any) -> dict[str, Any]:
-    """Return the arguments of a callback that are a path other than the default, by name."""
-    given, parameters = arguments_of(callback, value), inspect.signature(callback).parameters
-    return {
-        name: given[name]
-        for name in callback.path_arguments
-        if isinstance(given.get(name), str | bytes | os.PathLike) and given[name] != parameters[name].default
-    }
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings in a field's value, also those of keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _texts(pair)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _texts(vars(value))
+def _check_patterns(value: Any) -> None:
+    """Raise an error for a regular expression, at any depth of a value, that could take very long to match."""
+    if isinstance(value, str) and value.startswith("re:"):
+        check_repeats(value[3:])
+    for key, part in children(vars(value) if is_dataclass(value) else value):
+        _check_patterns(key)
+        _check_patterns(part)
 
 
 def _copied(value: Any) -> Any:

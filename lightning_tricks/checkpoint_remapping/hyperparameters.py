@@ -69,12 +69,14 @@ def arguments_by_name(
         overrides: The names of the arguments of the caller.
     """
     accepted, takes_all = _parameters(module)
+    if isinstance(saved, Mapping):
+        saved = {name: value for name, value in saved.items() if name not in overrides}
     whole = checkpoint.metadata.get("hparams_name")
     if whole in list(accepted):  # all are the items of one argument, as after `save_hyperparameters(config)`
-        saved = {whole: saved}
-    elif isinstance(saved, Placeholder):
-        saved = {} if overrides else dict.fromkeys(accepted or ["name"], saved)
-    return {name: value for name, value in saved.items() if name not in overrides and (takes_all or name in accepted)}
+        return {} if whole in overrides else {whole: saved}
+    if isinstance(saved, Placeholder):
+        return {} if overrides else dict.fromkeys(accepted or ["name"], saved)
+    return {name: value for name, value in saved.items() if takes_all or name in accepted}
 
 
 def plain_arguments(
@@ -94,24 +96,23 @@ def plain_arguments(
     """
     plain, unbuilt = convert_arguments(module, saved, of_cli=of_cli)
     accepted, takes_all = _parameters(module)
-    missing = [name for name, required in accepted.items() if required and name not in {*saved, *overrides}]
-    reasons = []
-    if unbuilt:
-        what = list_names((f"{name} (a {kind[:100]})" for name, kind in unbuilt.items()), most=8)
-        reasons.append(f"has hyper-parameters that are not restored, as that would run code of the file: {what}")
-    if missing:
-        reasons.append(f"does not hold {', '.join(missing)}")
-    if reasons:
-        needed = ", ".join(f"{name}=..." for name in (*unbuilt, *missing))
+    needed = {name: f"a {kind[:100]}" for name, kind in unbuilt.items()}
+    for name, is_required in accepted.items():
+        if is_required and name not in saved and name not in overrides:
+            needed[name] = "not in the file"
+    if needed:
+        what = list_names((f"{name} ({why})" for name, why in needed.items()), most=8)
         raise CheckpointError(
-            f"{checkpoint.source} {', and '.join(reasons)}. Give them: load_from_checkpoint(path, {needed})."
+            f"Give these arguments: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in needed)}). "
+            f"{checkpoint.source} lacks them or has them as objects, and to restore these would run code of the file: "
+            f"{what}."
         )
+    items = {} if takes_all else {name: value for name, value in overrides.items() if name not in accepted}
     whole = checkpoint.metadata.get("hparams_name")
-    if takes_all or whole not in list(accepted) or whole not in plain:
+    if not items or whole not in list(plain):
         return {**plain, **overrides}
-    arguments = {name: value for name, value in overrides.items() if name in accepted}  # the others replace items
-    items = {name: value for name, value in overrides.items() if name not in accepted}
-    return {whole: {**plain[whole], **items}, **arguments}
+    arguments = {name: value for name, value in overrides.items() if name in accepted}
+    return {**plain, **arguments, whole: {**plain[whole], **items}}
 
 
 def _parameters(module: type) -> tuple[dict[str, bool], bool]:

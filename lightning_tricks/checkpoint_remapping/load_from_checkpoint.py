@@ -37,10 +37,6 @@ class SafeStateDict(dict[str, Any]):
         super().__init__(weights)
         self.origin = origin
 
-    def as_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint with these weights, as hooks of the module may have changed them."""
-        return replace(self.origin, state_dict=dict(self))
-
 
 def _original_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
     """Move a storage to the device that it was saved from; it stays on the CPU if there is no such device."""
@@ -101,6 +97,7 @@ def build_module(
     token = IS_BUILT_OF_FILE.set(IS_BUILT_OF_FILE.get() or bool(given))
     try:
         made = kind(**plain_arguments(kind, checkpoint, given, overrides, of_cli=bool(named or instantiator)))
+        IS_BUILT_OF_FILE.set(True)  # hooks get all of the file
         made.configure_model()
         values = {**clone_mapped_tensors(checkpoint.metadata), "state_dict": checkpoint.state_dict}
         values["hyper_parameters"] = {**saved, **overrides}
@@ -111,9 +108,8 @@ def build_module(
         IS_BUILT_OF_FILE.reset(token)
     if keys.missing_keys or keys.unexpected_keys:
         rank_zero_warn(
-            f"{checkpoint.source} and {kind.__name__} differ: {len(keys.missing_keys)} tensors are missing in the file "
-            f"({list_names(keys.missing_keys)}), {len(keys.unexpected_keys)} are not used "
-            f"({list_names(keys.unexpected_keys)})."
+            f"{checkpoint.source}: {len(keys.missing_keys)} tensors are missing ({list_names(keys.missing_keys)}), "
+            f"{len(keys.unexpected_keys)} are not used ({list_names(keys.unexpected_keys)})."
         )
     first = next((t for t in checkpoint.state_dict.values() if isinstance(t, torch.Tensor)), torch.empty(0))
     return made.to(first.device)

@@ -175,9 +175,17 @@ def test_what_is_loaded_within_a_module_of_a_file_names_no_files_either():
             super().__init__()
             self.found = Net.load_from_checkpoint("teacher.ckpt", tricks=Tricks(run_fingerprint=teacher)).tricks
 
+        def on_load_checkpoint(self, checkpoint):
+            self.found_later = Tricks(run_report=checkpoint["hyper_parameters"]["other"])
+
     file_of({}, path="teacher.ckpt")
+    path = file_of({"teacher": "victim", "other": "victim"})
     with pytest.warns(UserWarning, match=_NAMED):
-        assert Student.load_from_checkpoint(file_of({"teacher": "victim"}), strict=False).found == Tricks()
+        student = Student.load_from_checkpoint(path)
+    assert student.found == student.found_later == Tricks()
+    with pytest.warns(UserWarning, match=_NAMED):
+        student = Student.load_from_checkpoint(path, teacher="mine")
+    assert (student.found, student.found_later) == (Tricks(run_fingerprint="mine"), Tricks())
 
 
 def test_members_of_an_ensemble_get_no_paths_either():
@@ -344,7 +352,7 @@ def test_hyperparameters_build_nothing(name, value, subclass, monkeypatch):
     Path("evil_module.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     path = file_of({**_OF_CLI, **subclass, name: value})
     for load in (FromCli.load_from_checkpoint, lambda p: FromCli.load_from_checkpoint(file_of({}), hparams_file=p)):
-        with pytest.raises(CheckpointError, match=rf"that would run code of the file: {name} .*{name}=\.\.\."):
+        with pytest.raises(CheckpointError, match=rf"path, {name}=\.\.\.\).* would run code of the file: {name} "):
             load(path)
         Path("hparams.yaml").write_text(repr({**_OF_CLI, name: value}))
         path = "hparams.yaml"
