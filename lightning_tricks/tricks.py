@@ -169,8 +169,8 @@ class Tricks:
         if off:
             rank_zero_warn(
                 "These tricks are off, as a checkpoint must not decide which files are read or written: "
-                f"{', '.join(off)}. To use them, give the tricks: load_from_checkpoint(path, tricks=Tricks(...)); or "
-                "make the module yourself, and call load_weights(module, path)."
+                f"{', '.join(off)}. To use them, give the tricks, load_from_checkpoint(path, tricks=Tricks(...)), or "
+                "all arguments of the module; or make it yourself, and call load_weights(module, path)."
             )
 
     @classmethod
