@@ -435,23 +435,14 @@ class Whole(Objects):
         self.net = nn.Linear(3, config["width"])
 
 
-@dataclasses.dataclass
-class Config:
-    width: int = 5
-
-
 def _configs():
     inside = OmegaConf.create({"width": 5, "deep": [1, {"same": "${width}", "none": "${nowhere}", "asked": "???"}]})
-    structured = OmegaConf.structured(Config)
+    structured = OmegaConf.structured(dataclasses.make_dataclass("Config", [("width", int, 5)]))
     return {
         "OmegaConf": inside,
         "list": OmegaConf.create([1, [2]]),
-        "structured": structured,
         "in a dict": {"width": 5, "part": [inside, structured]},
-        "path": Path("data"),
         "namespace": Namespace(width=5, root=Path("data")),
-        "dataclass": Config(),
-        "partial": functools.partial(torch.add, 1),
     }
 
 

@@ -207,16 +207,6 @@ def test_members_of_installed_packages_are_given(name):
         VotingClassifier.load_from_checkpoint(file_of({"estimator": name, "n_estimators": 1}))
 
 
-def test_members_of_an_ensemble_are_no_weights_that_the_checkpoint_names():
-    torch.save(Net().state_dict(), "victim.pt")
-    path = file_of({"estimator": ["victim.pt"], "n_estimators": 1})
-    with pytest.raises(ValueError, match=r"asks for weights of other files \('victim.pt'\), which are not read"):
-        VotingClassifier.load_from_checkpoint(path, estimator_args={"estimator": Net})
-    given = {"estimator": ["victim.pt"], "estimator_args": {"estimator": Net}}
-    torch.save({**torch.load(path), "state_dict": VotingClassifier(n_estimators=1, **given).state_dict()}, path)
-    assert len(VotingClassifier.load_from_checkpoint(path, **given).estimators_) == 1
-
-
 def test_an_ensemble_inside_of_one_names_none_either():
     inner = {"estimator": "torchvision.models.alexnet:AlexNet"}
     hyper_parameters = {"estimator": "lightning_tricks.ensembles.voting:VotingClassifier", "estimator_args": inner}
