@@ -435,9 +435,14 @@ class Whole(Objects):
         self.net = nn.Linear(3, config["width"])
 
 
+@dataclasses.dataclass
+class Config:
+    width: int = 5
+
+
 def _configs():
     inside = OmegaConf.create({"width": 5, "deep": [1, {"same": "${width}", "none": "${nowhere}", "asked": "???"}]})
-    structured = OmegaConf.structured(dataclasses.make_dataclass("Config", [("width", int, 5)]))
+    structured = OmegaConf.structured(Config)
     return {
         "OmegaConf": inside,
         "list": OmegaConf.create([1, [2]]),

@@ -173,7 +173,7 @@ def test_what_is_loaded_within_a_module_of_a_file_names_no_files_either():
     class Student(Net):
         def __init__(self, teacher):
             super().__init__()
-            self.found = Net.load_from_checkpoint("teacher.ckpt", tricks=Tricks(run_fingerprint=teacher)).tricks
+            self.found = Net.load_from_checkpoint("teacher.ckpt", tricks={"run_fingerprint": teacher}).tricks
 
         def on_load_checkpoint(self, checkpoint):
             self.found_later = Tricks(run_report=checkpoint["hyper_parameters"]["other"])
