@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_tricks._lightning_compat.flavor import (
@@ -43,10 +40,6 @@ def is_reported(trainer: Trainer) -> bool:
     return any(getattr(callback, "takes_report_parts", False) for callback in callbacks_of(trainer))
 
 
-def _normalized(path: str | os.PathLike[str]) -> str:
-    return os.path.normpath(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no home
-
-
 class TrickCallback(Callback):
     """The base of all callbacks: it pickles without the model, and a Trainer takes one of each type.
 
@@ -67,23 +60,6 @@ class TrickCallback(Callback):
     training_arguments: tuple[str, ...] = ()
     verbose: bool | None = None
     _lines: tuple[str, ...] = ()
-
-    @classmethod
-    def find_path_arguments(cls, arguments: Mapping[str, Any], texts: Collection[str]) -> list[str]:
-        """Return the names of the path arguments whose value is one of `texts`, or a path inside one of them."""
-        named = {_normalized(text) for text in texts} - {os.curdir}
-        return [
-            name
-            for name in cls.path_arguments
-            if isinstance(given := arguments.get(name), str | os.PathLike)
-            and given != inspect.signature(cls).parameters[name].default
-            and named.intersection(map(str, (path := Path(_normalized(given)), *path.parents)))
-        ]
-
-    @classmethod
-    def requires_argument(cls, argument: str) -> bool:
-        """Whether an argument is required, that is, has no default."""
-        return inspect.signature(cls).parameters[argument].default is inspect.Parameter.empty
 
     def before_module_init(self) -> None:
         """Do what has to happen before the submodules of a module are created; `TricksMixin` calls it."""

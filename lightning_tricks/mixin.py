@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import wraps
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -14,30 +13,23 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-import lightning_tricks
-from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import (
     Callback,
     LightningModule,
     MisconfigurationException,
     other_flavor,
     rank_zero_info,
-    rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter, restricted_classmethod
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.calibration import prepare_calibrations
-from lightning_tricks._shared.patterns import check_repeats
 from lightning_tricks._shared.rng import isolated_seeding
 from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
-from lightning_tricks.checkpoint_remapping.hyperparameters import nested_values
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
-    STRINGS_OF_FILE,
     SafeStateDict,
     build_module,
     read_module_checkpoint,
-    strings_in,
 )
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
 from lightning_tricks.finetuning.core.trainable_weights import complete_state_dict
@@ -79,7 +71,7 @@ class TricksMixin(_Base):
     """
 
     def __init__(self, *args: Any, tricks: Tricks | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self.tricks = without_paths_of_checkpoint(_as_tricks(tricks))
+        self.tricks = _as_tricks(tricks)
         self._trick_callbacks = self.tricks.callbacks()
         for callback in self._trick_callbacks:
             callback.added_by_mixin = True
@@ -115,15 +107,15 @@ class TricksMixin(_Base):
         lists what was loaded. What `TrainableCheckpoint` left out is compared with the new module and taken from it.
         Seeding in the module's `__init__` does not change the random state of the process.
 
-        Hyper-parameters are plain values: objects that LightningCLI builds from class paths have to be passed as
-        arguments. Arguments of tricks that name a file or a folder are ignored with a warning, unless the caller
-        passes the tricks (`tricks=...`).
+        Hyper-parameters are plain values: objects, and arguments that were not saved, have to be given; one error lists
+        them all. While a module is built of hyper-parameters of a file, a `Tricks` that is made names no file or
+        folder: fields that do so are off, with a warning. One of the caller (`tricks=Tricks(...)`) stays as it is.
 
         Args:
             checkpoint_path: A path, a URL or an open binary file.
             map_location: As in `torch.load`; None keeps the device that each tensor was saved on.
-            hparams_file: A YAML or CSV file of hyper-parameters, which replace those of the checkpoint.
-            strict: Whether weights that are missing or not used are an error.
+            hparams_file: A YAML file of hyper-parameters, which replace those of the checkpoint.
+            strict: Whether weights that are missing or not used are an error; None for the module's `strict_loading`.
             weights_only: Accepted for compatibility; the file is always read without unpickling objects.
             **kwargs: Arguments of the module, which replace its hyper-parameters.
 
@@ -134,12 +126,8 @@ class TricksMixin(_Base):
             CheckpointError: If the file is unsafe, is not a checkpoint, or does not fit the module.
         """
         with isolated_seeding():
-            checkpoint, hparams = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
-            token = STRINGS_OF_CALLER.set(strings_of_tricks(kwargs))
-            try:
-                return build_module(cls, checkpoint, hparams, strict, kwargs)
-            finally:
-                STRINGS_OF_CALLER.reset(token)
+            read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
+            return build_module(cls, *read, strict, kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as torch does; in `load_from_checkpoint`, map the names of its weights first."""
@@ -157,7 +145,8 @@ class TricksMixin(_Base):
         options = remapping.load_options()
         if not strict:
             options |= {"allow_missing": "*", "allow_unexpected": "*"}
-        self.load_report = load_weights(self, state_dict.as_checkpoint(), **options)
+        weights = replace(state_dict.origin, state_dict=dict(state_dict))  # hooks of the module may have changed them
+        self.load_report = load_weights(self, weights, **options)
         rank_zero_info(f"{type(self).__name__}: loaded {state_dict.origin.source}. {self.load_report}")
         return nn.Module().load_state_dict({})  # no key is missing or unexpected
 
@@ -193,9 +182,10 @@ class TricksMixin(_Base):
         caller = inspect.currentframe()
         frame = frame or (caller and caller.f_back)
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
-        for name, value in self.hparams.items():
-            if any(isinstance(part, Tricks) for part in nested_values(value)):
-                replace_hyperparameter(self, name, _with_plain_tricks(value))
+        for name, value in self.hparams.items() if isinstance(self.hparams, dict) else ():  # or an OmegaConf
+            plain = _with_plain_tricks(value)
+            if plain is not value:
+                replace_hyperparameter(self, name, plain)
 
     def _add_missing(self, own: Sequence[Callback] | Callback) -> list[Callback]:
         if "_trick_callbacks" not in vars(self):
@@ -232,15 +222,22 @@ def _as_tricks(tricks: Tricks | Mapping[str, Any] | None) -> Tricks:
     raise TypeError(f"tricks must be a Tricks, a dict of its fields or None, got {tricks!r} ({type(tricks).__name__}).")
 
 
-def _with_plain_tricks(value: Any) -> Any:
-    """Return a value in which each `Tricks` is a plain dict, also inside of dicts, lists and tuples."""
+def _with_plain_tricks(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """Return a value in which each `Tricks` is a plain dict, also in dicts, lists and tuples; itself if it has none.
+
+    Args:
+        value: The value.
+        around: The containers around it, which are left as they are where they lie in themselves.
+    """
     if isinstance(value, Tricks):
         return value.as_dict()
-    if type(value) is dict:
-        return {name: _with_plain_tricks(part) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_with_plain_tricks, value))
-    return value
+    if type(value) not in (dict, list, tuple) or any(value is container for container in around):
+        return value
+    parts = list(value.values() if type(value) is dict else value)
+    plain = [_with_plain_tricks(part, (*around, value)) for part in parts]
+    if all(new is old for new, old in zip(plain, parts, strict=True)):
+        return value
+    return dict(zip(value, plain, strict=True)) if type(value) is dict else type(value)(plain)
 
 
 def _with_tricks(
@@ -251,48 +248,3 @@ def _with_tricks(
         return self._add_missing(configure_callbacks(self))
 
     return wrapper
-
-
-# The strings in the tricks that the caller of `load_from_checkpoint` gives
-STRINGS_OF_CALLER: ContextVar[frozenset[str]] = ContextVar("strings of the caller's tricks", default=frozenset())
-
-
-def strings_of_tricks(given: Mapping[str, Any]) -> frozenset[str]:
-    """Return the strings in the tricks among the caller's arguments, at any depth."""
-    names = {trick.name for trick in fields(Tricks)}
-    found = [part for part in nested_values(given) if isinstance(part, Tricks)]
-    tables = [part for part in nested_values(given) if isinstance(part, Mapping)]
-    return strings_in([*found, *(table[name] for table in tables for name in table.keys() & names)])
-
-
-def without_paths_of_checkpoint(tricks: Tricks) -> Tricks:
-    """Return the tricks without arguments that name a file or a folder because the loaded checkpoint says so.
-
-    Raises:
-        ValueError: If the checkpoint holds a regular expression that could take very long to match.
-    """
-    texts = STRINGS_OF_FILE.get() - STRINGS_OF_CALLER.get()
-    for text in strings_in(tricks) & texts:
-        if text.startswith("re:"):
-            check_repeats(text[3:])
-    changed: dict[str, Any] = {}
-    dropped = []
-    for trick in fields(tricks):
-        value = getattr(tricks, trick.name)
-        if value is None or "callback" not in trick.metadata:
-            continue
-        callback: type[TrickCallback] = getattr(lightning_tricks, trick.metadata["callback"])
-        arguments = arguments_of(callback, value)
-        named = callback.find_path_arguments(arguments, texts)
-        if named:
-            dropped += [f"{trick.name}.{name}={arguments[name]!r}" for name in named]
-            needed = any(callback.requires_argument(name) for name in named)
-            changed[trick.name] = None if needed else {n: given for n, given in arguments.items() if n not in named}
-    if not dropped:
-        return tricks
-    rank_zero_warn(
-        f"The tricks in the checkpoint name files or folders: {', '.join(dropped)}. These arguments are ignored, "
-        "because a checkpoint must not decide which files are read or written. To use them, pass the tricks yourself: "
-        "load_from_checkpoint(path, tricks=Tricks(...))."
-    )
-    return replace(tricks, **changed)

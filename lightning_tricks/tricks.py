@@ -15,7 +15,11 @@ from torchmetrics import Metric, MetricCollection
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.flavor import rank_zero_warn
 from lightning_tricks._shared.checks import check_choice, check_names, check_path, suggests_argument_names
+from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import children
+from lightning_tricks.checkpoint_remapping.load_from_checkpoint import IS_BUILT_OF_FILE
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
 
@@ -129,6 +133,8 @@ class Tricks:
             raise TypeError(f"Tricks(verbose=...) must be True, False or None, got {self.verbose!r}.")
         for trick in (trick for trick in fields(self) if trick.name != "verbose"):
             object.__setattr__(self, trick.name, _copied(_checked_arguments(trick, getattr(self, trick.name))))
+        if IS_BUILT_OF_FILE.get():
+            self._forget_paths()
         self.callbacks()  # raises where an argument is wrong
         for name, spec in (("optimizer", OptimizerSpec), ("schedule", ScheduleSpec)):
             value = getattr(self, name)
@@ -140,6 +146,32 @@ class Tricks:
                 )
         if self.schedule is not None and self.optimizer is None:
             raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) beside it.")
+
+    def _forget_paths(self) -> None:
+        """Switch off the fields that name a file or a folder: a module is being built of what a file says.
+
+        Raises:
+            ValueError: If a regular expression could take very long to match.
+        """
+        _check_patterns(self)
+        off = []
+        for trick in fields(self):
+            value = getattr(self, trick.name)
+            callback = getattr(lightning_tricks, trick.metadata.get("callback", ""), None)
+            if value is None or callback is None:
+                continue
+            given, parameters = arguments_of(callback, value), inspect.signature(callback).parameters
+            for name in callback.path_arguments:
+                path = given.get(name)
+                if isinstance(path, str | bytes | os.PathLike) and path != parameters[name].default:
+                    off.append(f"{trick.name}.{name}={path!r}")
+                    object.__setattr__(self, trick.name, None)
+        if off:
+            rank_zero_warn(
+                "These tricks are off, as a checkpoint must not decide which files are read or written: "
+                f"{', '.join(off)}. To use them, give the tricks, load_from_checkpoint(path, tricks=Tricks(...)), or "
+                "all arguments of the module; or make it yourself, and call load_weights(module, path)."
+            )
 
     @classmethod
     def preset(
@@ -235,6 +267,15 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
     if isinstance(value, Mapping) and trick.name not in specs and not _is_first_argument(takes, value):
         check_names(f"Tricks({trick.name}={value!r}): {takes.__name__}", value, parameters)  # a spec checks its own
     return value
+
+
+def _check_patterns(value: Any) -> None:
+    """Raise an error for a regular expression, at any depth of a value, that could take very long to match."""
+    if isinstance(value, str) and value.startswith("re:"):
+        check_repeats(value[3:])
+    for key, part in children(vars(value) if is_dataclass(value) else value):
+        _check_patterns(key)
+        _check_patterns(part)
 
 
 def _copied(value: Any) -> Any:

@@ -31,14 +31,3 @@ def restricted_classmethod(method: Any) -> Any:
     """Make a classmethod that Lightning's own guard keeps from being called on an instance."""
     helpers = import_lightning("pytorch.utilities.model_helpers")
     return getattr(helpers, "_restricted_classmethod", classmethod)(method)  # the guard is a courtesy
-
-
-def module_from_checkpoint(
-    module: type[LightningModule], checkpoint: dict[str, Any], strict: bool | None, arguments: dict[str, Any]
-) -> LightningModule:
-    """Make a module of a checkpoint in memory, as `load_from_checkpoint` does of a file."""
-    with needs_private("TricksMixin.load_from_checkpoint"):
-        load_state = import_lightning("pytorch.core.saving")._load_state
-        migrate_checkpoint = import_lightning("pytorch.utilities.migration.utils")._pl_migrate_checkpoint
-    made: Any = load_state(module, migrate_checkpoint(checkpoint), strict=strict, **arguments)
-    return made  # type: ignore[no-any-return]

@@ -7,126 +7,124 @@ module's own `__init__` decide, and only members of enumerations, paths, tuples,
 
 from __future__ import annotations
 
-import csv
 import enum
 import inspect
 import os
 import sys
-from ast import literal_eval
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from lightning_tricks._lightning_compat.flavor import LightningModule
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import read_yaml
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 
+_MODULE_KEYS = ("hparams", "module_arguments", "hyper_parameters")  # the last one wins, as in Lightning
 # Entries of a checkpoint that the Trainer does not restore, and which may hold placeholders
-ARGUMENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
-_MODULE_KEYS = ("hyper_parameters", "hparams", "module_arguments")
-_MAX_DEPTH = 50  # nested annotations, and nested values
-_MAX_SCALAR_LENGTH = 100_000  # characters of a value
+ARGUMENT_KEYS = (*_MODULE_KEYS, "datamodule_hyper_parameters", "hparams_type")
 
 
-def class_named_in(module: type[LightningModule], checkpoint: Checkpoint) -> type[LightningModule]:
-    """Return the imported subclass of `module` that a checkpoint of LightningCLI names; `module` if it names none.
+def saved_arguments(checkpoint: Checkpoint, hparams: Mapping[str, Any]) -> tuple[dict[str, Any], Placeholder | None]:
+    """Return the hyper-parameters of a module in a checkpoint, or the object without items that they are.
+
+    Args:
+        checkpoint: What `read_checkpoint` returned.
+        hparams: Those of a file beside the checkpoint, which replace the checkpoint's.
 
     Raises:
-        UnsafeCheckpointError: If the checkpoint names a class that is not an imported subclass.
+        CheckpointError: If they are not names and values.
     """
-    known = {f"{found.__module__}.{found.__qualname__}": found for found in _subclasses(module)}
+    saved: dict[str, Any] = {}
     for key in _MODULE_KEYS:
         values = checkpoint.metadata.get(key)
-        wanted = values.get("_class_path") if isinstance(values, Mapping) else None
-        if wanted is None:
-            continue
-        if not isinstance(wanted, str) or wanted not in known:
-            raise UnsafeCheckpointError(
-                f"{checkpoint.source} asks for {wanted!r}, which is not an imported subclass of {module.__name__}. "
-                "Nothing of it was imported; import its module first if you trust it."
+        if isinstance(values, Placeholder):
+            if not (values.items or hparams):
+                return {}, values
+            values = values.items
+        if not isinstance(values, Mapping | None):
+            raise CheckpointError(
+                f"{checkpoint.source} has a {type(values).__name__} as {key} instead of names and values."
             )
-        return known[wanted]
-    return module
+        saved.update(clone_mapped_tensors(values or {}))
+    return saved | dict(hparams), None
+
+
+def arguments_by_name(
+    module: type, checkpoint: Checkpoint, saved: Mapping[str, Any] | Placeholder, overrides: Collection[str]
+) -> dict[str, Any]:
+    """Return those of the hyper-parameters that the module takes and the caller does not give.
+
+    Args:
+        module: The class of the module.
+        checkpoint: What `read_checkpoint` returned.
+        saved: The hyper-parameters, or the object that they are.
+        overrides: The names of the arguments of the caller.
+    """
+    accepted, takes_all = _parameters(module)
+    if isinstance(saved, Mapping):
+        saved = {name: value for name, value in saved.items() if name not in overrides}
+    whole = checkpoint.metadata.get("hparams_name")
+    if whole in list(accepted):  # all are the items of one argument, as after `save_hyperparameters(config)`
+        return {} if whole in overrides else {whole: saved}
+    if isinstance(saved, Placeholder):
+        return {} if overrides else dict.fromkeys(accepted or ["name"], saved)
+    return {name: value for name, value in saved.items() if takes_all or name in accepted}
 
 
 def plain_arguments(
-    module: type[LightningModule], checkpoint: Checkpoint, overrides: Mapping[str, Any], hparams: Mapping[str, Any]
+    module: type, checkpoint: Checkpoint, saved: Mapping[str, Any], overrides: Mapping[str, Any], *, of_cli: bool
 ) -> dict[str, Any]:
-    """Return the values of a checkpoint, with hyper-parameters of which a module is built without an import or a call.
+    """Return arguments of which a module is built without an import or a call.
 
     Args:
-        module: The class of the module, as `class_named_in` returns it.
+        module: The class of the module.
         checkpoint: What `read_checkpoint` returned.
-        overrides: Arguments of the caller, which may be any objects.
-        hparams: Arguments of a file beside the checkpoint, which override the checkpoint's.
+        saved: The arguments that `arguments_by_name` returned.
+        overrides: The arguments of the caller.
+        of_cli: As in `convert_arguments`.
 
     Raises:
-        CheckpointError: If a hyper-parameter was not restored and is not overridden.
+        CheckpointError: If one is not restored, or is missing; the message has all that have to be given.
     """
-    rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
-    unrestored = dict(_placeholders(checkpoint, {*overrides, *hparams}))
-    for key in (key for key in ARGUMENT_KEYS if key in rest):
-        rest[key] = _without_overridden(checkpoint, key, rest[key], overrides)
-    for key in _MODULE_KEYS:
-        if rest.get(key, ()) is None:
-            del rest[key]
-    if hparams:
-        own = rest.setdefault("hyper_parameters", {})
-        own.update({name: value for name, value in hparams.items() if name not in overrides})
-    unrestored |= _convert_arguments_of_cli(module, rest)
-    if unrestored:
-        what = ", ".join(f"{name} (a {kind})" for name, kind in unrestored.items())
-        arguments = ", ".join(f"{name}=..." for name in unrestored)
+    plain, unbuilt = convert_arguments(module, saved, of_cli=of_cli)
+    accepted, takes_all = _parameters(module)
+    needed = {name: f"a {kind[:100]}" for name, kind in unbuilt.items()}
+    for name, is_required in accepted.items():
+        if is_required and name not in saved and name not in overrides:
+            needed[name] = "not in the file"
+    if needed:
+        what = list_names((f"{name} ({why})" for name, why in needed.items()), most=8)
         raise CheckpointError(
-            f"{checkpoint.source} has hyper-parameters that are not restored, as that would run code of the file: "
-            f"{what}. Give them: load_from_checkpoint(path, {arguments})."
+            f"Give these arguments: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in needed)}). "
+            f"{checkpoint.source} lacks them or has them as objects, and to restore these would run code of the file: "
+            f"{what}."
         )
-    return rest
+    items = {} if takes_all else {name: value for name, value in overrides.items() if name not in accepted}
+    whole = checkpoint.metadata.get("hparams_name")
+    if not items or whole not in list(plain):
+        return {**plain, **overrides}
+    arguments = {name: value for name, value in overrides.items() if name in accepted}
+    return {**plain, **arguments, whole: {**plain[whole], **items}}
 
 
-def _without_overridden(checkpoint: Checkpoint, key: str, values: Any, overrides: Mapping[str, Any]) -> Any:
-    """Return the arguments of one entry of a checkpoint without those that the caller gives."""
-    if isinstance(values, Placeholder):
-        if not (values.items or overrides):
-            raise CheckpointError(
-                f"{checkpoint.source} has a {values.name} as {key}, which is not restored, as that would run code "
-                "of the file. Give the arguments of the module: load_from_checkpoint(path, name=...)."
-            )
-        values = values.items
-    if key in _MODULE_KEYS and not isinstance(values, Mapping | None):
-        raise CheckpointError(
-            f"{checkpoint.source} has a {type(values).__name__} as {key} instead of names and values."
-        )
-    if isinstance(values, Mapping):
-        return {name: value for name, value in values.items() if name not in overrides}
-    return values
-
-
-def _convert_arguments_of_cli(module: type, rest: dict[str, Any]) -> dict[str, str]:
-    """Convert the entries that LightningCLI wrote; return the types by name of what would have to be built."""
-    not_plain: dict[str, str] = {}
-    for key in _MODULE_KEYS:
-        if not isinstance(rest.get(key), Mapping):
-            continue
-        of_cli = {name: rest[key].pop(name, None) for name in ("_instantiator", "_class_path")}
-        if any(of_cli.values()):
-            rest[key], unbuilt = _convert_arguments(module, rest[key])
-            not_plain |= unbuilt
-    return not_plain
+def _parameters(module: type) -> tuple[dict[str, bool], bool]:
+    """Return whether each argument by name is required, and whether any other name is taken."""
+    parameters = inspect.signature(module).parameters.values()
+    by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return {each.name: each.default is each.empty for each in by_name}, takes_all
 
 
 def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the file of hyper-parameters that a logger of Lightning wrote: `hparams.yaml` or `meta_tags.csv`.
+    """Read the file `hparams.yaml` that a logger of Lightning wrote.
 
     Raises:
         CheckpointError: If it is not such a file, or holds other than plain values.
@@ -135,11 +133,7 @@ def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     check_path("hparams_file", path, "a file of hyper-parameters")
     try:
-        if Path(path).suffix == ".csv":
-            with open_file(path) as stream:
-                rows = list(csv.reader(stream.read(1 << 20).decode().splitlines()))[1:]
-            return {name: _parse_literal(value) for name, value in rows}
-        values = read_yaml(path, max_depth=_MAX_DEPTH, max_scalar_length=_MAX_SCALAR_LENGTH, allow_tuples=True)
+        values = read_yaml(path, max_depth=50, max_scalar_length=100_000, allow_tuples=True)
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"hparams_file={os.fspath(path)!r} is not a file of plain hyper-parameters: {error}. Give the arguments "
@@ -148,25 +142,6 @@ def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(values, dict | None) or not all(isinstance(name, str) for name in values or ()):
         raise CheckpointError(f"hparams_file={os.fspath(path)!r} must hold names and values, got {type(values)}.")
     return values or {}
-
-
-def _parse_literal(text: str) -> Any:
-    with suppress(MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-        return literal_eval(text[:_MAX_SCALAR_LENGTH])
-    return text
-
-
-def _placeholders(checkpoint: Checkpoint, overrides: Collection[str]) -> Iterator[tuple[str, str]]:
-    for part in checkpoint.placeholders:
-        key, _, path = part.location.partition(".")
-        name = path.partition(".")[0]
-        if key in ARGUMENT_KEYS and name and name not in overrides:
-            yield name, part.name
-
-
-def _subclasses(module: type) -> list[type]:
-    children: list[type] = module.__subclasses__()
-    return [module, *(inner for child in children for inner in _subclasses(child))]
 
 
 def clone_mapped_tensors(value: Any) -> Any:
@@ -180,43 +155,40 @@ def clone_mapped_tensors(value: Any) -> Any:
     return value
 
 
-def nested_values(value: Any) -> Iterator[Any]:
-    """Yield a value and everything in its containers; an object that occurs several times is yielded once."""
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if isinstance(value, Mapping):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set | frozenset):
-            waiting += value
+def convert_arguments(
+    owner: type, values: Mapping[str, Any], *, of_cli: bool = True
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that are data, and by name the types of those for which an object would have to be built.
 
-
-# Plain values, as JSON and YAML hold them, in the types of annotations
-
-
-class _NotPlainError(Exception):
-    """A value for which an object would have to be built."""
-
-
-def _convert_arguments(module: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments that are plain values, and the types by name of those that would have to be built."""
-    parameters = inspect.signature(module).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    converted, not_plain = {}, {}
+    Args:
+        owner: The class that takes them.
+        values: Values by name.
+        of_cli: Whether LightningCLI wrote them: then a `class_path` describes an object, and annotations say what a
+            value becomes. Otherwise they are as they were saved.
+    """
+    converted, unbuilt = {}, {}
     for name, value in values.items():
-        if not (takes_all or name in parameters):
+        described = _object_in(value, of_cli)
+        if described is not None:
+            unbuilt[name] = described
             continue
-        annotation = _annotation(module, name)
+        annotation = _annotation(owner, name) if of_cli else Any
         try:
-            converted[name] = _convert(value, annotation, _MAX_DEPTH)
-        except _NotPlainError:
-            not_plain[name] = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return converted, not_plain
+            converted[name] = _convert(value, annotation)
+        except TypeError:
+            unbuilt[name] = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return converted, unbuilt
+
+
+def _object_in(value: Any, of_cli: bool) -> str | None:
+    """Return the type of an object that a value holds or describes, other than those that `Tricks` builds."""
+    if isinstance(value, Placeholder | Global):
+        return value.name if isinstance(value, Placeholder) else str(value)
+    if of_cli and isinstance(value, Mapping) and "class_path" in value:
+        named = str(value["class_path"])
+        if not named.startswith("lightning_tricks."):
+            return named
+    return next(filter(None, (_object_in(part, of_cli) for _, part in children(value))), None)
 
 
 def _annotation(owner: type, name: str) -> Any:
@@ -234,78 +206,52 @@ def _annotation(owner: type, name: str) -> Any:
     return Any
 
 
-def _convert(value: Any, annotation: Any, depth: int) -> Any:
+def _convert(value: Any, annotation: Any) -> Any:
     """Convert a plain value, and the values in its containers, to the type of an annotation.
 
     Raises:
-        _NotPlainError: If an object would have to be built.
+        TypeError: If it does not fit, or an object would have to be built.
     """
     annotation = getattr(annotation, "__supertype__", annotation)  # of a NewType
-    if value is None:
+    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if value is None or kind is Any or (kind is Literal and value in inner):
         return value
-    origin, inner = get_origin(annotation), get_args(annotation)
-    _require(depth > 0)
-    if origin is Annotated:
-        return _convert(value, inner[0], depth - 1)
-    if origin in (Union, UnionType):
-        # strings last, as anything may be one; jsonargparse does the same
-        for kind in sorted(inner, key=lambda kind: kind is str):
-            with suppress(_NotPlainError):
-                return _convert(value, kind, depth - 1)
-        raise _NotPlainError
-    if origin is Literal:
-        _require(value in inner)
+    if kind in (Union, UnionType):
+        for choice in sorted(inner, key=lambda choice: choice is str):
+            # strings last, as anything may be one; jsonargparse does the same
+            with suppress(TypeError):
+                return _convert(value, choice)
+    elif isinstance(kind, type):
+        return _convert_to_class(value, kind, inner)
+    raise TypeError
+
+
+def _convert_to_class(value: Any, kind: type, inner: tuple[Any, ...]) -> Any:
+    """Convert a value as `_convert` does to a class, whose items have the types of `inner`."""
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        arguments, unbuilt = convert_arguments(kind, value)
+        if unbuilt:
+            raise TypeError
+        return cast(Any, kind)(**arguments)
+    if isinstance(value, Mapping) and isinstance(value, kind):
+        of_keys, of_values = inner or (Any, Any)
+        return {_convert_key(name, of_keys): _convert(part, of_values) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        made = kind if kind in (tuple, set, frozenset) else list
+        kinds = inner if kind is tuple and inner and Ellipsis not in inner else (inner or (Any,))[:1] * len(value)
+        if not issubclass(made, kind) or len(kinds) != len(value):
+            raise TypeError
+        return made(map(_convert, value, kinds))
+    if isinstance(value, str) and issubclass(kind, enum.Enum) and value in kind.__members__:
+        return kind[value]
+    if isinstance(value, str) and issubclass(kind, PurePath):
+        return kind(value)
+    if isinstance(value, kind) or (isinstance(value, int) and kind in (float, complex)):
         return value
-    if origin is None:
-        return (
-            _convert_to_class(value, annotation, depth) if isinstance(annotation, type) else _require_no_objects(value)
-        )
-    _require(isinstance(origin, type))
-    if isinstance(value, Mapping):
-        _require(issubclass(origin, Mapping))
-        converted = {_convert_key(name, inner[0]): _convert(part, inner[-1], depth - 1) for name, part in value.items()}
-        return OrderedDict(converted) if origin is OrderedDict else converted
-    _require(isinstance(value, list | tuple) and issubclass(origin, Iterable) and not issubclass(origin, Mapping))
-    kinds = inner if len(inner) == len(value) and Ellipsis not in inner else inner[:1] * len(value)
-    made = origin if origin in (tuple, set, frozenset) else list
-    return made(_convert(part, kind, depth - 1) for part, kind in zip(value, kinds, strict=True))
+    raise TypeError
 
 
 def _convert_key(name: Any, annotation: Any) -> Any:
     """Convert a key of a dict, which JSON and YAML may have made a string."""
-    with suppress(ValueError):
-        return annotation(name) if annotation in (int, float) and isinstance(name, str) else name
-    raise _NotPlainError
-
-
-def _convert_to_class(value: Any, kind: type, depth: int) -> Any:
-    if issubclass(kind, enum.Enum):
-        _require(isinstance(value, str) and value in kind.__members__)
-        return kind[value]
-    if is_dataclass(kind):
-        _require(isinstance(value, Mapping) and value.keys() <= inspect.signature(kind).parameters.keys())
-        return kind(**{name: _convert(part, _annotation(kind, name), depth - 1) for name, part in value.items()})
-    if is_typeddict(kind):
-        _require(isinstance(value, Mapping))
-        return _require_no_objects(value)
-    if issubclass(kind, PurePath) and isinstance(value, str):
-        return kind(value)
-    if kind in (tuple, set, frozenset) and isinstance(value, list):
-        return kind(_require_no_objects(value))
-    number = kind in (float, complex) and isinstance(value, int | float)
-    _require(kind is Any or number or isinstance(value, kind))  # Any is a class from Python 3.11 on
-    return _require_no_objects(value)
-
-
-def _require_no_objects(value: Any) -> Any:
-    """Return a value unless it describes an object other than those that `Tricks` builds."""
-    described = (
-        part["class_path"] for part in nested_values(value) if isinstance(part, Mapping) and "class_path" in part
-    )
-    _require(all(str(name).startswith("lightning_tricks.") for name in described))
-    return value
-
-
-def _require(fits: bool) -> None:
-    if not fits:
-        raise _NotPlainError
+    is_number = isinstance(name, str) and annotation is int and name.lstrip("-").isdecimal()
+    return int(name) if is_number else _convert(name, annotation)

@@ -7,29 +7,27 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from packaging.version import InvalidVersion, Version
 
-from lightning_tricks._lightning_compat.flavor import LightningModule, lightning_version
-from lightning_tricks._lightning_compat.hyperparameters import module_from_checkpoint
+from lightning_tricks._lightning_compat.flavor import LightningModule, rank_zero_warn
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.checkpoint_remapping.core.errors import UnsafeCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
-    ARGUMENT_KEYS,
-    class_named_in,
-    nested_values,
+    arguments_by_name,
+    clone_mapped_tensors,
     plain_arguments,
     read_hparams_file,
+    saved_arguments,
 )
 
-# Strings among the hyper-parameters of the file from which a module is being built
-STRINGS_OF_FILE: ContextVar[frozenset[str]] = ContextVar(
-    "strings in the hyper-parameters of a checkpoint", default=frozenset()
-)
+# Whether a module is being built of hyper-parameters of a file: a `Tricks` that is made meanwhile names no path
+IS_BUILT_OF_FILE: ContextVar[bool] = ContextVar("a module is built of hyper-parameters of a file", default=False)
 
 
 class SafeStateDict(dict[str, Any]):
@@ -38,32 +36,6 @@ class SafeStateDict(dict[str, Any]):
     def __init__(self, origin: Checkpoint, weights: Mapping[str, Any]) -> None:
         super().__init__(weights)
         self.origin = origin
-
-    def as_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint with these weights, as hooks of the module may have changed them."""
-        return replace(self.origin, state_dict=dict(self))
-
-
-class SafeCheckpoint(dict[str, Any]):
-    """A checkpoint that was read safely, for Lightning: its `state_dict` is always a `SafeStateDict`."""
-
-    def __init__(self, origin: Checkpoint, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.origin = origin
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if name == "state_dict" and not isinstance(value, SafeStateDict):
-            value = self[name] = SafeStateDict(self.origin, value)
-        return value
-
-
-def strings_in(value: Any) -> frozenset[str]:
-    """Return the strings in a value, also those of paths and in the fields of dataclasses."""
-    parts = list(nested_values(value))
-    inner = [vars(part) for part in parts if is_dataclass(part) and not isinstance(part, type)]
-    strings = {os.fspath(part) for part in parts if isinstance(part, str | os.PathLike)}
-    return frozenset(strings).union(*map(strings_in, inner))
 
 
 def _original_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
@@ -75,14 +47,6 @@ def _original_device(storage: torch.UntypedStorage, location: str) -> torch.Unty
         return storage
 
 
-def _version_of(checkpoint: Checkpoint) -> str:
-    """Return the version of Lightning that wrote a checkpoint; the installed one if it names no valid version."""
-    try:
-        return str(Version(checkpoint.metadata["pytorch-lightning_version"]))
-    except (InvalidVersion, KeyError, TypeError):
-        return lightning_version()
-
-
 def read_module_checkpoint(
     path: str | os.PathLike[str] | IO[bytes], map_location: Any, hparams_file: str | os.PathLike[str] | None
 ) -> tuple[Checkpoint, dict[str, Any]]:
@@ -91,7 +55,7 @@ def read_module_checkpoint(
     Args:
         path: A path, a URL or a stream.
         map_location: As in `torch.load`; None for the devices that tensors were saved from.
-        hparams_file: As in Lightning's `load_from_checkpoint`.
+        hparams_file: A file `hparams.yaml`; None for none.
 
     Raises:
         CheckpointError: If a file is unsafe or cannot be read.
@@ -121,19 +85,49 @@ def build_module(
         checkpoint: The checkpoint that `read_module_checkpoint` returned.
         hparams: The hyper-parameters that it returned.
         strict: As in Lightning's `load_from_checkpoint`.
-        overrides: Arguments of the caller, which replace hyper-parameters.
+        overrides: Arguments of the caller, which replace hyper-parameters and may be any objects.
 
     Raises:
-        CheckpointError: If it names another class, or a hyper-parameter was not restored and is not overridden.
+        CheckpointError: If it names another class, or an argument is neither restored nor among `overrides`.
     """
-    kind = class_named_in(module, checkpoint)
-    values = {**plain_arguments(kind, checkpoint, overrides, hparams), "state_dict": checkpoint.state_dict}
-    values["pytorch-lightning_version"] = _version_of(checkpoint)
-    foreign = [checkpoint.metadata.get(key) for key in ARGUMENT_KEYS]
-    token = STRINGS_OF_FILE.set(strings_in((foreign, hparams)))
+    saved, described = saved_arguments(checkpoint, hparams)
+    named, instantiator = saved.pop("_class_path", None), saved.pop("_instantiator", None)
+    kind = _imported_subclass(module, named, checkpoint.source)
+    given = arguments_by_name(kind, checkpoint, described or saved, overrides)
+    token = IS_BUILT_OF_FILE.set(IS_BUILT_OF_FILE.get() or bool(given))
     try:
-        made = module_from_checkpoint(kind, SafeCheckpoint(checkpoint, values), strict, overrides)
+        made = kind(**plain_arguments(kind, checkpoint, given, overrides, of_cli=bool(named or instantiator)))
+        IS_BUILT_OF_FILE.set(True)  # hooks get all of the file
+        made.configure_model()
+        values = {**clone_mapped_tensors(checkpoint.metadata), "state_dict": checkpoint.state_dict}
+        values["hyper_parameters"] = {**saved, **overrides}
+        made.on_load_checkpoint(values)
+        strict = made.strict_loading if strict is None else strict
+        keys = made.load_state_dict(SafeStateDict(checkpoint, values["state_dict"]), strict=strict)
     finally:
-        STRINGS_OF_FILE.reset(token)
+        IS_BUILT_OF_FILE.reset(token)
+    if keys.missing_keys or keys.unexpected_keys:
+        rank_zero_warn(
+            f"{checkpoint.source}: {len(keys.missing_keys)} tensors are missing ({list_names(keys.missing_keys)}), "
+            f"{len(keys.unexpected_keys)} are not used ({list_names(keys.unexpected_keys)})."
+        )
     first = next((t for t in checkpoint.state_dict.values() if isinstance(t, torch.Tensor)), torch.empty(0))
     return made.to(first.device)
+
+
+def _imported_subclass(module: type[LightningModule], name: Any, source: str) -> type[LightningModule]:
+    """Return the imported subclass of `module` that a checkpoint of LightningCLI names; `module` if it names none."""
+    known = {f"{found.__module__}.{found.__qualname__}": found for found in _subclasses(module)}
+    if name is None:
+        return module
+    if not isinstance(name, str) or name not in known:
+        raise UnsafeCheckpointError(
+            f"{source} asks for {name!r}, which is not an imported subclass of {module.__name__}. "
+            "Nothing of it was imported; import its module first if you trust it."
+        )
+    return known[name]
+
+
+def _subclasses(module: type) -> list[type]:
+    children: list[type] = module.__subclasses__()
+    return [module, *(inner for child in children for inner in _subclasses(child))]

@@ -144,7 +144,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
         arguments.refuse_unsaved_arguments(read[0].metadata.get("ensemble"), kwargs)
-        with untrusted_class_names():
+        with untrusted_class_names(paths=not kwargs.keys() & {"estimator", "estimators"}):
             return build_module(cls, *read, strict, kwargs)
 
     # --- the members

@@ -36,7 +36,7 @@ def run(system: System, folder: Path) -> None:
 
     checks = (resume_anywhere, every_stage_alone) if system is WINDOWS else (safe_state,)
     for name, case in CASES.items():
-        case.callback(**{key: value for key, value in case.arguments.items() if case.callback.requires_argument(key)})
+        case.callback(**{key: value for key, value in case.arguments.items() if case.requires(key)})
         made = case.make()
         assert type(pickle.loads(pickle.dumps(made))) is case.callback, name  # as each spawned process gets it
         for check in checks:

@@ -1,5 +1,7 @@
 """CheckpointRemapping in real Trainers, and the mixin's `load_from_checkpoint`."""
 
+import dataclasses
+import functools
 import os
 import warnings
 from argparse import Namespace
@@ -13,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_tricks import CheckpointRemapping, Tricks, TricksMixin, load_weights, save_weights
@@ -416,11 +419,75 @@ def test_class_paths_are_not_imported():
     assert not Path("pwned").exists()
 
 
-def test_hyperparameters_that_are_not_restored_are_asked_for():
-    path = saved(Lit(), hyper_parameters={"width": 4, "root": Path("data")})
-    with pytest.raises(CheckpointError, match=r"root \(a pathlib.*Give them: load_from_checkpoint\(path, root=...\)"):
-        Lit.load_from_checkpoint(path)
-    assert Lit.load_from_checkpoint(path, root=Path("data")).hparams.root == Path("data")
+class Objects(TricksMixin, LightningModule):
+    training_step, configure_optimizers = Lit.training_step, Lit.configure_optimizers
+
+    def __init__(self, config, loss, backbone, other=None):
+        super().__init__()
+        self.save_hyperparameters(ignore="backbone")
+        self.net = nn.Linear(3, 5)
+
+
+class Whole(Objects):
+    def __init__(self, config):
+        super(Objects, self).__init__()
+        self.save_hyperparameters(config)
+        self.net = nn.Linear(3, config["width"])
+
+
+@dataclasses.dataclass
+class Config:
+    width: int = 5
+
+
+def _configs():
+    inside = OmegaConf.create({"width": 5, "deep": [1, {"same": "${width}", "none": "${nowhere}", "asked": "???"}]})
+    structured = OmegaConf.structured(Config)
+    return {
+        "OmegaConf": inside,
+        "list": OmegaConf.create([1, [2]]),
+        "in a dict": {"width": 5, "part": [inside, structured]},
+        "namespace": Namespace(width=5, root=Path("data")),
+    }
+
+
+@pytest.mark.parametrize("name", _configs())
+def test_objects_are_asked_for_all_at_once_and_taken_as_they_are(name):
+    loss = functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)  # once in the file, under two names
+    module = Objects(_configs()[name], loss, nn.Linear(1, 1), other=loss)
+    path = saved(module, datamodule_hyper_parameters={"root": Path("data")})
+    call = r"load_from_checkpoint\(path, config=..., loss=..., other=..., backbone=...\)"
+    kinds = r"config \(a .*, loss \(a functools.partial\), other \(a functools.partial\), backbone \(not in the file\)"
+    with pytest.raises(CheckpointError, match=rf"Give these arguments: {call}.* run code of the file: {kinds}\.$"):
+        Objects.load_from_checkpoint(path)
+    given = {"config": _configs()[name], "loss": loss, "other": loss, "backbone": nn.Linear(1, 1)}
+    loaded = Objects.load_from_checkpoint(path, **given)
+    assert weights_equal(module, loaded)
+    assert loaded.hparams.config is given["config"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'confg'"):
+        Objects.load_from_checkpoint(path, **given, confg=1)
+
+
+@pytest.mark.parametrize("config", [OmegaConf.create({"width": 5}), {"width": 5, "root": Path("data")}])
+def test_a_config_that_is_all_hyperparameters_is_asked_for_by_its_name(config):
+    path = saved(Whole(config))
+    with pytest.raises(CheckpointError, match=r"Give these arguments: load_from_checkpoint\(path, config=...\)"):
+        Whole.load_from_checkpoint(path)
+    assert Whole.load_from_checkpoint(path, config=config).hparams == config
+
+
+def test_values_of_the_caller_win():
+    path = saved(Whole({"width": 5, "rate": Path("data"), "_target_": "os.system"}))
+    loaded = Whole.load_from_checkpoint(path, rate=2)
+    assert loaded.hparams == {"width": 5, "rate": 2, "_target_": "os.system"}
+    loaded = Lit.load_from_checkpoint(saved(Lit(width=5)), root="mine")
+    assert loaded.hparams == {"width": 5, "root": "mine", "tricks": None}
+
+
+def test_what_lies_in_itself_is_saved_as_it_is():
+    loop = [Tricks(seeding=1)]
+    loop.append(loop)
+    assert Objects({"loop": loop, "x": [1]}, 1, 2).hparams.config["loop"][0] == Tricks(seeding=1).as_dict()
 
 
 def test_hparams_file_and_loading_hooks():

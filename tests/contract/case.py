@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,6 +67,9 @@ class Case:
     def make(self, **changed: Any) -> Callback:
         own = {self.writes_to: f"{self.arguments[self.writes_to]}/{uuid4().hex}"} if self.writes_to else {}
         return self.callback(**{**self.arguments, **own, **changed})
+
+    def requires(self, argument: str) -> bool:
+        return inspect.signature(self.callback).parameters[argument].default is inspect.Parameter.empty
 
     def make_idle(self) -> Callback:
         return self.make(**self.when_idle)

@@ -397,13 +397,12 @@ def names_no_file(case: Case, lab: Lab) -> None:
     named = re.compile("path|dir|file|folder")
     unlisted = {name for name in inspect.signature(case.callback).parameters if named.search(name)}
     assert unlisted <= set(case.callback.path_arguments), f"{unlisted} are not in path_arguments"
-    texts = {value for value in case.arguments.values() if isinstance(value, str)}
-    dropped = case.callback.find_path_arguments(case.arguments, texts)
-    if any(case.callback.requires_argument(name) for name in dropped):
+    if any(map(case.requires, case.callback.path_arguments)):
         return  # a checkpoint does not bring it at all
     empty = lab.folder / "empty"
     empty.mkdir()
-    callback = case.callback(**{name: value for name, value in case.arguments.items() if name not in dropped})
+    paths = case.callback.path_arguments
+    callback = case.callback(**{name: value for name, value in case.arguments.items() if name not in paths})
     with patch.object(lab, "folder", lab.folder / "facts"):
         before = os.getcwd()  # noqa: PTH109
         os.chdir(empty)

@@ -172,24 +172,6 @@ def test_forget_module_flops():
         Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(Net(), loader())
 
 
-def test_module_from_checkpoint():
-    source = Net(hidden=8)
-    checkpoint = {
-        "pytorch-lightning_version": lightning.__version__,
-        "state_dict": source.state_dict(),
-        "hyper_parameters": {"hidden": 8},
-    }
-    made = hyperparameters.module_from_checkpoint(Net, dict(checkpoint), None, {"dropout": 0.5})
-    assert made.shape == (8, 0.5)
-    assert all(torch.equal(value, made.state_dict()[name]) for name, value in source.state_dict().items())
-    empty = types.ModuleType("lightning.pytorch.core.saving")
-    with (
-        patch.dict("sys.modules", {empty.__name__: empty}),
-        pytest.raises(RuntimeError, match="load_from_checkpoint does"),
-    ):
-        hyperparameters.module_from_checkpoint(Net, checkpoint, None, {})
-
-
 class _LogsAtTheEnd(lightning.pytorch.Callback):
     def __init__(self):
         self.by_others, self.ever, self.suffixed = [], [], []

@@ -62,7 +62,7 @@ LATER = {"GradualUnfreezing": {"schedule": {0: "net.4.*", 1: "*"}}}
 def at_default(name, folder):
     """A callback with the arguments alone that it requires."""
     case, needed = CASES[name], NEEDED.get(name, ())
-    is_given = {key: key in needed or case.callback.requires_argument(key) for key in case.arguments}
+    is_given = {key: key in needed or case.requires(key) for key in case.arguments}
     given = {key: value for key, value in case.arguments.items() if is_given[key]} | LATER.get(name, {})
     paths = {key: str(folder / given[key]) for key in case.callback.path_arguments if isinstance(given.get(key), str)}
     return case.callback(**{**given, **paths})

@@ -25,6 +25,7 @@ Factory = Callable[..., nn.Module]
 Estimator = Factory | nn.Module | Sequence[Any] | str
 
 _UNTRUSTED_NAMES: ContextVar[bool] = ContextVar("whether a file names the classes", default=False)
+_UNTRUSTED_PATHS: ContextVar[bool] = ContextVar("whether a file names the files of weights", default=False)
 
 
 def build_members(
@@ -59,17 +60,21 @@ def build_members(
 
 
 @contextmanager
-def untrusted_class_names() -> Iterator[None]:
+def untrusted_class_names(*, paths: bool) -> Iterator[None]:
     """Treat names of classes in this block as read from a file, which is not trusted.
 
     Classes of installed packages may read files or open addresses when they are instantiated. Inside of the block they
     are refused, so that the caller has to give such a class itself.
+
+    Args:
+        paths: Whether paths of weights are from the file, too; then they are refused.
     """
-    token = _UNTRUSTED_NAMES.set(True)
+    tokens = _UNTRUSTED_NAMES.set(True), _UNTRUSTED_PATHS.set(paths)
     try:
         yield
     finally:
-        _UNTRUSTED_NAMES.reset(token)
+        _UNTRUSTED_NAMES.reset(tokens[0])
+        _UNTRUSTED_PATHS.reset(tokens[1])
 
 
 def imported_class(name: str) -> type[nn.Module]:
@@ -192,6 +197,11 @@ def _members_of_list(given: Sequence[Any], arguments: dict[str, Any], seed: int)
         raise ValueError("estimator must not be an empty list.")
     paths = [value for value in given if isinstance(value, str | os.PathLike)]
     factory = arguments.pop("estimator", None)
+    if paths and _UNTRUSTED_PATHS.get():
+        raise ValueError(
+            f"the checkpoint asks for weights of other files ({os.fspath(paths[0])!r}), which are not read: give the "
+            "members, load_from_checkpoint(path, estimator=...)."
+        )
     if paths and factory is None:
         raise ValueError(
             f"estimator holds paths of weights ({os.fspath(paths[0])!r}): give the class that they are "
