@@ -15,6 +15,7 @@ from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.modules import names_of_modules, replace_module_
 from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.modules import compiled_module
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 _WORDS = re.compile(r"(^|[._])(fc|head|heads|classifier|score|logits|last_linear|output|linear|predictor|\d+)([._]|$)")
@@ -39,8 +40,8 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         The new layer.
 
     Raises:
-        CheckpointError: If the last layer is not known to be a head, several layers look like heads, or the model is
-            itself a layer.
+        CheckpointError: If the last layer is not known to be a head, several layers look like heads, the head is
+            compiled by itself, or the model is itself a layer.
         TypeError, ValueError: If `num_classes` is not a whole number >= 1.
 
     Examples:
@@ -61,6 +62,8 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         raise CheckpointError(
             f"{name} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
         )
+    if any(compiled_module(part) is old for part in model.modules()):  # what torch.compile returned calls the old one
+        raise CheckpointError(f"{names[old][0]} is compiled by itself: replace it first, and call torch.compile then.")
     new = _resized(old, num_classes)
     replace_module_(model, old, new)
     if num_classes != (classes := _outputs(old)):
@@ -176,7 +179,7 @@ def _inputs(module: nn.Module) -> int:
         if hasattr(module, name):
             return getattr(module, name)  # type: ignore[no-any-return]
     shape = next(module.parameters(recurse=False)).shape
-    return shape[1] if len(shape) > 1 else shape[0]
+    return shape[1] if len(shape) > 1 else shape.numel()
 
 
 def _outputs(module: nn.Module) -> int:
