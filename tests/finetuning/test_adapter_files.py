@@ -594,6 +594,19 @@ def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("settings", [{"modules_to_save": "head"}, {"modules_to_save": (), "target_modules": "head"}])
+def test_a_module_of_two_names_is_saved_and_loaded_once(settings, tmp_path):
+    def make():
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+        return nn.ModuleDict({"net": net, "head": net[1]})
+
+    with pytest.warns(UserWarning, match=r"peft does not: net\.1 \(used as net\.1, head\)"):
+        save_adapter(model := adapted(make, **settings), tmp_path)
+    load_adapter(plain := seeded(make), tmp_path)
+    assert plain["head"] is plain["net"][1]
+    assert torch.equal(outputs(plain["net"], torch.ones(5, 6)), outputs(model["net"], torch.ones(5, 6)))
+
+
 class _Shifted(nn.Embedding):
     def forward(self, tokens):
         return super().forward(tokens + 1)

@@ -412,6 +412,14 @@ def _block(first, last):
     return nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "fc1": first(8, 16), "fc2": last(16, 8)})
 
 
+@pytest.mark.parametrize("name", ["last", "attention.out_proj"])
+def test_a_layer_whose_weight_is_read_is_refused_by_each_of_its_names(name):
+    attention = nn.MultiheadAttention(8, 2)
+    model = nn.ModuleDict({"last": attention.out_proj, "attention": attention})
+    with pytest.raises(ValueError, match=r"last lies in a MultiheadAttention, .* give 'attention', whose output"):
+        add_adapters(model, AdapterSettings(4, target_modules=name))
+
+
 @pytest.mark.parametrize("add", [add_adapters, add_lora])
 def test_a_class_that_cannot_be_extended_is_named_before_anything_changes(add):
     model = nn.Sequential(nn.Linear(8, 8), _Abstract(8, 8))

@@ -125,7 +125,8 @@ class _Adapter:
         self._check_shapes()
         self._check_modules_to_save()
         self._check_shared()
-        self._check_tied()
+        if self.config.by_peft:
+            self._check_tied()
         if self.present:
             self._check_present()
 
