@@ -31,7 +31,7 @@ class LoRA(AdaptationCallback):
             regular expression.
         exclude: Patterns of modules that are not changed, nor are their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
-            called `head`, if there is one.
+            called `head`, unless a pattern of `target_modules` matches nothing else.
         dropout: The probability with which an input of the change is set to zero in training; only in layers whose own
             forward pass is called.
         rank_pattern: Pattern over names of target modules -> their rank; the first that matches counts.
@@ -99,7 +99,7 @@ class Adapters(CoverageCheckingCallback):
         scale: The scale of the output; None for that of the kind: 4 for `"parallel"`, 1 otherwise.
         exclude: Patterns of modules that get no adapter, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
-            called `head`, if there is one.
+            called `head`, unless a pattern of `target_modules` matches nothing else.
         dropout: The probability with which a value between the two layers is set to zero in training.
 
     Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
@@ -155,7 +155,7 @@ class PrefixTuning(CoverageCheckingCallback):
             (`"*.self_attn"`) or, with the prefix `re:`, regular expressions.
         exclude: Patterns of modules that get no prefix, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
-            called `head`, if there is one.
+            called `head`, unless a pattern of `target_modules` matches nothing else.
 
     Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
     must be there before `configure_model` shards them. A module, or a part of it, may be compiled before or after.

@@ -31,7 +31,10 @@ class Aliased(LightningModule):
 @pytest.mark.parametrize("name", ["auto", "head", "net.fc"])
 def test_all_names_of_a_head_get_the_new_one(name):
     model = Aliased()
-    with pytest.warns(UserWarning, match=r": 2 others still have 5 .*: hparams\.num_classes, accuracy\.num_classes\."):
+    with pytest.warns(
+        UserWarning,
+        match=r"classes, 5, stays in 2 places: hparams\.num_classes, accuracy\.num_classes\.",
+    ):
         new = replace_head(model, 3, name)
     assert model(torch.ones(4, 8)).shape == (4, 3)
     assert model.head is model.net["fc"] is new
@@ -107,12 +110,12 @@ def test_layers_that_feed_the_last_one_are_no_heads(layers):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("googlenet", r"2 others .*: aux1\.fc2, aux2\.fc2"), ("inception_v3", r"1 others .*: AuxLogits\.fc")],
+    [("googlenet", r"2 places: aux1\.fc2, aux2\.fc2"), ("inception_v3", r"1 place: AuxLogits\.fc")],
 )
 def test_auxiliary_heads_are_named(name, words):
     with torch.device("meta"):
         model = models.get_model(name, weights=None, init_weights=False)
-    with pytest.warns(UserWarning, match=f"replace_head: {words}"):
+    with pytest.warns(UserWarning, match=f"the old number of classes, 1000, stays in {words}"):
         assert replace_head(model, 3) is model.fc
 
 
@@ -127,8 +130,10 @@ class Fixed(nn.Module):
 
 
 def test_a_number_that_cannot_be_set_is_named():
-    with pytest.warns(UserWarning, match=r"1 others still have 5 .*: num_classes\. Change"):
-        replace_head(Fixed(), 3)
+    model = Fixed()
+    model.config = {"num_labels": 5}
+    with pytest.warns(UserWarning, match=r"5, stays in 2 places: num_classes, config\.num_labels\. Change"):
+        replace_head(model, 3)
 
 
 def bert(labels, problem=None):

@@ -72,8 +72,8 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         others = [*_other_layers(layers, names, old), *_other_counts(names, classes)]
         if others:
             said.append(
-                f"{len(others)} others still have {classes} outputs or classes, and stay as they are: "
-                f"{list_names(others)}. Change them, too, if they are for the same classes."
+                f"the old number of classes, {classes}, stays in {len(others)} place{'s' * (len(others) != 1)}: "
+                f"{list_names(others)}. Change that, too, if it is for the same classes."
             )
         if said:
             warnings.warn(f"replace_head: {' '.join(said)}", stacklevel=2)
@@ -154,7 +154,9 @@ def _set_counts(around: Iterable[nn.Module], classes: int, num_classes: int) -> 
 
 
 def _count_names(owner: Any, classes: int) -> list[str]:
-    return [name for name in _COUNTS if type(value := getattr(owner, name, None)) is int and value == classes]
+    """Return the attributes, or entries, of an object that hold a number of classes."""
+    values = {name: owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None) for name in _COUNTS}
+    return [name for name, value in values.items() if type(value) is int and value == classes]
 
 
 def _other_layers(layers: Sequence[nn.Module], names: _Names, old: nn.Module) -> Iterator[str]:
@@ -166,11 +168,11 @@ def _other_layers(layers: Sequence[nn.Module], names: _Names, old: nn.Module) ->
 
 
 def _other_counts(names: _Names, classes: int) -> Iterator[str]:
-    """Yield the attributes and hyper-parameters that still have a number of classes."""
+    """Yield what still has a number of classes: attributes, hyper-parameters and configurations."""
     for part, own in names.items():
-        hparams = getattr(part, "hparams", None)
-        kept = [f"hparams.{name}" for name in _COUNTS if isinstance(hparams, Mapping) and hparams.get(name) == classes]
-        yield from (f"{own[0]}.{name}".lstrip(".") for name in (*_count_names(part, classes), *kept))
+        for holder in ("", "hparams", "config"):
+            owner = getattr(part, holder, None) if holder else part
+            yield from (".".join(filter(None, (own[0], holder, name))) for name in _count_names(owner, classes))
 
 
 def _inputs(module: nn.Module) -> int:

@@ -31,7 +31,7 @@ class InjectionReport:
     Attributes:
         what: The kind of parameters, in words.
         layers: Qualified name of each module, or weight, that was given parameters -> the class of the layer.
-        saved: The names of the modules that are trained whole.
+        saved: The names of the modules that are trained whole; all those of one module with " = " between them.
         added: The number of values that were added.
         trainable: The number of values that are trained, with those of `saved`.
         total: The number of values of the model.
