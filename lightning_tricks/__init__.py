@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lightning_tricks.finetuning import Adapters as Adapters
     from lightning_tricks.finetuning import GradualUnfreezing as GradualUnfreezing
     from lightning_tricks.finetuning import LoRA as LoRA
-    from lightning_tricks.finetuning import PeftAdapters as PeftAdapters
     from lightning_tricks.finetuning import PrefixTuning as PrefixTuning
     from lightning_tricks.finetuning import TrainableCheckpoint as TrainableCheckpoint
     from lightning_tricks.flops import FlopsReport as FlopsReport
@@ -133,7 +132,6 @@ if TYPE_CHECKING:
         "NeuralForestRegressor",
         "NvtxRanges",
         "OptimizerSpec",
-        "PeftAdapters",
         "PercentileClip",
         "PredictionWriter",
         "PrefixTuning",
@@ -249,7 +247,6 @@ else:  # or a type checker would take any name for one of the package
                 "Adapters",
                 "GradualUnfreezing",
                 "LoRA",
-                "PeftAdapters",
                 "PrefixTuning",
                 "TrainableCheckpoint",
             ),

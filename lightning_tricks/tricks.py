@@ -66,7 +66,6 @@ class Tricks:
         lora: `LoRA`: the rank of the change that is trained instead of the weights.
         adapters: `Adapters`: the width of the small networks that are trained instead of the weights.
         prefix_tuning: `PrefixTuning`: the number of keys and values that are trained instead of the weights.
-        peft_adapters: `PeftAdapters`: the fields of a config of the peft library, as `{"peft_type": "IA3", ...}`.
         trainable_checkpoint: `TrainableCheckpoint`: checkpoints that hold only what trained.
         flops: `FlopsReport`: the FLOPs of each module, and the utilization of the device.
         model_report: `ModelReport`: parameters, layers and memory, with the suffixes of the files of a graph.
@@ -108,7 +107,6 @@ class Tricks:
     lora: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "LoRA"})
     adapters: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "Adapters"})
     prefix_tuning: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PrefixTuning"})
-    peft_adapters: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PeftAdapters"})
     trainable_checkpoint: bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "TrainableCheckpoint"}
     )

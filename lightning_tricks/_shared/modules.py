@@ -11,6 +11,43 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.modules import compiled_module, own_modules
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 and activation checkpointing
+
+
+def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return each module with all its qualified names, of which one that is registered in two places has several.
+
+    The names are those without the prefixes of `torch.compile`; the module inside a compiled one stands for both. That
+    of the model is "".
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, part in model.named_modules(remove_duplicate=False):
+        if compiled_module(part) is None:
+            names.setdefault(part, []).append(strip_compile_prefix(f"{name}.")[:-1])
+    return names
+
+
+def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return each parameter, told apart by identity, with all its qualified names, of which tied ones have several.
+
+    The names are those without the prefixes that wrappers insert.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        names.setdefault(parameter, []).append(strip_compile_prefix(name))
+    return names
+
+
+def replace_module_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, wherever in a model that is registered."""
+    for around in list(model.modules()):
+        registered = own_modules(around)
+        for name in [name for name, part in registered.items() if part is old]:
+            registered[name] = new
 
 
 @contextmanager

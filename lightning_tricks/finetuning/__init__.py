@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from lightning_tricks.finetuning.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
     from lightning_tricks.finetuning.parameter_efficient import Adapters as Adapters
     from lightning_tricks.finetuning.parameter_efficient import LoRA as LoRA
-    from lightning_tricks.finetuning.parameter_efficient import PeftAdapters as PeftAdapters
     from lightning_tricks.finetuning.parameter_efficient import PrefixTuning as PrefixTuning
     from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint as TrainableCheckpoint
 
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
         "InjectionReport",
         "LoRA",
         "LoRASettings",
-        "PeftAdapters",
         "PrefixSettings",
         "PrefixTuning",
         "TrainableCheckpoint",
@@ -84,7 +82,7 @@ else:  # or a type checker would take any name for one of the package
             "core.prefixes": ("PrefixSettings", "add_prefixes"),
             "core.trainable_weights": ("load_trainable",),
             "gradual_unfreezing": ("GradualUnfreezing",),
-            "parameter_efficient": ("Adapters", "LoRA", "PeftAdapters", "PrefixTuning"),
+            "parameter_efficient": ("Adapters", "LoRA", "PrefixTuning"),
             "trainable_checkpoint": ("TrainableCheckpoint",),
         },
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import fields
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.adapter_coverage import AdapterCoverage, is_compiled, watching_coverage
+from lightning_tricks.finetuning.core.injection import Injection, InjectionReport
 
 _TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 _EVALUATION = tuple(
@@ -100,25 +102,33 @@ class AdaptationCallback(GradientCheckingCallback):
     """The base of callbacks that add parameters to a module: after its layers are there, before its optimizer is.
 
     The module keeps the added parameters when the fit is over. A module that has them already, from an earlier fit or
-    from pickle, is left as it is.
+    from pickle, is left as it is. The arguments of such a callback, which are its attributes, are the settings of an
+    `Injection`.
+
+    Args:
+        arguments: The arguments of the callback, by name; others are not used.
 
     Attributes:
+        injection: The parameters that it adds.
         report: The report on the module of the last run; None before the first.
     """
 
-    report: Any = None
+    injection: ClassVar[type[Injection]]
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
-        self.report = None
+        given = {field.name: arguments[field.name] for field in fields(self.injection.settings_type)}
+        self._settings = self.injection.settings_type(**given)
+        vars(self).update(given)
+        self.report: InjectionReport | None = None
 
-    def adapt(self, module: LightningModule) -> Any:
+    def adapt(self, module: LightningModule) -> InjectionReport:
         """Add the parameters to a module, unless it has them, and return a report.
 
         Raises:
             ValueError: If that is impossible; the module is not changed then.
         """
-        raise NotImplementedError
+        return self.injection.ensure(module, self._settings)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Add the parameters now, or once the module's own `setup` and `configure_model` have made its layers."""
@@ -190,10 +200,6 @@ class CoverageCheckingCallback(AdaptationCallback):
     _watch: ExitStack | None = None  # during a batch
     _coverage: AdapterCoverage | None = None
 
-    def adapted(self, module: LightningModule) -> Collection[str]:
-        """Return the qualified names of the modules whose `forward` has to run."""
-        raise NotImplementedError
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the checks of a run."""
         self._watch = self._coverage = None
@@ -206,7 +212,7 @@ class CoverageCheckingCallback(AdaptationCallback):
         if self._watch is not None:
             self._watch.close()  # a batch that the module skips has no end
         self._watch = self._installed.enter_context(ExitStack())
-        self._coverage = self._watch.enter_context(watching_coverage(pl_module, self.adapted(pl_module)))
+        self._coverage = self._watch.enter_context(watching_coverage(pl_module, self.injection.names_in(pl_module)))
 
     def _end(self, what: str, hooks: tuple[str, ...]) -> None:
         self.skip_hooks(*hooks)

@@ -1,50 +1,19 @@
-"""The callbacks that train few parameters of a frozen module: `LoRA`, `Adapters`, `PrefixTuning`, `PeftAdapters`."""
+"""The callbacks that train few parameters of a frozen module: `LoRA`, `Adapters`, `PrefixTuning`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from torch import nn
-
-from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
-from lightning_tricks._shared.added_parameters import added_modules
-from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.adaptation import AdaptationCallback, CoverageCheckingCallback
 from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterInjection, AdapterSettings
-from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, Injection, InjectionReport
+from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE
 from lightning_tricks.finetuning.core.lora_injection import LoRAInjection
 from lightning_tricks.finetuning.core.lora_layers import LoRASettings
-from lightning_tricks.finetuning.core.peft_injection import adapters_in, ensure_peft, peft_config
 from lightning_tricks.finetuning.core.prefixes import PrefixInjection, PrefixSettings
 
 
-class InjectionCallback(AdaptationCallback):
-    """The base of the callbacks whose arguments are the settings of an `Injection`, which are their attributes, too.
-
-    Args:
-        arguments: The arguments of the callback, by name; others are not used.
-    """
-
-    injection: ClassVar[type[Injection]]
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__()
-        given = {field.name: arguments[field.name] for field in fields(self.injection.settings_type)}
-        self._settings = self.injection.settings_type(**given)
-        vars(self).update(given)
-
-    def adapt(self, module: LightningModule) -> InjectionReport:
-        """Add the parameters, unless the module has them."""
-        return self.injection.ensure(module, self._settings)
-
-    def adapted(self, module: LightningModule) -> Collection[str]:
-        """Return the names of the modules that have such parameters."""
-        return self.injection.names_in(module)
-
-
-class LoRA(InjectionCallback):
+class LoRA(AdaptationCallback):
     """Freeze the module, and train a low-rank change of the weights of its linear layers (LoRA).
 
     A weight that is read is the changed one, whoever reads it: also the fused layers of `nn.TransformerEncoderLayer` in
@@ -62,7 +31,7 @@ class LoRA(InjectionCallback):
             regular expression.
         exclude: Patterns of modules that are not changed, nor are their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
-            called `head`, if there is one.
+            called `head`, unless a pattern of `target_modules` matches nothing else.
         dropout: The probability with which an input of the change is set to zero in training; only in layers whose own
             forward pass is called.
         rank_pattern: Pattern over names of target modules -> their rank; the first that matches counts.
@@ -108,7 +77,7 @@ class LoRA(InjectionCallback):
         super().__init__(locals())
 
 
-class Adapters(InjectionCallback, CoverageCheckingCallback):
+class Adapters(CoverageCheckingCallback):
     """Freeze the module, and train small bottleneck networks behind, or beside, its layers.
 
     Each adapter is two linear layers with a nonlinearity between them, which add `scale * W_up f(W_down x)`. At first
@@ -130,7 +99,7 @@ class Adapters(InjectionCallback, CoverageCheckingCallback):
         scale: The scale of the output; None for that of the kind: 4 for `"parallel"`, 1 otherwise.
         exclude: Patterns of modules that get no adapter, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
-            called `head`, if there is one.
+            called `head`, unless a pattern of `target_modules` matches nothing else.
         dropout: The probability with which a value between the two layers is set to zero in training.
 
     Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
@@ -172,7 +141,7 @@ class Adapters(InjectionCallback, CoverageCheckingCallback):
         super().__init__(locals())
 
 
-class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
+class PrefixTuning(CoverageCheckingCallback):
     """Freeze the module, and train keys and values that its attentions have before those of their input.
 
     Each `nn.MultiheadAttention`, alone or in `nn.TransformerEncoder`, `nn.TransformerDecoder` or torchvision's ViT, has
@@ -186,7 +155,7 @@ class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
             (`"*.self_attn"`) or, with the prefix `re:`, regular expressions.
         exclude: Patterns of modules that get no prefix, nor do their parts.
         modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
-            called `head`, if there is one.
+            called `head`, unless a pattern of `target_modules` matches nothing else.
 
     Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
     must be there before `configure_model` shards them. A module, or a part of it, may be compiled before or after.
@@ -221,75 +190,3 @@ class PrefixTuning(InjectionCallback, CoverageCheckingCallback):
         modules_to_save: str | list[str] = DEFAULT_MODULES_TO_SAVE,  # type: ignore[assignment]
     ) -> None:
         super().__init__(locals())
-
-
-class PeftAdapters(CoverageCheckingCallback):
-    """Freeze the module, and train adapters of the peft library in it: IA3, OFT, BOFT, LoHa, LoKr, DoRA and others.
-
-    For low-rank adapters `LoRA` is the better choice: it changes weights, which nothing can ignore. Those of peft are
-    modules in the place of layers. That each of them is called is checked in the first batch of training and of
-    evaluation; in evaluation mode `nn.TransformerEncoderLayer` does not, and neither does torchvision's Swin. A
-    checkpoint has peft's names (`layer.base_layer.weight`), and is loaded into a module with this callback.
-
-    Args:
-        config: A `peft.PeftConfig`, or a dict of its fields and `peft_type`, such as
-            `{"peft_type": "IA3", "target_modules": ["q_proj"], "feedforward_modules": []}`. Every entry of its lists
-            has to match a module; `modules_to_save` are trained whole.
-        submodule: The part of the module that gets the adapters, such as `"model"`; None for all of it. Outside of it
-            parameters are trained as they were.
-
-    Needs the extra `finetune`. Initial values are drawn by a generator of their own, seeded as torch was. Under
-    `ModelParallelStrategy` the layers must be there before `configure_model` shards them. Refused are methods that need
-    more than a module: prompts (`PrefixTuning` is one for any attention), AdaLoRA, and those with values that layers
-    share, such as VeRA; LoRA of `nn.MultiheadAttention`; layers that are used in two places; compiled modules.
-
-    Attributes:
-        report: The `InjectionReport` of the last run, None before.
-
-    Raises:
-        ModuleNotFoundError: If peft is missing.
-        TypeError: If the config is not a configuration of peft, or has a field that its method does not have.
-        ValueError: If the method is refused.
-        MisconfigurationException: In a run, if an entry matches nothing, a rank exceeds a layer, the module has other
-            adapters or is compiled, or an adapter is not called.
-
-    Examples:
-        >>> from lightning.pytorch import Trainer
-        >>> config = {"peft_type": "IA3", "target_modules": ["fc1"], "feedforward_modules": ["fc1"]}
-        >>> trainer = Trainer(callbacks=[PeftAdapters(config)], accelerator="cpu", logger=False)
-    """
-
-    training_arguments = ("config", "submodule")
-
-    def __init__(self, config: Any, submodule: str | None = None) -> None:
-        super().__init__()
-        if submodule is not None and (not isinstance(submodule, str) or not submodule):
-            raise TypeError(f"submodule must be the name of a part of the module or None, got {submodule!r}.")
-        peft_config(config)
-        self.config = config
-        self.submodule = submodule
-
-    def adapt(self, module: LightningModule) -> InjectionReport:
-        """Add the adapters, unless the module has them."""
-        return ensure_peft(self._part(module), self.config)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse parameters that another callback has added since: each freezes all but its own."""
-        super().on_fit_start(trainer, pl_module)
-        others = [name for name, _ in added_modules(self._part(pl_module))]
-        if others:
-            raise MisconfigurationException(
-                f"PeftAdapters: {list_names(others)} were added to the module after the adapters of peft, which are "
-                "frozen by that. Use one of LoRA, Adapters, PrefixTuning and PeftAdapters."
-            )
-
-    def adapted(self, module: LightningModule) -> list[str]:
-        """Return the names of the adapters."""
-        front = f"{self.submodule}." if self.submodule else ""
-        return [f"{front}{name}".rstrip(".") for name in adapters_in(self._part(module))]
-
-    def _part(self, module: LightningModule) -> nn.Module:
-        try:
-            return module.get_submodule(self.submodule or "")
-        except AttributeError as error:
-            raise ValueError(f"submodule={self.submodule!r}: {error}.") from error

@@ -563,7 +563,8 @@ def test_a_layer_of_another_depth_is_no_second_head():
     model = nn.Sequential()
     model.aux = nn.ModuleDict({"head": nn.Linear(4, 5)})
     model.head = nn.Linear(4, 5)
-    assert replace_head(model, 7) is model.head
+    with pytest.warns(UserWarning, match=r"the old number of classes, 5, stays in 1 place.*: aux\.head\."):
+        assert replace_head(model, 7) is model.head
     assert model.aux["head"].out_features == 5
 
 
@@ -571,7 +572,8 @@ def test_unclear_heads_are_refused():
     deit = timm.create_model("deit_tiny_distilled_patch16_224")
     with pytest.raises(CheckpointError, match=r"head, head_dist all look like heads: replace each by its name"):
         replace_head(deit, 7)
-    assert replace_head(deit, 7, name="head_dist") is deit.head_dist
+    with pytest.warns(UserWarning, match=r"the old number of classes, 1000, stays in 1 place.*: head\."):
+        assert replace_head(deit, 7, name="head_dist") is deit.head_dist
     config = transformers.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
     with pytest.raises(CheckpointError, match=r"the last layer, pooler.dense \(Linear\), is not known to be a head"):
         replace_head(transformers.BertModel(config), 3)

@@ -27,7 +27,6 @@ class Case:
         state_of_one_fit: Entries of its state that no two fits have in common.
         instances: How many make sense in one Trainer; a second one is refused where it is 1.
         second: What a second one is given that makes sense beside `arguments`, where the defaults alone do not.
-        not_beside: The names of callbacks beside which it is refused, or they are.
         writes_to: The argument that names a place of the fit's own, where there is one.
         opens_addresses: Those of its `path_arguments` that may be an address, which fsspec opens.
         starts_equal: Whether the module computes the same with it as without it before it is trained.
@@ -49,7 +48,6 @@ class Case:
     state_of_one_fit: tuple[str, ...] = ()
     instances: Literal[1, "n"]
     second: Mapping[str, Any] = field(default_factory=dict)
-    not_beside: tuple[str, ...] = ()
     writes_to: str | None = None
     opens_addresses: tuple[str, ...] = ()
     starts_equal: bool = True

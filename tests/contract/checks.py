@@ -360,10 +360,6 @@ def _within(bare: Any, result: Any) -> bool:
 
 def trainer_as_it_was(case: Case, lab: Lab, other: Case | None = None) -> None:
     """After a fit with it, beside any other callback, the Trainer is as it was; also after one that broke off."""
-    if other is not None and (_is_named(other, case.not_beside) or _is_named(case, other.not_beside)):
-        with pytest.raises(MisconfigurationException):
-            lab.fit([case.make(), other.make()])
-        return
     for module in (Net, _Breaking):
         with_them, without = (
             _traces_of_fit(lab, module(**lab.net), callbacks)
@@ -386,10 +382,6 @@ def _differences(left: dict[str, Any], right: dict[str, Any]) -> str:
     return "; ".join(
         f"{key}: {left.get(key)} / {right.get(key)}" for key in {**left, **right} if left.get(key) != right.get(key)
     )
-
-
-def _is_named(case: Case, names: tuple[str, ...]) -> bool:
-    return case.callback.__name__ in names
 
 
 def names_no_file(case: Case, lab: Lab) -> None:

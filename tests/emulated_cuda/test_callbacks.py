@@ -12,7 +12,7 @@ from tests.contract.checks import CHECKS, is_promised, resume, resume_anywhere, 
 from tests.contract.lab import EvaluatedNet, Lab, same
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.emulated_cuda.waits import by_hook
-from tests.together.everything import TogetherNet, largest_sets, make_all, write_pretrained
+from tests.together.everything import TogetherNet, make_all, write_pretrained
 
 _IN_CI = (resume, resume_anywhere, stages_in_turn)
 _PROMISES = [
@@ -64,12 +64,10 @@ def test_the_host_waits_for_what_is_budgeted(case, tmp_path):
     assert {hook: count for hook, count in found.items() if count > case.waits.get(hook, 0)} == {}
 
 
-@pytest.mark.parametrize("names", largest_sets(), ids=len)
-@pytest.mark.sampled(2)
-def test_all_that_stand_together_let_no_later_batch_wait_but_where_they_write(names, tmp_path):
+def test_all_together_let_no_later_batch_wait_but_where_they_write(tmp_path):
     write_pretrained(tmp_path)
     with EmulatedCuda() as device:
-        callbacks = make_all(names, tmp_path, idle=True)
+        callbacks = make_all(CASES, tmp_path, idle=True)
         moments = [Before(device.waits), *callbacks.values(), After(device.waits)]
         Lab(tmp_path, accelerator="cuda").fit(moments, module=TogetherNet(), probe=False)
     found = {wait.line for wait in device.waits if wait.blocks and wait.moment == "a later batch"}

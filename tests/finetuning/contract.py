@@ -3,8 +3,7 @@
 from tests.finetuning.cases_adapters import CASE as ADAPTERS
 from tests.finetuning.cases_gradual_unfreezing import CASE as GRADUAL_UNFREEZING
 from tests.finetuning.cases_lora import CASE as LORA
-from tests.finetuning.cases_peft_adapters import CASE as PEFT_ADAPTERS
 from tests.finetuning.cases_prefix_tuning import CASE as PREFIX_TUNING
 from tests.finetuning.cases_trainable_checkpoint import CASE as TRAINABLE_CHECKPOINT
 
-CASES = (ADAPTERS, GRADUAL_UNFREEZING, LORA, PEFT_ADAPTERS, PREFIX_TUNING, TRAINABLE_CHECKPOINT)
+CASES = (ADAPTERS, GRADUAL_UNFREEZING, LORA, PREFIX_TUNING, TRAINABLE_CHECKPOINT)

@@ -1,5 +1,6 @@
 """Which modules a batch calls, and the check of it in the first batches of a run."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -24,16 +25,27 @@ class _Functional(nn.Linear):
         return super().forward(nn.functional.linear(x, self.inner[0].weight))
 
 
-class _Watched(CoverageCheckingCallback):
-    def __init__(self, *names):
-        super().__init__()
+class _Nothing:
+    """An injection that adds nothing, and names what is to be watched."""
+
+    settings_type = dataclasses.make_dataclass("Settings", ["names"])
+
+    def __init__(self, names):
         self.names = names
 
-    def adapt(self, module):
+    def ensure(self, module, settings):
         return "nothing"
 
-    def adapted(self, module):
+    def names_in(self, module):
         return self.names
+
+
+class _Watched(CoverageCheckingCallback):
+    injection = _Nothing
+
+    def __init__(self, *names):
+        super().__init__({"names": names})
+        self.injection = _Nothing(names)
 
 
 def test_modules_are_called_bypassed_or_idle():

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from packaging.version import Version
 from torch import nn
 
+from lightning_tricks import load_weights
 from lightning_tricks.finetuning import LoRA, LoRASettings, add_lora, load_adapter, merge, save_adapter
 from tests.contract.lab import fork
 from tests.finetuning.models import swin
@@ -310,7 +311,7 @@ def change_config(folder, **values):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"peft_type": "IA3"}, "PeftAdapters"),
+        ({"peft_type": "IA3"}, "load the adapters of other methods with peft"),
         ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias='all'"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
@@ -526,14 +527,13 @@ def test_quantized_layers_are_not_those_of_another_model(folder):
         load_adapter(model, folder)
 
 
-def test_layers_with_a_forward_pass_of_their_own_are_named(tmp_path):
+def test_layers_with_a_forward_pass_of_their_own_are_refused(tmp_path):
     def make():
         return nn.Sequential(_Shifted(9, 6))
 
     save_with_peft(peft.get_peft_model(seeded(make), peft.LoraConfig(r=2, target_modules=["0"])), tmp_path)
-    with pytest.warns(UserWarning, match=r"may compute 1 layers otherwise .*: 0 \(_Shifted\)") as caught:
+    with refused(r"of 1 layers is not a change of their weights: 0 \(_Shifted with a forward pass of its own\)"):
         load_adapter(seeded(make), tmp_path)
-    assert caught[0].filename == __file__
 
 
 def test_sharded_models(tmp_path):
@@ -594,9 +594,81 @@ def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("settings", [{"modules_to_save": "head"}, {"modules_to_save": (), "target_modules": "head"}])
+def test_a_module_of_two_names_is_saved_and_loaded_once(settings, tmp_path):
+    def make():
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+        return nn.ModuleDict({"net": net, "head": net[1]})
+
+    with pytest.warns(UserWarning, match=r"peft does not: net\.1 \(used as net\.1, head\)"):
+        save_adapter(model := adapted(make, **settings), tmp_path)
+    load_adapter(plain := seeded(make), tmp_path)
+    assert plain["head"] is plain["net"][1]
+    assert torch.equal(outputs(plain["net"], torch.ones(5, 6)), outputs(model["net"], torch.ones(5, 6)))
+
+
 class _Shifted(nn.Embedding):
     def forward(self, tokens):
         return super().forward(tokens + 1)
+
+
+class _Scaled(nn.Embedding):
+    """The embedding of Gemma: peft multiplies by `embed_scale` what it adds."""
+
+    embed_scale = torch.tensor(3.0)
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.embed_scale
+
+
+class _ScaledEach(_Scaled):
+    embed_scale = torch.arange(8.0)
+
+
+class _ScaledOtherwise(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens) * 3
+
+
+class _Plain(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.t() + self.bias
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_read"),
+    [(_Scaled, True), (_ScaledEach, False), (_ScaledOtherwise, False), (_Plain, True), (_Doubled, False)],
+)
+def test_a_subclass_is_named_where_peft_computes_something_else(layer, is_read, tmp_path):
+    def make():
+        return nn.Sequential(layer(8, 8))
+
+    x = torch.arange(8)[None] if issubclass(layer, nn.Embedding) else torch.eye(8)
+    model = adapted(make, target_modules="0", modules_to_save=())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save_adapter(model, tmp_path)
+        by_peft = outputs(read_with_peft(seeded(make), tmp_path), x)
+    said = [str(warning.message) for warning in caught if "peft does not: 0 (" in str(warning.message)]
+    assert bool(said) != is_read
+    assert torch.allclose(by_peft, outputs(model, x), atol=1e-5) == is_read
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LORA"])
+def test_weights_of_the_base_are_loaded_into_a_model_with_adapters_of_peft(kind):
+    pretrained = {f"module.{name}": value + 1 for name, value in linear().state_dict().items()}
+    more = {"r": 2} if kind == "LORA" else {"feedforward_modules": ["0"]}
+    config = peft.get_peft_config({"peft_type": kind, "target_modules": ["0"], **more})
+    report = load_weights(model := peft.inject_adapter_in_model(config, linear()), pretrained)
+    loaded = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items()}
+    assert report.loaded == report.total == len(pretrained)
+    assert all(torch.equal(loaded[name.removeprefix("module.")], value) for name, value in pretrained.items())
+    assert "tensors of adapters keep their values" in str(report)
 
 
 def test_attention_that_only_reads_its_weights_is_named(tmp_path):

@@ -412,11 +412,19 @@ def _block(first, last):
     return nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "fc1": first(8, 16), "fc2": last(16, 8)})
 
 
+@pytest.mark.parametrize("name", ["last", "attention.out_proj"])
+def test_a_layer_whose_weight_is_read_is_refused_by_each_of_its_names(name):
+    attention = nn.MultiheadAttention(8, 2)
+    model = nn.ModuleDict({"last": attention.out_proj, "attention": attention})
+    with pytest.raises(ValueError, match=r"last lies in a MultiheadAttention, .* give 'attention', whose output"):
+        add_adapters(model, AdapterSettings(4, target_modules=name))
+
+
 @pytest.mark.parametrize("add", [add_adapters, add_lora])
 def test_a_class_that_cannot_be_extended_is_named_before_anything_changes(add):
     model = nn.Sequential(nn.Linear(8, 8), _Abstract(8, 8))
     settings = (AdapterSettings if add is add_adapters else LoRASettings)(4, target_modules="*")
-    with pytest.raises(ValueError, match=r"the classes of 1 layers cannot be extended, .*: 1 \(_Abstract\)\. Use Peft"):
+    with pytest.raises(ValueError, match=r"the classes of 1 layers cannot be extended, .*: 1 \(_Abstract\)\. Leave"):
         add(model, settings)
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -427,7 +435,7 @@ def test_quantized_layers_of_blocks_are_not_left_out_silently():
     quantized = torch.ao.nn.quantized.dynamic.Linear
     model = nn.ModuleList([_block(nn.Linear, nn.Linear), _block(quantized, nn.Linear), _block(nn.Linear, quantized)])
     with pytest.raises(
-        ValueError, match=r"the weights of 2 layers are quantized, .*: 1\.fc1, 2\.fc2\. Use PeftAdapters"
+        ValueError, match=r"2 layers hold quantized weights, .*: 1\.fc1, 2\.fc2\. Use inject_adapter_in_model"
     ):
         add_adapters(model)
     assert list(add_adapters(model, AdapterSettings(exclude=["1", "2"])).layers) == ["0.fc2"]

@@ -164,6 +164,17 @@ def test_splits_once():
     assert scheduler.base_lrs == [LR, LR * 2 * M]
 
 
+def test_a_group_that_was_split_before_is_split_by_what_it_has_already():
+    a, b, c = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    optimizer = SGD([a, b, c], lr=LR)
+    scheduler = lrs.StepLR(optimizer, 1)
+    assert split_groups_(optimizer, {b: M, c: M}, [scheduler]) == 1
+    assert split_groups_(optimizer, {b: M, c: 2 * M}, [scheduler]) == 1
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates == {a: LR, b: LR * M, c: LR * 2 * M}
+    assert scheduler.base_lrs == [LR, LR * M, LR * 2 * M]
+
+
 @pytest.mark.parametrize("by_index", [False, True])
 def test_refuses_a_scheduler_with_a_list_of_its_own(by_index):
     """Its first step fails with the words of `zip`, or, in older releases of torch, leaves the new groups out."""

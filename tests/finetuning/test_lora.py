@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from lightning_tricks import load_weights
 from lightning_tricks.finetuning import AdapterSettings, LoRA, LoRASettings, add_adapters, add_lora, merge
+from lightning_tricks.finetuning.core.injection import parts_of
+from lightning_tricks.finetuning.core.lora_layers import LowRank
 from tests.finetuning.models import (
     IMAGES,
     TOKENS,
@@ -268,7 +270,7 @@ def test_weights_that_hooks_compute(computed):
     model(x).sum().backward()
     assert model[0].lora_weight.A.grad is not None
     assert not torch.allclose(model(x), before)
-    with pytest.raises(ValueError, match=r"0\.weight is computed from other tensors.*make it a plain weight first"):
+    with pytest.raises(ValueError, match=r"0\.weight is computed by a hook.*make it a plain weight first"):
         merge(model)
     assert not torch.allclose(model(x), before), "a failed merge changed something"
 
@@ -284,6 +286,120 @@ def test_weight_norm_that_is_removed_from_a_changed_layer():
     torch.testing.assert_close(model(_noise(3, 8)), before)
     torch.testing.assert_close(merge(model)(_noise(3, 8)), before)
     assert list(model.state_dict()) == ["0.bias", "0.weight"]
+
+
+class _Scaled(nn.Module):
+    """A parametrization that gives back what is assigned, in the dtype of its weight alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = torch.linalg.qr(_noise(8, 8))[0]  # no buffer, so that it keeps its dtype
+
+    def forward(self, weight):
+        return weight @ self.turn.to(torch.bfloat16) if weight.dtype == torch.bfloat16 else weight @ self.turn
+
+    def right_inverse(self, weight):
+        return weight @ self.turn.T.to(weight.dtype)
+
+
+class _Clamped(nn.Module):
+    def forward(self, weight):
+        return weight.clamp(-0.01, 0.01) if self.training else weight
+
+    def right_inverse(self, weight):
+        return weight
+
+
+def _by(parametrization):
+    return lambda layer: parametrize.register_parametrization(layer, "weight", parametrization())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, _by(_Scaled)], ids=["weight_norm", "scaled"])
+def test_a_parametrization_that_gives_back_what_is_assigned_is_merged(wrap, dtype):
+    model = nn.Sequential(nn.Linear(8, 8), wrap(nn.Linear(8, 8))).to(dtype)
+    add_lora(model, _settings())
+    disturb(model)
+    before = model(_noise(3, 8).to(dtype))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(merge(model)(_noise(3, 8).to(dtype)), before, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "dtype"),
+    [
+        (parametrizations.spectral_norm, torch.float32),
+        (parametrizations.spectral_norm, torch.bfloat16),
+        (lambda layer: parametrizations.spectral_norm(parametrizations.weight_norm(layer)), torch.float32),
+        (parametrizations.orthogonal, torch.float32),
+        (_by(_Clamped), torch.float16),
+    ],
+    ids=["spectral_norm", "spectral_norm in bf16", "two", "orthogonal", "clamped in training"],
+)
+def test_a_parametrization_that_gives_back_another_weight_is_not_merged(wrap, dtype, training):
+    model = nn.Sequential(nn.Linear(8, 8), wrap(nn.Linear(8, 8)), nn.Linear(8, 8)).to(dtype)
+    add_lora(model, _settings())
+    with torch.no_grad():
+        for part in parts_of(model, LowRank):
+            part.B.add_(1e-3 * _noise(*part.B.shape).to(dtype))  # so small that in bf16 it is hardly seen
+    model.train(training)
+    state, kinds = copy.deepcopy(model.state_dict()), [type(part) for part in model.modules()]
+    with pytest.raises(
+        ValueError, match=r"1\.weight cannot take the change: its parametrization \(.*Keep the LoRA, or"
+    ):
+        merge(model)
+    assert kinds == [type(part) for part in model.modules()]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+class _Aliased(nn.Module):
+    """A module whose head was registered first under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        self.head = self.net[1]
+
+
+@pytest.mark.parametrize("name", ["head", "net.1"])
+@pytest.mark.parametrize("argument", ["target_modules", "exclude", "modules_to_save", "rank_pattern"])
+def test_a_module_is_found_by_each_of_its_names(argument, name):
+    given = {"target_modules": "linear", argument: {name: 1} if argument == "rank_pattern" else name}
+    report = add_lora(model := _Aliased(), _settings(**given))
+    expected = {
+        "target_modules": {"net.1.weight"},
+        "exclude": {"net.0.weight"},
+        "modules_to_save": {"net.0.weight"},
+        "rank_pattern": {"net.0.weight", "net.1.weight"},
+    }[argument]
+    assert report.layers.keys() == expected
+    assert report.saved == (("net.1 = head",) if argument == "modules_to_save" else ())
+    assert model.head is model.net[1]
+    assert model.head.bias.requires_grad == (argument == "modules_to_save")
+    if argument == "rank_pattern":
+        assert model.head.lora_weight.rank == 1
+    with pytest.raises(
+        ValueError, match=r"exclude: pattern 'hea' matches none of the \d modules\. Did you mean 'head'"
+    ):
+        add_lora(_Aliased(), _settings(exclude="hea"))
+
+
+def test_a_head_is_trained_whole_by_default_unless_a_pattern_means_it_alone():
+    assert add_lora(model := _Aliased(), LoRASettings(rank=2, target_modules="*")).saved == ("net.1 = head",)
+    assert model.head.bias.requires_grad
+    assert list(add_lora(_Aliased(), LoRASettings(rank=2, target_modules="head")).layers) == ["net.1.weight"]
+
+
+def test_complex_weights_are_called_complex():
+    def model():
+        return nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 8))
+
+    words = r"1 layers hold complex weights.*: 0\. Train them whole by modules_to_save, or leave them out by exclude"
+    for targets in ("linear", "*", "0"):
+        with pytest.raises(ValueError, match=words):
+            add_lora(model(), _settings(target_modules=targets))
+    assert list(add_lora(model(), _settings(modules_to_save="0")).layers) == ["1.weight"]
 
 
 @pytest.mark.parametrize("kind", ["attention", "LSTM"])
@@ -491,7 +607,7 @@ QUANTIZED = {  # -> the layer, whether it is a linear one
 def test_quantized_layers_are_not_left_out_silently(kind):
     make, is_linear = QUANTIZED[kind]
     model = nn.Sequential(make(), nn.Linear(8, 8), make())
-    words = r"target_modules: the weights of 2 layers are quantized, .*: 0, 2\. Use PeftAdapters, or leave"
+    words = r"target_modules: 2 layers hold quantized weights, .*: 0, 2\. Use inject_adapter_in_model of peft, or leave"
     for target in ("*", ["0", "1", "2"], *(["linear"] if is_linear else [])):
         with pytest.raises(ValueError, match=words):
             add_lora(model, _settings(target_modules=target))

@@ -124,10 +124,11 @@ def test_groups_layers_and_decay_together():
     assert found[id(net.bn1.weight)]["lr"] == pytest.approx(0.5**9)
 
 
-def test_tied_weights_come_once_and_compiled_names_are_plain():
+@pytest.mark.parametrize("pattern", ["net.4.*", "tied.*"])
+def test_tied_weights_come_once_under_each_name_and_compiled_names_are_plain(pattern):
     net = Net(compiled=True)
     net.tied = net.net._orig_mod[4]
-    optimizer = build_optimizer(net, OptimizerSpec(groups={"net.4.*": {"lr": 0.5}}))
+    optimizer = build_optimizer(net, OptimizerSpec(groups={pattern: {"lr": 0.5}}))
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(net.parameters()))
     assert {g["lr"] for g in optimizer.param_groups} == {1e-3, 0.5}
 

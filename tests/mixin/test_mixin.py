@@ -194,7 +194,6 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
         "restore_best": "monitor",
         "metrics": "metrics",
         "gradual_unfreezing": "schedule",
-        "peft_adapters": "config",
     }
     if field.name in required:
         needed = required[field.name]

@@ -1,8 +1,8 @@
-"""All callbacks of the collection in one Trainer: which may stand together, what they are given, what they train."""
+"""All callbacks of the collection in one Trainer: what they are given, and what they train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_tricks import isolated_rng
-from tests.contract.case import Case
 from tests.contract.cases import CASES
 from tests.contract.lab import EvaluatedNet
 
@@ -25,20 +24,6 @@ _BESIDE_OTHERS: dict[str, dict[str, Any]] = {
     "MetricsMonitor": {"stages": ["train", "val"]},
     "RunFingerprint": {"every_n_train_steps": 1},
 }
-
-
-def largest_sets(cases: Mapping[str, Case] = CASES) -> list[tuple[str, ...]]:
-    """The largest sets of callbacks that no case keeps apart."""
-    apart = {frozenset((name, other)) for name, case in cases.items() for other in case.not_beside}
-    found: list[set[str]] = []
-    for first in cases:
-        chosen: set[str] = set()
-        for name in (first, *cases):
-            if all(frozenset((name, other)) not in apart for other in chosen):
-                chosen.add(name)
-        if chosen not in found:
-            found.append(chosen)
-    return [tuple(name for name in cases if name in chosen) for chosen in found]
 
 
 def changers(names: Sequence[str]) -> list[str]:

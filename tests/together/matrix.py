@@ -19,12 +19,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.contract.cases import CASES
 from tests.contract.lab import same
-from tests.together.everything import STOPPED, TogetherNet, changers, largest_sets, make_all, write_pretrained
+from tests.together.everything import STOPPED, TogetherNet, changers, make_all, write_pretrained
 from tests.together.fits import VALIDATED, Fits, Left, StopsAt, Way, logged_rows
 from tests.together.pairwise import all_rows
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "names": largest_sets(),
     "precision": ("fp32", "bf16-mixed", "real fp16"),
     "ranks": ("1 process", "DDP", "FSDP2"),
     "accumulation": (1, 3),
@@ -36,11 +35,11 @@ _WHAT = ("weights", "optimizers", "rng")
 
 def check_together(row: dict[str, Any], folder: Path) -> None:
     """Fit with those that change the run, with all, and with all and a resume in the middle; compare the three."""
-    way = Way(**{name: level for name, level in row.items() if name != "names"})
+    way = Way(**row)
     refused = ("FSDP2",) * way.is_sharded + ("manual",) * way.manual
+    names = [name for name, case in CASES.items() if not any(setting in case.refuses for setting in refused)]
     if way.is_sharded:  # what Lightning saves has not the weights that RestoreBest keeps on each rank
-        row = {**row, "names": [name for name in row["names"] if name != "RestoreBest"]}
-    names = [name for name in row["names"] if not any(setting in CASES[name].refuses for setting in refused)]
+        names = [name for name in names if name != "RestoreBest"]
     folder.mkdir(parents=True, exist_ok=True)
     write_pretrained(folder)
     together = _Together(Fits(folder), way, names)
@@ -167,7 +166,6 @@ def main() -> None:
     torch.zeros((), requires_grad=True).backward()  # or forked ranks cannot run the first one
     lines, failed = [], 0
     for row in all_rows(FACTORS):
-        way = [str(level) for name, level in row.items() if name != "names"]
         outcome = "holds"
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -176,16 +174,15 @@ def main() -> None:
             except Exception as error:
                 outcome = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}".replace("|", "/")
                 failed += 1
-        kind = "peft" if "PeftAdapters" in row["names"] else "LoRA, Adapters, PrefixTuning"
-        lines.append(f"| {kind} | {' | '.join(way)} | {outcome} |")
+        lines.append(f"| {' | '.join(map(str, row.values()))} | {outcome} |")
         head = [
-            "All callbacks that may stand together, by `make matrix`: observers change nothing, a resume is exact, "
+            "All callbacks together, by `make matrix`: observers change nothing, a resume is exact, "
             "logged norms and metrics are those of the oracle.",
             "",
             f"{len(lines)} combinations, of which {failed} do not hold.",
             "",
-            "| with | precision | ranks | accumulation | manual | outcome |",
-            "|---|---|---|---|---|---|",
+            "| precision | ranks | accumulation | manual | outcome |",
+            "|---|---|---|---|---|",
         ]
         result.write_text("\n".join([*head, *lines, ""]))
 

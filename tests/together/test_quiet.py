@@ -12,7 +12,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.console import is_verbose
 from tests.contract.cases import CASES
 from tests.contract.lab import QUIET, loader
-from tests.together.everything import TogetherNet, largest_sets
+from tests.together.everything import TogetherNet
 from tests.together.programs import programs
 
 PROGRAMS = programs()
@@ -79,10 +79,9 @@ def test_a_callback_at_its_default_says_and_logs_little(name, tmp_path, capsys, 
     assert len(keys - bare_keys) <= asked_for, sorted(keys - bare_keys)
 
 
-@pytest.mark.parametrize("names", largest_sets(), ids=lambda names: f"{len(names)}")
-def test_all_callbacks_together_say_and_log_little(names, tmp_path, capsys, lightning_log):
+def test_all_callbacks_together_say_and_log_little(tmp_path, capsys, lightning_log):
     bare, bare_keys = fit(TogetherNet(), loader(), loader(), [], tmp_path / "bare", capsys, lightning_log)
-    callbacks = [at_default(name, tmp_path) for name in names]
+    callbacks = [at_default(name, tmp_path) for name in CASES]
     lines, keys = fit(TogetherNet(), loader(), loader(), callbacks, tmp_path / "own", capsys, lightning_log)
     assert len(lines) <= len(bare) + 25, "\n".join(lines)
     assert len(keys - bare_keys) <= 15, sorted(keys - bare_keys)

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise, product
 from typing import Any
 
 from torch import nn
 
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.modules import names_of_modules, replace_module_
+from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.modules import compiled_module
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 _WORDS = re.compile(r"(^|[._])(fc|head|heads|classifier|score|logits|last_linear|output|linear|predictor|\d+)([._]|$)")
+_COUNTS = ("num_classes", "num_labels")
+
+_Names = Mapping[nn.Module, Sequence[str]]
 
 
 def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.Module:
     """Replace the layer that outputs a model's scores by a newly initialized, trainable one on the same device.
 
+    It is replaced under all its names. The modules around it, and their `config`, get the new number as `num_classes`
+    and `num_labels` where they have the old one. A warning names what else has it and stays as it is: further layers,
+    such as auxiliary heads, metrics, hyper-parameters. A `config.problem_type` that no longer fits becomes None.
+
     Args:
-        model: The model, which is modified in place; its `num_classes` and `config.num_labels` are set if present.
+        model: The model, which is modified in place.
         num_classes: Number of scores that the new layer outputs.
         name: The qualified name of the layer, a Linear or a convolution; `"auto"` finds the last one.
 
@@ -26,8 +40,8 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         The new layer.
 
     Raises:
-        CheckpointError: If the last layer is not known to be a head, several layers look like heads, or the model is
-            itself a layer.
+        CheckpointError: If the last layer is not known to be a head, several layers look like heads, the head is
+            compiled by itself, or the model is itself a layer.
         TypeError, ValueError: If `num_classes` is not a whole number >= 1.
 
     Examples:
@@ -40,51 +54,49 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         raise CheckpointError(
             f"the model is itself a {type(model).__name__}, with no module around: build another one."
         )
-    path = _find_head(model) if name == "auto" else name
-    parent_name, _, attribute = path.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    old = model.get_submodule(path)
+    names = names_of_modules(model)
+    added = {inner for _, part in added_modules(model) for inner in part.modules()}  # LoRA and adapters
+    layers = [part for part in names if list(part.parameters(recurse=False)) and part not in added]
+    old = _find_head(model, layers, names) if name == "auto" else model.get_submodule(name)
     if not isinstance(old, nn.Linear | nn.Conv2d):
         raise CheckpointError(
-            f"{path} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
+            f"{name} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
         )
+    if any(compiled_module(part) is old for part in model.modules()):  # what torch.compile returned calls the old one
+        raise CheckpointError(f"{names[old][0]} is compiled by itself: replace it first, and call torch.compile then.")
     new = _resized(old, num_classes)
-    setattr(parent, attribute, new)
-    classes = _outputs(old)
-    if getattr(model, "num_classes", None) == classes:
-        model.num_classes = num_classes  # type: ignore[assignment]
-    config = getattr(model, "config", None)
-    if getattr(config, "num_labels", None) == classes:
-        config.num_labels = num_classes  # type: ignore[union-attr]
+    replace_module_(model, old, new)
+    if num_classes != (classes := _outputs(old)):
+        around = [part for part in names if new in part.modules()]
+        said = _set_counts(around, classes, num_classes)
+        others = [*_other_layers(layers, names, old), *_other_counts(names, classes)]
+        if others:
+            said.append(
+                f"the old number of classes, {classes}, stays in {len(others)} place{'s' * (len(others) != 1)}: "
+                f"{list_names(others)}. Change that, too, if it is for the same classes."
+            )
+        if said:
+            warnings.warn(f"replace_head: {' '.join(said)}", stacklevel=2)
     return new
 
 
-def _find_head(model: nn.Module) -> str:
-    added = tuple(f"{name}." for name, _ in added_modules(model))  # LoRA and adapters
-    layers: list[tuple[str, nn.Module]] = [
-        (name, module)
-        for name, module in model.named_modules()
-        if list(module.parameters(recurse=False)) and not f"{name}.".startswith(added or "\0")
-    ]
-    candidates: list[str] = [name for name, module in layers if isinstance(module, nn.Linear | nn.Conv2d)]
-    if not layers or not candidates:
+def _find_head(model: nn.Module, layers: Sequence[nn.Module], names: _Names) -> nn.Module:
+    linear = [part for part in layers if isinstance(part, nn.Linear)]
+    if not linear and not any(isinstance(part, nn.Conv2d) for part in layers):
         raise CheckpointError(f"{type(model).__name__} has no Linear and no convolution to replace.")
-    last_name, last = layers[-1]
-    if not _is_head(last_name, last):
-        linear = [name for name, module in layers if isinstance(module, nn.Linear)]
-        example = f", such as name={linear[-1]!r}" if linear else ""
+    last = layers[-1]
+    rivals = list(_rivals(layers, names))
+    if not any(_is_head(name, last) for name in names[last]):
+        options = [*rivals, last] if rivals else linear[-1:]
+        example = " or ".join(f"name={names[part][0]!r}" for part in options[-4:])
         raise CheckpointError(
-            f"the last layer, {last_name} ({type(last).__name__}), is not known to be a head: "
-            f"name the layer that outputs the scores{example}."
+            f"the last layer, {names[last][0]} ({type(last).__name__}), is not known to be a head: "
+            f"name the layer that outputs the scores{', such as ' * bool(example)}{example}."
         )
-    alternatives = [
-        name
-        for name, module in layers[:-1]
-        if _is_head(name, module) and _outputs(module) == _outputs(last) and _are_alternatives(name, last_name)
-    ]
-    if alternatives:
-        raise CheckpointError(f"{', '.join([*alternatives, last_name])} all look like heads: replace each by its name.")
-    return last_name
+    if rivals:
+        listed = list_names([names[part][0] for part in (*rivals, last)], most=8)
+        raise CheckpointError(f"{listed} all look like heads: replace each by its name, as name={names[last][0]!r}.")
+    return last
 
 
 def _is_head(name: str, module: nn.Module) -> bool:
@@ -94,12 +106,82 @@ def _is_head(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv2d) and bool(_WORDS.search(last) or _WORDS.search(name))
 
 
-def _are_alternatives(name: str, other: str) -> bool:
-    """Whether two names differ in one component alone, which is a word for a head in both."""
-    pairs = [(a, b) for a, b in zip(name.split("."), other.split("."), strict=False) if a != b]
-    if name.count(".") != other.count(".") or len(pairs) != 1:
-        return False
-    return all(_WORDS.search(part) and not part.isdecimal() for part in pairs[0])
+def _rivals(layers: Sequence[nn.Module], names: _Names) -> Iterator[nn.Module]:
+    """Yield the layers that may be heads beside the last one, as far as names and sizes tell."""
+    last, known, modules = layers[-1], set(layers), {name: part for part, own in names.items() for name in own}
+    lists = [part for part in names if isinstance(part, nn.ModuleList | nn.ModuleDict) and last in part.modules()]
+    entries = [[part for part in entry.modules() if part in known] for each in lists for entry in each.children()]
+    ends = {held[-1] for held in entries if held}
+    for part, after in pairwise(layers):
+        if not isinstance(part, nn.Linear | nn.Conv2d) or not isinstance(last, nn.Linear | nn.Conv2d):
+            continue
+        is_parallel, is_alike = _inputs(part) == _inputs(last), _outputs(part) == _outputs(last)
+        is_open = _outputs(part) != _inputs(after)  # what it returns does not go into the next one
+        apart = [_differing_words(own, other, modules) for own, other in product(names[part], names[last])]
+        both_are_words = any(all(map(_WORDS.search, words)) for words in apart if words)
+        if (
+            (part in ends and (is_open or (is_parallel and is_alike)))
+            or (both_are_words and (is_alike or (is_parallel and is_open)))
+            or (any(apart) and is_alike and is_parallel and is_open)
+        ):
+            yield part
+
+
+def _differing_words(name: str, other: str, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
+    """Return the one component in which two names differ, in both; None if there are more, or in a chain of layers."""
+    mine, its = name.split("."), other.split(".")
+    places = [place for place, (word, second) in enumerate(zip(mine, its, strict=False)) if word != second]
+    if len(mine) != len(its) or len(places) != 1:
+        return None
+    around: Any = modules.get(".".join(mine[: places[0]]))
+    return None if isinstance(around, nn.Sequential | nn.ModuleList) else (mine[places[0]], its[places[0]])
+
+
+def _set_counts(around: Iterable[nn.Module], classes: int, num_classes: int) -> list[str]:
+    """Set the number of classes in the modules around a head and their configurations; return what else has changed."""
+    configs = [config for part in around if (config := getattr(part, "config", None)) is not None]
+    for owner in (*around, *configs):
+        for name in _count_names(owner, classes):
+            with suppress(AttributeError):  # a property that cannot be set is named later
+                setattr(owner, name, num_classes)
+    said = []
+    misfit = "regression" if classes == 1 else "single_label_classification" if num_classes == 1 else None
+    for config in configs:
+        if misfit is not None and getattr(config, "problem_type", None) == misfit:
+            config.problem_type = None
+            said.append(f"config.problem_type was {misfit!r}, and is None now: the labels decide about the loss.")
+    return said
+
+
+def _count_names(owner: Any, classes: int) -> list[str]:
+    """Return the attributes, or entries, of an object that hold a number of classes."""
+    values = {name: owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None) for name in _COUNTS}
+    return [name for name, value in values.items() if type(value) is int and value == classes]
+
+
+def _other_layers(layers: Sequence[nn.Module], names: _Names, old: nn.Module) -> Iterator[str]:
+    """Yield the layers with as many outputs as a head that do not go into the next layer."""
+    for part, after in zip(layers, [*layers[1:], None], strict=True):
+        is_like_it = isinstance(part, nn.Linear | nn.Conv2d) and part is not old and _outputs(part) == _outputs(old)
+        if is_like_it and (after is None or _inputs(after) != _outputs(part)):
+            yield names[part][0]
+
+
+def _other_counts(names: _Names, classes: int) -> Iterator[str]:
+    """Yield what still has a number of classes: attributes, hyper-parameters and configurations."""
+    for part, own in names.items():
+        for holder in ("", "hparams", "config"):
+            owner = getattr(part, holder, None) if holder else part
+            yield from (".".join(filter(None, (own[0], holder, name))) for name in _count_names(owner, classes))
+
+
+def _inputs(module: nn.Module) -> int:
+    """Return the number of values that a layer takes, as far as its first parameter tells."""
+    for name in ("in_features", "in_channels"):
+        if hasattr(module, name):
+            return getattr(module, name)  # type: ignore[no-any-return]
+    shape = next(module.parameters(recurse=False)).shape
+    return shape[1] if len(shape) > 1 else shape.numel()
 
 
 def _outputs(module: nn.Module) -> int:

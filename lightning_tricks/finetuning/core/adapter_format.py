@@ -8,6 +8,7 @@ into a copy of the model, as the changes of this package lie in weights and not 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_count, check_dropout, check_number, check_path
 from lightning_tricks._shared.files import atomic_write, open_file
-from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks._shared.patterns import as_patterns, check_repeats
 from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
@@ -135,10 +137,7 @@ def _read_config(path: Path, *, by_peft: bool) -> AdapterConfig:
         raise ValueError(f"alpha_pattern must be a mapping, got {type(alphas).__name__}.")
     for text in alphas:
         check_repeats(text)
-        try:
-            re.compile(text)
-        except re.error as error:
-            raise ValueError(f"alpha_pattern: {text!r} is not a regular expression: {error}.") from error
+        as_patterns("alpha_pattern", f"re:{text}")
     check_count("r", config.get("r"))
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
@@ -164,8 +163,8 @@ def _refuse_other_methods(config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(
-            f"peft_type must be 'LORA', got {kind!r}: the adapters of other methods are those of peft, which "
-            "PeftAdapters adds to a model."
+            f"peft_type must be 'LORA', got {kind!r}: load the adapters of other methods with peft, "
+            "PeftModel.from_pretrained(model, folder)."
         )
     if (initial := config.get("init_lora_weights")) not in _INITIAL_VALUES:
         raise ValueError(
@@ -284,14 +283,43 @@ def registered_or_computed(module: nn.Module, weight: str) -> Tensor:
 
 
 def computed_otherwise(module: nn.Module) -> str | None:
-    """Return the kind of a layer for which peft computes more than a change of its weight; None for others."""
+    """Return the kind of a layer for which peft computes something else than a change of its weight, or None."""
     kind = class_below(module).__name__
+    if _has_other_forward(module):
+        return f"{kind} with a forward pass of its own"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}
         return None if plain else f"{kind} with groups, dilation or padding_mode"
     return f"{kind} with max_norm" if isinstance(module, nn.Embedding) and module.max_norm is not None else None
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether a layer computes otherwise than the class of torch that peft takes it for."""
-    return any(isinstance(module, plain) and class_below(module).forward is not plain.forward for plain in PLAIN)
+@torch.no_grad()
+def _has_other_forward(module: nn.Module) -> bool:
+    """Whether a change of a layer's weight has another effect than in the class of torch that peft takes it for.
+
+    The forward pass of a subclass is tried, in a copy with few rows: peft adds what the class would, times the
+    `embed_scale` of an embedding. For a convolution it makes two of the subclass, with whatever that computes.
+    """
+    own, registered = class_below(module), registered_tensor(module, "weight")
+    plain: Any = next((kind for kind in (nn.Linear, *PLAIN) if isinstance(module, kind)), None)
+    if plain is None or registered is None or own.forward is plain.forward:
+        return False
+    is_lookup = plain is nn.Embedding
+    if not is_lookup and plain is not nn.Linear:
+        return True
+    weight = (registered[:64] if is_lookup else registered).float()
+    change = torch.arange(weight.numel(), device=weight.device).sin().view_as(weight)
+    x = torch.arange(len(weight), device=weight.device)[:16] if is_lookup else change[:4]
+
+    def output(kind: Any, value: Tensor) -> Any:
+        layer: Any = copy.deepcopy(module, {id(registered): nn.Parameter(value)}).float().eval()
+        layer.__class__ = own
+        return kind.forward(layer, x)
+
+    try:
+        found, expected = (output(kind, weight + change) - output(kind, weight) for kind in (own, plain))
+        if is_lookup:
+            expected = expected * torch.as_tensor(getattr(module, "embed_scale", 1.0)).reshape(()).to(expected)
+        return not torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    except Exception:  # of whatever kind, as the code is the user's
+        return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -18,19 +17,17 @@ from lightning_tricks.finetuning.core.adapter_format import (
     Place,
     changed_weights,
     computed_otherwise,
-    has_own_forward,
     layer_for_peft,
     parse_names,
     read_adapter,
     registered_or_computed,
 )
-from lightning_tricks.finetuning.core.class_extension import class_below
 from lightning_tricks.finetuning.core.injection import (
     InjectionReport,
     check_targets,
     freeze_base,
     kind_of_layer,
-    plain_names,
+    modules_by_name,
     seeded_generator,
 )
 from lightning_tricks.finetuning.core.lora_injection import (
@@ -99,7 +96,7 @@ class _Adapter:
 
     def __init__(self, model: nn.Module, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
         self.model, self.config = model, config
-        self.modules = {"": model, **plain_names(model)}
+        self.modules = modules_by_name(model)
         self.pairs, self.values, self.frozen = parse_names(tensors, self.modules)
         for place, pair in self.pairs.items():
             if config.by_peft and config.is_old and layer_for_peft(place, self.pairs, self.modules) != place[0]:
@@ -128,7 +125,8 @@ class _Adapter:
         self._check_shapes()
         self._check_modules_to_save()
         self._check_shared()
-        self._check_tied()
+        if self.config.by_peft:
+            self._check_tied()
         if self.present:
             self._check_present()
 
@@ -160,7 +158,7 @@ class _Adapter:
         )
 
     def _check_computed_alike(self) -> None:
-        """Refuse layers for which peft computes more than a change of their weight, and name those that are unknown."""
+        """Refuse layers for which peft computes something else than a change of their weight."""
         layers = {layer: self.modules[layer] for layer, _ in self.pairs}
         otherwise = {layer: why for layer, module in layers.items() if (why := computed_otherwise(module))}
         if otherwise:
@@ -168,13 +166,6 @@ class _Adapter:
             raise ValueError(
                 f"what peft adds to the outputs of {len(otherwise)} layers is not a change of their weights: {listed}. "
                 "Load it with peft."
-            )
-        own = [f"{layer} ({class_below(part).__name__})" for layer, part in layers.items() if has_own_forward(part)]
-        if own:
-            warnings.warn(
-                f"load_adapter: peft may compute {len(own)} layers otherwise than with a change of their weights, as "
-                f"they have a forward pass of their own: {list_names(own)}. Compare the outputs with those of peft.",
-                stacklevel=5,  # of the caller of load_adapter, which torch.no_grad wraps
             )
 
     def _check_shapes(self) -> None:

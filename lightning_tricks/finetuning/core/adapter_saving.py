@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_tricks._shared.modules import names_of_modules
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
@@ -21,14 +22,13 @@ from lightning_tricks.finetuning.core.adapter_format import (
     attention_of,
     changed_weights,
     computed_otherwise,
-    has_own_forward,
     layer_for_peft,
     names_of_matrices,
     registered_or_computed,
     write_adapter,
 )
 from lightning_tricks.finetuning.core.class_extension import class_below
-from lightning_tricks.finetuning.core.injection import plain_names
+from lightning_tricks.finetuning.core.injection import modules_by_name
 from lightning_tricks.finetuning.core.lora_layers import LoRA, LowRank, has_transposed_weight, is_transposed_linear
 from lightning_tricks.finetuning.core.transformer_blocks import reads_weights_of_its_parts
 
@@ -63,7 +63,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         ...     sorted(os.listdir(folder))
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    modules = {"": model, **plain_names(model)}
+    modules = modules_by_name(model)
     changes = dict(changed_weights(modules))
     if not changes:
         raise ValueError(f"{type(model).__name__} has no LoRA to save: call add_lora, or train with the callback LoRA.")
@@ -85,7 +85,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             f"{parts[0]} is a {type(tensors[parts[0]]).__name__} of which this process does not have all values: "
             "save the whole model, loaded from a checkpoint."
         )
-    unreadable = list(_not_for_peft(model, modules, changes, list(saved), single))
+    unreadable = list(_not_for_peft(modules, changes, list(saved), single))
     stored = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     write_adapter(folder, stored, _config_of(changes, modules, list(saved)))
     if unreadable:
@@ -112,7 +112,7 @@ def _modules_to_save(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict
     saved: dict[str, nn.Module] = {}
     for name, module in modules.items():
         parts = list(module.modules())
-        if module is model or name.startswith(tuple(f"{outer}." for outer in saved)):
+        if not name or name.startswith(tuple(f"{outer}." for outer in saved)):
             continue
         if isinstance(module, _CONTAINERS) or any(isinstance(part, LoRA | LowRank) for part in parts):
             continue
@@ -188,27 +188,23 @@ def _targets_for(layers: Sequence[str], others: Sequence[str]) -> str | list[str
 
 
 def _not_for_peft(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    changes: Mapping[Place, LowRank],
-    saved: list[str],
-    single: set[str],
+    modules: Mapping[str, nn.Module], changes: Mapping[Place, LowRank], saved: list[str], single: set[str]
 ) -> Iterator[str]:
     """Yield the layers and parameters that peft does not load, or computes otherwise, with the reason."""
-    places: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(id(module), []).append(name)
+    places = names_of_modules(modules[""])
     for layer, weight in changes:
         reason = _why_not(layer, weight, modules, changes)
-        if reason is None and len(names := places[id(modules[layer])]) > 1:
+        if reason is None and len(names := places[modules[layer]]) > 1:
             reason = f"used as {list_names(names)}"
         if reason is None and any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in saved):
             reason = "its name ends like that of a module that is trained whole"
         if reason is not None:
-            yield f"{layer or type(model).__name__} ({reason})"
+            yield f"{layer or type(modules['']).__name__} ({reason})"
     for name in saved:
         if others := [other for other in _named_like(name, modules) if other not in saved]:
             yield f"{name} (peft takes {list_names(others)} for it)"
+        elif len(places[modules[name]]) > 1:
+            yield f"{name} (used as {list_names(places[modules[name]])})"
     for name in sorted(single):
         yield f"{name} (a parameter of a module with other parts)"
 
@@ -230,7 +226,5 @@ def _why_not(layer: str, weight: str, modules: Mapping[str, nn.Module], changes:
         return f"{class_below(around).__name__} reads its weight without calling it"
     if weight != "weight" or registered_tensor(module, "weight") is None:
         return f"{weight} of {kind}"
-    if has_own_forward(module):
-        return f"{kind} with a forward pass of its own"
     is_known = isinstance(module, (nn.Linear, *PLAIN)) or is_transposed_linear(module)
     return computed_otherwise(module) if is_known else kind

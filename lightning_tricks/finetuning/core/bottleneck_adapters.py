@@ -22,11 +22,9 @@ from lightning_tricks.finetuning.core.injection import (
     InjectionReport,
     check_selection,
     draw_,
-    matching,
     parameters_of,
     parts_of,
     refuse_own_forward,
-    select_modules,
     unfuse,
 )
 from lightning_tricks.finetuning.core.lora_layers import is_linear, refuse_other_weights
@@ -125,11 +123,7 @@ class BottleneckAdapter(AddedParameters):
     """
 
     def __init__(
-        self,
-        like: Tensor,
-        widths: tuple[int, int],
-        settings: AdapterSettings,
-        generator: torch.Generator | None = None,
+        self, like: Tensor, widths: tuple[int, int], settings: AdapterSettings, generator: torch.Generator | None
     ) -> None:
         super().__init__()
         self.shape = settings.shape
@@ -263,23 +257,18 @@ class AdapterInjection(Injection):
         return targets, {last: first for last, first in feed_forwards.items() if last in targets}
 
     def _by_patterns(self) -> dict[str, nn.Module]:
-        patterns = self.target_patterns()
-        others = {name: part for name, part in matching(patterns, self.rest).items() if widths_of(part) is None}
-        refuse_other_weights(others)
-        targets = select_modules(
-            "target_modules",
-            patterns,
-            self.rest,
-            lambda part: widths_of(part) is not None,
-            "linear layers or attentions",
+        given = self.settings.target_modules
+        matched = self.matching(given, self.rest)
+        refuse_other_weights({name: part for name, part in matched.items() if widths_of(part) is None})
+        targets = self.select(
+            "target_modules", given, self.rest, lambda part: widths_of(part) is not None, "linear layers or attentions"
         )
-        for name in targets:
-            parent = name.rpartition(".")[0]
-            around = self.modules.get(parent, self.model)
-            if reads_weights_of_its_parts(around):
+        for around, names in self.names.items():
+            read = [name for name, part in targets.items() if any(part is child for child in around.children())]
+            if read and reads_weights_of_its_parts(around):
                 raise ValueError(
-                    f"target_modules: {name} lies in a {class_below(around).__name__}, which reads its weight and "
-                    f"never calls it, so that an adapter would be ignored: give {parent!r}, whose output is the same."
+                    f"target_modules: {read[0]} lies in a {class_below(around).__name__}, which reads its weight and "
+                    f"never calls it, so that an adapter would be ignored: give {names[0]!r}, whose output is the same."
                 )
         return targets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.checks import did_you_mean
-from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.modules import names_of_parameters
+from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._torch_compat.modules import has_forward_pre_hook, remove_forward_pre_hook
 
 
@@ -152,22 +154,6 @@ def can_train(parameter: Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 and activation checkpointing
-
-
-def names_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return each parameter, told apart by identity, with all its qualified names, of which tied ones have several.
-
-    The names are those without the prefixes that wrappers insert.
-    """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        names.setdefault(parameter, []).append(strip_compile_prefix(name))
-    return names
-
-
 def match_parameters(module: nn.Module, patterns: Iterable[str]) -> list[nn.Parameter]:
     """Return the parameters, each once, of which a name matches one of the patterns.
 
@@ -196,16 +182,12 @@ def match_pattern(text: str, names: dict[nn.Parameter, list[str]], argument: str
     matched = [parameter for parameter, own in names.items() if any(map(pattern.matches, own))]
     if not matched:
         known = [name for own in names.values() for name in own]
-        parts = dict.fromkeys(f"{name[:end]}.*" for name in known for end in _dots(name))
+        parts = dict.fromkeys(f"{name[: dot.start()]}.*" for name in known for dot in re.finditer("[.]", name))
         raise ValueError(
             f"{argument} {text!r} matches none of the {len(names):,} parameters of the model."
             f"{did_you_mean(text, [*parts, *known])}"
         )
     return matched
-
-
-def _dots(name: str) -> list[int]:
-    return [place for place, letter in enumerate(name) if letter == "."]
 
 
 def _requires_grad(parameter: Tensor) -> bool:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import AddedParameters, added_modules
 from lightning_tricks._shared.checks import did_you_mean
-from lightning_tricks._shared.patterns import Pattern, as_patterns, strip_compile_prefix
+from lightning_tricks._shared.modules import names_of_modules
+from lightning_tricks._shared.patterns import Pattern, as_patterns
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.modules import compiled_module
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
 from lightning_tricks.finetuning.core.class_extension import class_below, extend, is_extensible
 
@@ -31,7 +31,7 @@ class InjectionReport:
     Attributes:
         what: The kind of parameters, in words.
         layers: Qualified name of each module, or weight, that was given parameters -> the class of the layer.
-        saved: The names of the modules that are trained whole.
+        saved: The names of the modules that are trained whole; all those of one module with " = " between them.
         added: The number of values that were added.
         trainable: The number of values that are trained, with those of `saved`.
         total: The number of values of the model.
@@ -85,7 +85,8 @@ class Injection(ABC):
         settings: The settings, of `settings_type`.
 
     Attributes:
-        modules: The modules of the model by qualified name.
+        names: The modules of the model with all their qualified names: one of several names is one module.
+        modules: The modules by their first name.
         saved: Those that are trained whole.
         rest: Those that may get parameters.
         targets: Those that get them.
@@ -100,15 +101,15 @@ class Injection(ABC):
 
     def __init__(self, model: nn.Module, settings: Any) -> None:
         self.model, self.settings = model, settings
-        self.modules = ({"": compiled_module(model) or model} if self.may_be_the_model else {}) | plain_names(model)
-        given = settings.modules_to_save
-        if tuple(given) == DEFAULT_MODULES_TO_SAVE:  # which a model need not have
-            self.saved = {name: part for name, part in self.modules.items() if name.rpartition(".")[2] in given}
+        self.names = names_of_modules(model)
+        self.modules = {own[0]: part for part, own in self.names.items() if own[0] or self.may_be_the_model}
+        if tuple(settings.modules_to_save) == DEFAULT_MODULES_TO_SAVE:  # which a model need not have
+            self.saved = self._heads()
         else:
-            self.saved = select_modules("modules_to_save", as_patterns("modules_to_save", given), self.modules)
-        excluded = select_modules("exclude", as_patterns("exclude", settings.exclude), self.modules)
-        out = tuple(f"{name}." for name in (*excluded, *self.saved))
-        self.rest = {name: part for name, part in self.modules.items() if not f"{name}.".startswith(out)}
+            self.saved = self.select("modules_to_save", settings.modules_to_save, self.modules)
+        excluded = self.select("exclude", settings.exclude, self.modules)
+        out = {inner for part in (*excluded.values(), *self.saved.values()) for inner in part.modules()}
+        self.rest = {name: part for name, part in self.modules.items() if part not in out}
         self.targets = self.choose_targets()
         check_targets(self.targets)
 
@@ -172,20 +173,59 @@ class Injection(ABC):
         """Return the names of the modules of a model that have such parameters."""
         return [name.rpartition(".")[0] for name, part in added_modules(model) if isinstance(part, cls.part)]
 
-    def target_patterns(self) -> list[Pattern]:
-        """Return the patterns of the targets.
+    def _heads(self) -> dict[str, nn.Module]:
+        """Return the modules called `head`, without those that a pattern of `target_modules` means alone."""
+        heads = self.matching("re:(^|[.])head$", self.modules)
+        for pattern in as_patterns("target_modules", self.settings.target_modules):
+            matched = set(self.matching(pattern.text, self.modules).values())
+            meant = {name: head for name, head in heads.items() if not matched.isdisjoint(head.modules())}
+            if matched <= {inner for head in meant.values() for inner in head.modules()}:
+                heads = {name: head for name, head in heads.items() if name not in meant}
+        return heads
+
+    def matching(self, given: str | Sequence[str], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Return those of some modules one of whose names a pattern matches."""
+        patterns = as_patterns("pattern", given)
+        return {
+            name: part
+            for name, part in modules.items()
+            if any(pattern.matches(own) for pattern in patterns for own in self.names[part])
+        }
+
+    def select(
+        self,
+        argument: str,
+        given: str | Sequence[str],
+        modules: Mapping[str, nn.Module],
+        suits: Callable[[nn.Module], bool] = lambda module: True,
+        what: str = "modules",
+    ) -> dict[str, nn.Module]:
+        """Return those of some modules that suit and that a pattern matches.
+
+        Args:
+            argument: The name of the argument with the patterns, for errors.
+            given: Its value.
+            modules: The modules by their first name.
+            suits: Whether a module can be taken; a pattern may match others as well.
+            what: The modules that suit, in words and in the plural, for errors.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If a pattern matches none that suits.
         """
-        patterns = as_patterns("target_modules", self.settings.target_modules)
-        if not patterns:
-            raise ValueError("target_modules must name at least one pattern, got none.")
-        return patterns
+        found: set[str] = set()
+        for pattern in as_patterns(argument, given):
+            matched = self.matching(pattern.text, modules)
+            suitable = {name for name, module in matched.items() if suits(module)}
+            if not suitable:
+                known = [name for module in modules.values() for name in self.names[module]]
+                raise ValueError(f"{argument}: {_no_match(pattern, matched, known, what)}")
+            found |= suitable
+        return {name: module for name, module in modules.items() if name in found}
 
     def trained_whole(self) -> list[str]:
         """Return the names of the modules all of whose parameters are trained."""
-        return [name for name, part in self.saved.items() if all(weight.requires_grad for weight in part.parameters())]
+        whole = [part for part in self.saved.values() if all(weight.requires_grad for weight in part.parameters())]
+        return [" = ".join(self.names[part]) for part in whole]
 
 
 def kind_of_layer(module: nn.Module) -> str:
@@ -238,58 +278,20 @@ def check_selection(settings: Any) -> None:
 
     Raises:
         TypeError: If one is neither a pattern nor a list of patterns.
-        ValueError: If a pattern is empty or not a regular expression.
+        ValueError: If a pattern is empty or not a regular expression, or there is none for the targets.
     """
     for name in ("target_modules", "exclude", "modules_to_save"):
-        as_patterns(name, getattr(settings, name))
+        patterns = as_patterns(name, getattr(settings, name))
+        if name == "target_modules" and not patterns:
+            raise ValueError("target_modules must name at least one pattern, got none.")
 
 
-def plain_names(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules below a model by qualified name, without the prefixes of `torch.compile`; a shared one once.
-
-    The module inside a compiled one stands for both.
-    """
-    named = ((strip_compile_prefix(f"{name}."), part) for name, part in model.named_modules())
-    return {name[:-1]: part for name, part in named if name not in ("", ".") and compiled_module(part) is None}
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by the first of the names that `names_of_modules` returns; the model is ""."""
+    return {own[0]: part for part, own in names_of_modules(model).items()}
 
 
-def matching(patterns: Sequence[Pattern], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that a pattern matches."""
-    return {name: part for name, part in modules.items() if any(pattern.matches(name) for pattern in patterns)}
-
-
-def select_modules(
-    argument: str,
-    patterns: Sequence[Pattern],
-    modules: Mapping[str, nn.Module],
-    suits: Callable[[nn.Module], bool] = lambda module: True,
-    what: str = "modules",
-) -> dict[str, nn.Module]:
-    """Return the modules that suit and that a pattern matches.
-
-    Args:
-        argument: The name of the argument with the patterns, for errors.
-        patterns: The patterns.
-        modules: All modules by qualified name.
-        suits: Whether a module can be taken; a pattern may match others as well.
-        what: The modules that suit, in words and in the plural, for errors.
-
-    Raises:
-        ValueError: If a pattern matches none that suits.
-    """
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = matching([pattern], modules)
-        suitable = {name for name, module in matched.items() if suits(module)}
-        if not suitable:
-            raise ValueError(f"{argument}: {_no_match(pattern, matched, modules, what)}")
-        found |= suitable
-    return {name: module for name, module in modules.items() if name in found}
-
-
-def _no_match(
-    pattern: Pattern, matched: Mapping[str, nn.Module], all_modules: Mapping[str, nn.Module], what: str
-) -> str:
+def _no_match(pattern: Pattern, matched: Mapping[str, nn.Module], all_modules: Sequence[str], what: str) -> str:
     if matched:
         name, module = next(iter(matched.items()))
         return (
@@ -311,7 +313,8 @@ def check_targets(targets: Mapping[str, nn.Module]) -> None:
     if fixed:
         raise ValueError(
             f"target_modules: the classes of {len(fixed)} layers cannot be extended, as one of their bases is "
-            f"abc.ABC or has slots: {list_names(fixed)}. Use PeftAdapters, or leave them out by exclude."
+            f"abc.ABC or has slots: {list_names(fixed)}. Leave them out by exclude, or use peft's "
+            "inject_adapter_in_model."
         )
 
 

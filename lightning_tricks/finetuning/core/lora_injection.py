@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import added_modules
-from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.class_extension import check_restorable, extend, restore
 from lightning_tricks.finetuning.core.injection import (
     Injection,
     InjectionReport,
-    matching,
     parameters_of,
-    select_modules,
 )
 from lightning_tricks.finetuning.core.lora_layers import (
     CHANGE,
@@ -103,13 +103,10 @@ class LoRAInjection(Injection):
     def choose_targets(self) -> dict[str, nn.Module]:
         """Return the layers whose weights are changed."""
         targets = self._linear() if self.settings.target_modules == "linear" else self._by_patterns()
-        ranks = {Pattern(text): rank for text, rank in (self.settings.rank_pattern or {}).items()}
-        select_modules("rank_pattern", list(ranks), targets, what="targets")
-        places = {
-            (name, weight): next((rank for pattern, rank in ranks.items() if pattern.matches(name)), self.settings.rank)
-            for name, module in targets.items()
-            for weight in weights_of(module)
-        }
+        ranks = dict.fromkeys(targets, self.settings.rank)
+        for pattern, rank in reversed([*(self.settings.rank_pattern or {}).items()]):  # the first that matches counts
+            ranks |= dict.fromkeys(self.select("rank_pattern", pattern, targets, what="targets"), rank)
+        places = {(name, weight): ranks[name] for name, module in targets.items() for weight in weights_of(module)}
         self.changes = changes_at({"": self.model, **self.modules}, places)
         misfits = [change for change in self.changes if change.rank > change.largest_rank]
         if misfits:
@@ -130,13 +127,13 @@ class LoRAInjection(Injection):
         return chosen
 
     def _by_patterns(self) -> dict[str, nn.Module]:
-        patterns = self.target_patterns()
-        refuse_other_weights(matching(patterns, self.rest))
-        chosen = select_modules(
-            "target_modules", patterns, self.rest, lambda part: bool(weights_of(part)), "layers with a matrix"
+        given = self.settings.target_modules
+        refuse_other_weights(self.matching(given, self.rest))
+        chosen = self.select(
+            "target_modules", given, self.rest, lambda part: bool(weights_of(part)), "layers with a matrix"
         )
-        inside = {f"{name}.out_proj" for name, part in chosen.items() if isinstance(part, nn.MultiheadAttention)}
-        return {name: part for name, part in self.rest.items() if name in chosen or name in inside}
+        inside = {part.out_proj for part in chosen.values() if isinstance(part, nn.MultiheadAttention)}
+        return {name: part for name, part in self.rest.items() if name in chosen or part in inside}
 
     def put(self, generator: torch.Generator) -> None:
         """Add the changes."""
@@ -242,8 +239,8 @@ def merge(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        ValueError: If there is no LoRA, or a weight cannot be set: it is sharded, or a hook computes it. Nothing is
-            changed then.
+        ValueError: If there is no LoRA, or a weight cannot be set: it is sharded, a hook computes it, or it has a
+            parametrization that does not give back what is assigned, as `spectral_norm`. Nothing is changed then.
 
     Examples:
         >>> from lightning_tricks.finetuning import LoRASettings, add_lora
@@ -293,13 +290,37 @@ def _merged(name: str, module: Any, weight: str) -> Tensor:
 
 
 def _merged_parametrization(name: str, module: Any, weight: str) -> Tensor:
-    """Return a weight that is computed from other tensors, with its change, if these can take it."""
-    value: Tensor = module.compute_weight(weight)
-    try:
-        module.parametrizations[weight].right_inverse(value)
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
+    """Return a weight that is computed from other tensors, with its change, if these give it back in either mode."""
+    computed = dict(getattr(module, "parametrizations", {})).get(weight)
+    if computed is None:
         raise ValueError(
-            f"{name}.{weight} is computed from other tensors, as by spectral_norm or pruning, and these cannot take "
-            "the change: make it a plain weight first, with torch's function that removes what computes it."
-        ) from error
-    return value
+            f"{name}.{weight} is computed by a hook, as by pruning, which cannot take the change: make it a plain "
+            "weight first, with torch's function that removes what computes it."
+        )
+    change, gives_back = changes_of(module)[weight], False
+    for dtype in (torch.float64, change.A.dtype):  # the other one is for those that know one dtype
+        with suppress(RuntimeError, TypeError, ValueError):  # as where there is no right_inverse
+            gives_back = _gives_back(computed, change, dtype)
+            break
+    if not gives_back:
+        kinds = ", ".join(type(part).__name__ for part in computed)
+        raise ValueError(
+            f"{name}.{weight} cannot take the change: its parametrization ({kinds}) does not give back what is "
+            "assigned to it, so that the merged model would be another one. Keep the LoRA, or call "
+            f"torch.nn.utils.parametrize.remove_parametrizations(layer, {weight!r}) before it is added."
+        )
+    value: Tensor = copy.deepcopy(computed).eval()()
+    return (value + change.change(value.shape, torch.promote_types(value.dtype, torch.float32))).to(value.dtype)
+
+
+def _gives_back(computed: Any, change: LowRank, dtype: torch.dtype) -> bool:
+    """Whether a copy of a parametrization, to which the changed weight is assigned, computes this weight."""
+    plain, changed = (copy.deepcopy(computed).to(dtype) for _ in range(2))
+    added = change.change(plain().shape, dtype)
+    changed.right_inverse(plain() + added)
+    tolerance = max(1e-6, 8 * torch.finfo(dtype).eps)
+    for mode in (True, False):
+        wanted = plain.train(mode)() + added
+        if not torch.allclose(changed.train(mode)(), wanted, rtol=0, atol=tolerance * float(wanted.abs().max())):
+            return False
+    return True

@@ -40,7 +40,7 @@ from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, 
 
 CHANGE = "lora_"  # the name of the module with the change of `weight` is `lora_weight`
 _WEIGHT = re.compile(r"(^|_)weight(_|$)")
-_QUANTIZED = re.compile(r"weight|^W_q$")  # also GPTQ's `qweight` and HQQ's `W_q`
+_OTHER_WEIGHT = re.compile(r"weight|^W_q$")  # also GPTQ's `qweight` and HQQ's `W_q`
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,7 @@ class LowRank(AddedParameters):
     scale: Tensor
 
     def __init__(
-        self,
-        weight: Tensor,
-        rank: int,
-        layer: nn.Module,
-        settings: LoRASettings,
-        generator: torch.Generator | None = None,
+        self, weight: Tensor, rank: int, layer: nn.Module, settings: LoRASettings, generator: torch.Generator | None
     ) -> None:
         super().__init__()
         self.rank = rank
@@ -147,19 +142,10 @@ class LowRank(AddedParameters):
         return f"rank={self.rank}, alpha={self.alpha:g}"
 
 
-def _refuse_other_scale(
-    module: LowRank,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    saved = state_dict.get(f"{prefix}scale")
+def _refuse_other_scale(module: LowRank, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    saved, error_messages = state_dict.get(f"{prefix}scale"), others[-1]
     if saved is not None and not math.isclose(float(saved), module.scaling, rel_tol=0.01):  # bf16 has three digits
-        error_msgs.append(
+        error_messages.append(
             f"{prefix.rstrip('.')} was trained with a scale of {float(saved):g} (alpha / rank, or alpha / sqrt(rank) "
             f"with use_rslora), and has one of {module.scaling:g} in the model: build it with the alpha of training."
         )
@@ -365,19 +351,27 @@ def _warn_of_dropout(kind: str) -> None:
 
 
 def refuse_other_weights(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse layers with quantized weights, or those of several members of an ensemble, among the chosen ones."""
-    stacked = [name for name, part in modules.items() if hasattr(part, "n_members") and weights_of(part)]
-    if stacked:
-        raise ValueError(
-            f"target_modules: {len(stacked)} layers hold the weights of all members of an ensemble, and cannot be "
-            f"adapted: {list_names(stacked)}. Pass vectorize=False to the ensemble, or leave them out by exclude."
-        )
-    quantized = [name for name, part in modules.items() if is_quantized(part)]
-    if quantized:
-        raise ValueError(
-            f"target_modules: the weights of {len(quantized)} layers are quantized, and cannot be adapted here: "
-            f"{list_names(quantized)}. Use PeftAdapters, or leave them out by exclude."
-        )
+    """Refuse layers with quantized or complex weights, or those of members of an ensemble, among the chosen ones."""
+    for is_one, words, remedy in (
+        (_is_stacked, "the weights of all members of an ensemble", "Pass vectorize=False to the ensemble"),
+        (_is_complex, "complex weights", "Train them whole by modules_to_save"),
+        (is_quantized, "quantized weights", "Use inject_adapter_in_model of peft"),
+    ):
+        found = [name for name, part in modules.items() if is_one(part)]
+        if found:
+            raise ValueError(
+                f"target_modules: {len(found)} layers hold {words}, and cannot be adapted here: {list_names(found)}. "
+                f"{remedy}, or leave them out by exclude."
+            )
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    return hasattr(module, "n_members") and bool(weights_of(module))
+
+
+def _is_complex(module: nn.Module) -> bool:
+    own = module.named_parameters(recurse=False)
+    return any(tensor.is_complex() and tensor.ndim >= 2 for name, tensor in own if _OTHER_WEIGHT.search(name))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -388,7 +382,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_quantized(module: nn.Module) -> bool:
     """Whether a layer holds a weight in another form than a plain tensor of floating-point numbers."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    held = (tensor for name, tensor in own if _QUANTIZED.search(name) and not is_lazy(tensor) and tensor.ndim >= 2)
+    held = (tensor for name, tensor in own if _OTHER_WEIGHT.search(name) and not is_lazy(tensor) and tensor.ndim >= 2)
     return any(not _holds_numbers(tensor) for tensor in held) or callable(getattr(type(module), "weight", None))
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.checks import check_count
-from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.finetuning.core.bottleneck_adapters import BottleneckAdapter
 from lightning_tricks.finetuning.core.class_extension import class_below, extend
 from lightning_tricks.finetuning.core.injection import (
@@ -25,7 +24,6 @@ from lightning_tricks.finetuning.core.injection import (
     parameters_of,
     parts_of,
     refuse_own_forward,
-    select_modules,
     unfuse,
 )
 
@@ -226,16 +224,16 @@ class PrefixInjection(Injection):
     def choose_targets(self) -> dict[str, nn.Module]:
         """Return the attentions that get a prefix."""
         if self.settings.target_modules != "attention":
-            patterns = self.target_patterns()
+            patterns = self.settings.target_modules
         elif any(isinstance(part, nn.MultiheadAttention) for part in self.rest.values()):
-            patterns = [Pattern("*")]
+            patterns = "*"
         else:
             raise ValueError(
                 f'target_modules="attention": none of the {len(self.rest)} modules is an nn.MultiheadAttention, which '
                 "alone takes prefixes: use Adapters(...) or LoRA(...)."
             )
         what = "nn.MultiheadAttention"
-        targets = select_modules(
+        targets = self.select(
             "target_modules", patterns, self.rest, lambda part: isinstance(part, nn.MultiheadAttention), what
         )
         refuse_own_forward(targets)

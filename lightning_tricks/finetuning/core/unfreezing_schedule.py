@@ -10,9 +10,10 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.modules import names_of_parameters
 from lightning_tricks._shared.patterns import as_patterns
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.finetuning.core.freezing import ParameterCount, can_train, match_pattern, names_of_parameters
+from lightning_tricks.finetuning.core.freezing import ParameterCount, can_train, match_pattern
 
 
 def check_schedule(schedule: object) -> dict[int, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_tricks._shared.modules import names_of_parameters
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.lr_schedules.core.optimizer_spec import NO_DECAY_WORDS, OptimizerSpec
@@ -104,23 +105,22 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
         raise ValueError(f"{type(module).__name__} has no trainable parameters (requires_grad=True).")
     patterns = [Pattern(text) for text in spec.groups or ()]
     undecayed = [Pattern(text) for text in spec.no_decay if text not in NO_DECAY_WORDS]
+    names = names_of_parameters(module)
     # a pattern for what is frozen is not a misspelling
-    _check_patterns_match(
-        [*patterns, *undecayed], [strip_compile_prefix(name) for name, _ in module.named_parameters()]
-    )
+    _check_patterns_match([*patterns, *undecayed], [name for own in names.values() for name in own])
     norms = _parameters_of_norms(module)
     layers = layer_of_parameters(module) if spec.layer_decay is not None else {}
 
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in trainable.items():
         plain = strip_compile_prefix(name)
-        pattern = next((pattern.text for pattern in patterns if pattern.matches(plain)), None)
+        pattern = next((pattern.text for pattern in patterns if any(map(pattern.matches, names[parameter]))), None)
         options: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
         options.update((spec.groups or {}).get(pattern or "", {}))
         exempt = (
             ("bias" in spec.no_decay and "bias" in plain.rpartition(".")[2])
             or ("norm" in spec.no_decay and (name in norms or _NORM.search(plain)))
-            or any(pattern.matches(plain) for pattern in undecayed)
+            or any(pattern.matches(own) for pattern in undecayed for own in names[parameter])
         )
         label = pattern or "parameters"
         if exempt and options["weight_decay"]:
