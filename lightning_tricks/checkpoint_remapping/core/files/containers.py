@@ -16,6 +16,7 @@ import torch
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import array_constructors
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
     DOWNLOAD_AGAIN,
     UNPACK_IT,
@@ -25,17 +26,15 @@ from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
     refuse_short_beginnings,
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import check_tensor, describe_value
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
     FileStorages,
     InMemoryStorages,
     MapLocation,
     TypedStorage,
-    check_tensor,
-    restore,
+    at_location,
     storage_dtype,
     storage_key,
-    strided_tensor,
     tensor_constructors,
 )
 
@@ -244,7 +243,8 @@ def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[i
 
     budget = storages.budget
     left = budget.left
-    read_pickle(cursor, budget, dict.fromkeys(tensor_constructors(budget), lambda *_: None), note_width)
+    without_tensors = dict.fromkeys(tensor_constructors(budget), lambda *_: None) | array_constructors(budget)
+    read_pickle(cursor, budget, without_tensors, note_width)
     budget.refund(left)
     ranges: dict[str, tuple[int, int]] = {}
     for key in map(storage_key, read_pickle(cursor, budget)):
@@ -291,17 +291,10 @@ def _read_safetensors(storages: FileStorages, head: bytes) -> Contents:
 def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.Tensor:
     storages.budget.spend(1024)
     tensor: torch.Tensor = file.get_tensor(name)  # mapped from the file
-    if storages.on_meta:
-        return tensor.to("meta")
-    if not storages.mmap:
+    if not (storages.mmap or storages.on_meta):
         storages.budget.spend(tensor.nbytes)
         tensor = tensor.clone()
-    storage = tensor.untyped_storage()
-    placed = restore(storage, "cpu", storages.map_location)
-    if placed is storage:
-        return tensor
-    typed = TypedStorage(placed, tensor.dtype)
-    return strided_tensor(storages.budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    return at_location(tensor, storages.map_location, storages.budget)
 
 
 # Indexes of shards

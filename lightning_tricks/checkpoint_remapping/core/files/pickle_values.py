@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
@@ -19,6 +20,7 @@ MAX_NAME_LENGTH = 1000  # characters of a qualified name, of a tensor or of a cl
 Constructor = Callable[..., Any]
 MAX_NESTING = 200  # containers in each other; pickle.dump itself gives up at some hundred
 _MAX_SHARED_PARTS = 1_000_000  # parts that only repeat others
+_MAX_DIMENSIONS = 64
 _MAX_KEY_PARTS = 64  # parts of a tuple that is a key
 
 
@@ -104,7 +106,7 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor})
+_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, np.ndarray})
 
 
 def is_flat(value: Any) -> bool:
@@ -176,6 +178,23 @@ def check_key(key: Any) -> None:
             parts.extend(part)
         elif isinstance(part, int) and part.bit_length() > 1024:
             raise NotACheckpointError("a checkpoint with a dict key that is an integer of more than 1,024 bits.")
+
+
+def check_tensor(is_valid: bool) -> None:
+    """Refuse what a file says about a tensor.
+
+    Raises:
+        NotACheckpointError: If it is not valid.
+    """
+    if not is_valid:
+        raise NotACheckpointError("a checkpoint with a tensor whose data, shape or strides are invalid.")
+
+
+def checked_sizes(values: Any) -> tuple[int, ...]:
+    """Return sizes or strides, checked."""
+    check_tensor(isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS)
+    check_tensor(all(type(number) is int and 0 <= number < 1 << 63 for number in values))
+    return tuple(values)
 
 
 # Calls: constructors of plain values, reimplemented, placeholders, and what is refused
@@ -265,9 +284,7 @@ _HARMLESS_CALLS = frozenset(
     argparse.Namespace array._array_reconstructor array.array builtins.getattr builtins.object builtins.range
     builtins.xrange builtins.slice collections.defaultdict collections.deque datetime.date datetime.datetime
     datetime.time datetime.timedelta datetime.timezone functools.partial logging.getLogger
-    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
-    numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar numpy.core.numeric._frombuffer numpy.dtype
-    operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
+    numpy.dtype operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
     """.split()  # noqa: SIM905  # a list of words
 )
 # Standard modules whose classes can act on the system
