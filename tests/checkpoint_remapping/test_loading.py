@@ -1,5 +1,6 @@
 """`load_weights`, `save_weights`, `replace_head`, `max_output_difference`."""
 
+import contextlib
 import json
 import math
 import os
@@ -183,6 +184,98 @@ def test_other_kinds_are_named_and_counted(value, words):
     assert torch.equal(target[3].weight, before["3.weight"])
 
 
+def _quantized(scheme):
+    """The layer of a model as libraries store it: codes, and what their numbers mean."""
+    rows, columns = 16, 32
+    int32, uint8, e4m3 = torch.int32, torch.uint8, torch.float8_e4m3fn
+    return {
+        "fp8 of blocks": {"weight": torch.ones(rows, columns).to(e4m3), "weight_scale_inv": torch.ones(1, 1)},
+        "fp8 of tensors": {
+            "weight": torch.ones(rows, columns).to(e4m3), "weight_scale": torch.ones(()), "input_scale": torch.ones(()),
+        },
+        "fp8 with names of its own": {"weight": torch.ones(rows, columns).to(e4m3), "s": torch.ones(rows)},
+        "gptq": {
+            "qweight": torch.ones(columns // 8, rows, dtype=int32), "qzeros": torch.ones(1, 2, dtype=int32),
+            "scales": torch.ones(1, rows), "g_idx": torch.ones(columns, dtype=int32),
+        },
+        "bitsandbytes, 8 bits": {"weight": torch.ones(rows, columns, dtype=torch.int8), "SCB": torch.ones(rows)},
+        "bitsandbytes, 4 bits": {
+            "weight": torch.ones(256, 1, dtype=uint8), "weight.absmax": torch.ones(8),
+            "weight.quant_map": torch.ones(16), "weight.quant_state.bitsandbytes__nf4": torch.ones(70, dtype=uint8),
+        },
+        "packed": {
+            "weight_packed": torch.ones(rows, 4, dtype=int32), "weight_scale": torch.ones(rows, 1),
+            "weight_shape": torch.tensor([rows, columns]),
+        },
+    }[scheme]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.net."])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("fp8 of blocks", "fp8 of tensors", "fp8 with names of its own", "gptq"),
+        *("bitsandbytes, 8 bits", "bitsandbytes, 4 bits", "packed"),
+    ],
+)
+def test_codes_are_no_weights_whatever_is_allowed(scheme, prefix):
+    def build():
+        return nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Linear(32, 16), nn.LayerNorm(16))
+
+    file, model = build().state_dict(), build()
+    del file["2.weight"]
+    file |= {f"2.{name}": tensor for name, tensor in _quantized(scheme).items()}
+    file = {f"{prefix}{name}": tensor for name, tensor in file.items()}
+    before = snapshot(model)
+    everything = {} if "fp8" not in scheme else {"allow_unexpected": "*", "allow_missing": "*"}
+    for options in ({}, everything):
+        with pytest.raises(CheckpointError, match=r"It holds codes of quantized weights: .*2\.\w+ is torch") as error:
+            load_weights(model, file, **options)
+        assert "Dequantize them" in str(error.value)
+        assert "allow_" not in str(error.value)
+    assert unchanged(model, before)
+
+
+def test_numbers_of_8_bits_without_a_scale_are_weights_and_said():
+    source, target = randomized(small()), small()
+    file = {
+        n: tensor.to(torch.float8_e5m2) if tensor.dim() > 1 else tensor for n, tensor in source.state_dict().items()
+    }
+    report = load_weights(target, file)
+    assert "0.weight, 3.weight are of 8 bits in the file, and loaded as such numbers" in report.diagnosis
+    assert torch.equal(target[3].weight, file["3.weight"].float())
+    extra = {"more.index": torch.ones(3, 3, dtype=torch.int64), "more.scale": torch.ones(3), "3.note": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"3 tensors are left over in the file"):
+        load_weights(small(), source.state_dict() | extra)
+    load_weights(small(), source.state_dict() | extra, allow_unexpected=["more.*", "3.note"])
+
+
+def _normed(norm):
+    conv = norm(nn.Conv1d(4, 6, 3), dim=2)  # as that of the positions of wav2vec 2.0
+    layers = [norm(nn.Conv1d(2, 4, 3)), conv, nn.ReLU(), norm(nn.ConvTranspose1d(6, 5, 4))]
+    return nn.Sequential(*layers, nn.Flatten(), norm(nn.Linear(45, 3)), norm(nn.Linear(3, 1), dim=None))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("prefix", ["", "module.generator."])
+def test_weight_norm_becomes_what_the_model_has(prefix):
+    old, new = nn.utils.weight_norm, nn.utils.parametrizations.weight_norm
+    inputs = torch.randn(2, 2, 10)
+    for file_norm in (old, new):
+        source = randomized(_normed(file_norm))
+        file = {f"{prefix}{name}": tensor for name, tensor in source.state_dict().items()}
+        for model_norm in (old, new, lambda layer, dim=0: layer):
+            target = _normed(model_norm)
+            report = load_weights(target, file)
+            assert max_output_difference(source, target, inputs) == 0
+            is_plain = "0.weight" in target.state_dict()
+            assert is_plain == ("5 tensors were computed of the file's weight norm" in report.diagnosis)
+            with pytest.raises(CheckpointError) if not is_plain else contextlib.nullcontext() as error:
+                load_weights(target, _normed(lambda layer, dim=0: layer).state_dict())
+            if not is_plain:
+                assert "The model has weight norm, and the file has none" in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["0.weight", "1.running_mean", "3.bias"])
 @pytest.mark.parametrize("options", [{}, {"assign": True}, {"rules": None}])
 def test_tensors_without_values_are_found_first(name, options):
@@ -277,8 +370,14 @@ def test_a_dict_without_weights_or_with_several_is_named():
         NotACheckpointError, match=r"The dict of weights is a checkpoint without weights: it holds epoch"
     ):
         load_weights(target, {"epoch": 3})
+    arrays = {name: tensor.numpy() for name, tensor in small().state_dict().items()}
+    assert load_weights(target, arrays).loaded == load_weights(target, {"model": arrays}).loaded == 9
+
+    class OfAnotherLibrary:
+        __array__ = None
+
     with pytest.raises(NotACheckpointError, match=r"Make tensors of its arrays: torch.from_numpy\(array\)"):
-        load_weights(target, {"0.weight": torch.ones(2).numpy()})
+        load_weights(target, {"0.weight": OfAnotherLibrary()})
     with pytest.raises(CheckpointError, match=r"without weights at key='nope'. Its weights are at student, teacher"):
         load_weights(target, both, key="nope")
     dotted = {"net.best": small().state_dict(), "net.last": small().state_dict()}

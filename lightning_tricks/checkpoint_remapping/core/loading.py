@@ -40,7 +40,9 @@ from lightning_tricks.checkpoint_remapping.core.matching.matches import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
+from lightning_tricks.checkpoint_remapping.core.quantized_weights import describe_codes, find_codes
 from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.weight_norm import find_normed, normed_as_in
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]
 Patterns = str | Iterable[str]
@@ -209,11 +211,20 @@ class LoadPlan:
             raise CheckpointError(f"{list_names(lazy)} have no shape yet: run a batch through the model first.")
         self._values = checkpoint.state_dict
         tensors = _with_names_of_header(checkpoint, self.model_tensors)
+        tensors, normed = normed_as_in(tensors, self.model_tensors)
+        self._lacks_norm = bool(find_normed(self.model_tensors)) and not find_normed(tensors)
         adapters = self._leave_out_added(tensors)
         found = find_tensors(self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()))
         self.alignment, self.loaded, self.rules, self._aliases, notes = found
-        self._notes = [*adapters, *notes]
+        self._notes = [*adapters, *normed, *notes]
+        clean = {name: self.alignment.name_in_file(name) for name in self._clean_names()}
+        file = {name: self.rules.tensors[old] for name, old in clean.items() if old in self.rules.tensors}
         self._leave_out_other_kinds()
+        codes = find_codes(self.alignment, file, self.model_tensors)
+        self._codes = describe_codes(codes, file) if codes else ""
+        self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
+        narrow = [name for name in self.loaded if self._is_widened(name)]
+        self._notes += [f"{list_names(narrow)} are of 8 bits in the file, and loaded as such numbers"] * bool(narrow)
         self._resize()
 
     def _leave_out_added(self, tensors: Collection[str]) -> list[str]:
@@ -224,6 +235,17 @@ class LoadPlan:
             return []
         self.model_tensors = {n: tensor for n, tensor in self.model_tensors.items() if n not in added}
         return [f"{len(added)} tensors of adapters keep their values"]
+
+    def _clean_names(self) -> Iterator[str]:
+        """Yield the names of the file's tensors that are in the alignment."""
+        found = self.alignment
+        yield from (name for match in found.matches for name in match.ruled)
+        yield from (mismatch.source for mismatch in found.mismatched)
+        yield from found.unexpected
+
+    def _is_widened(self, name: str) -> bool:
+        widths = [tensor.dtype.itemsize for tensor in (self.loaded[name], self.model_tensors[name])]
+        return self.loaded[name].is_floating_point() and widths[0] == 1 < widths[1]
 
     def _leave_out_other_kinds(self) -> None:
         """Leave out the tensors of integers that would become numbers of another kind, such as quantized weights."""
@@ -301,11 +323,19 @@ class LoadPlan:
                 f"kinds: {list_names(map(str, ruled))}. Correct the rules; a RemapRule can transpose and reshape."
             )
         missing = [name for name in found.lacking if not self._is_matched("allow_missing", name)]
+        unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
+        reason = self._codes if self._loads_codes or wrong or missing or unexpected else ""
+        if missing and self._lacks_norm:
+            reason = (
+                "The model has weight norm, and the file has none: load it into the model without weight norm "
+                "(remove_weight_norm, or remove_parametrizations), and apply weight_norm after that."
+            )
+        if reason:
+            raise CheckpointError(f"{self.source} does not fit {model}, which was not modified. {reason}")
         if ambiguous_cases(found, missing):
             raise AmbiguousAlignmentError(
                 f"{self.source} does not load into {model}: {describe_ambiguity(found, missing)}"
             )
-        unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
         # What a model computes for itself may match a pattern
         in_model = [name for name in found.names_in_model if name not in found.computed]
         matched = [name for match in found.matches for name in match.ruled]
