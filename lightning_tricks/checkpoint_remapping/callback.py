@@ -223,8 +223,8 @@ def _as_lightning_checkpoint(
 ) -> tuple[dict[str, Any], LoadReport | None]:
     """Return the dict that Lightning restores a module from, with the module's own names, and a report.
 
-    A checkpoint of the Trainer keeps its training state if its names differ from the module's only in prefixes; of any
-    other file only the weights are used, and a fit starts at step 0. A checkpoint of only what trained has the module's
+    A checkpoint of the Trainer keeps its training state if it has all tensors of the module and no others, and their
+    names differ only in prefixes; of any other file only the weights are used, and a fit starts at step 0. A checkpoint of only what trained has the module's
     names, stays as it is, and has no report: `TrainableCheckpoint` completes it.
 
     Args:
@@ -247,7 +247,8 @@ def _as_lightning_checkpoint(
     # Without their versions, modules would convert the weights from an old one
     set_state_dict_versions(weights, state_dict_versions(own) or {})
     found = plan.report.alignment
-    same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
+    differs = found.mismatched or found.lacking or found.unexpected  # optimizers have states of other parameters then
+    same_model = found.by_prefix and not differs and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
         if fit:
             _refuse_placeholders(checkpoint)

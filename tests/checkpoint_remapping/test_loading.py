@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision import models
 
-from lightning_tricks import load_weights, read_checkpoint, replace_head, save_weights
+from lightning_tricks import align, load_weights, read_checkpoint, replace_head, save_weights
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping import (
     AmbiguousAlignmentError,
@@ -248,6 +249,69 @@ def test_numbers_of_8_bits_without_a_scale_are_weights_and_said():
     with pytest.raises(CheckpointError, match=r"3 tensors are left over in the file"):
         load_weights(small(), source.state_dict() | extra)
     load_weights(small(), source.state_dict() | extra, allow_unexpected=["more.*", "3.note"])
+
+
+def _deep(layers=100, width=4):
+    def block():
+        return nn.ModuleDict({"cross_attention_queries": nn.Linear(width, width), "norm": nn.LayerNorm(width)})
+
+    return nn.ModuleDict({"pretrained_backbone_network": nn.ModuleDict({f"layer_{i}": block() for i in range(layers)})})
+
+
+def _wrong_ways(state):
+    """Files that are wrong in hundreds of tensors, each in its own way, and what they are loaded with."""
+    names, numbered = [*state], [*enumerate(state.items())]
+    left_over = {f"x{i}.{name}.of_{i}": tensor for i, (name, tensor) in numbered}
+    other_shapes = {n: torch.zeros(7, *t.shape[1:]) if i % 3 == 0 else t for i, (n, t) in numbered}
+    quantized = {n: t.to(torch.float8_e4m3fn) if t.dim() == 2 else t for n, t in state.items()}
+    return {
+        "missing": {name: tensor for i, (name, tensor) in numbered if i % 7},
+        "left over": state | left_over,
+        "of other shapes": other_shapes,
+        "of other kinds": {name: tensor.int() if i % 3 == 0 else tensor for i, (name, tensor) in numbered},
+        "all of these": {name: other_shapes[name] for name in names if len(name) % 5} | left_over,
+        "nothing fits": {name: torch.zeros(9) for name in names},
+        "other names": {name.replace("layer_", "b").replace("queries", "a"): t for name, t in state.items()},
+        "no values": {name: tensor.to("meta") for name, tensor in state.items()},
+        "two models": {f"{side}.{name}": t for side in ("student", "teacher") for name, t in state.items()},
+        "TensorFlow": {f"{name.replace('.', '/')}/kernel": tensor for name, tensor in state.items()},
+        "codes": quantized | {f"{name}_scale": torch.ones(()) for name, t in state.items() if t.dim() == 2},
+        "LoRA": state | {name.replace("weight", "lora_A.default.weight"): tensor for name, tensor in state.items()},
+        "several sets": {f"group_{i}_of_weights": state for i in range(300)},
+        "counters": state | {f"{name.rpartition('.')[0]}.total_ops": torch.zeros(1) for name in names},
+        "rules to nothing": (state, [(name, f"nothing.{name}") for name in names]),
+        "rules of nothing": (state, [(f"nothing.{name}", names[0]) for name in names]),
+        "rules to one": (state, [dict.fromkeys(names[:200], names[0])]),
+        "rules to other shapes": (state, [dict(zip(names[::4], names[2::4], strict=True)), "only"]),
+        "long names": {f"{'a' * 250}.{i}.weight": torch.zeros(3) for i in range(20)},
+        "tied": state | {f"same.{name}": tensor for name, tensor in state.items()},
+        "one shard": {name: state[name] for name in names[:200]},
+    }
+
+
+@pytest.mark.parametrize("way", _wrong_ways({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}))
+def test_every_message_is_short_and_begins_with_what_helps(way):
+    model = _deep()
+    state = snapshot(model)
+    file = _wrong_ways(state)[way]
+    file, rules = file if isinstance(file, tuple) else (file, "auto")
+    if way == "one shard":
+        save_weights(file, "model-00001-of-00002.pt")
+        file = "model-00001-of-00002.pt"
+    said = []
+    for step in (load_weights, lambda model, file, rules: align(model, file, rules).diagnosis):
+        try:
+            said.append(str(step(model, file, rules=rules)))
+        except (CheckpointError, TypeError) as error:  # of a path, in `align`
+            said.append(str(error))
+    assert unchanged(model, state)
+    lines = [textwrap.wrap(text, 100) for text in said]
+    assert [len(each) for each in lines if len(each) > 15] == []
+    first = {
+        "one shard": "give the index of all shards", "LoRA": "call add_lora(model) first", "codes": "It holds codes",
+        "missing": "allow_missing=['", "several sets": "Choose one with key=", "of other shapes": "allow_mismatched=['",
+    }  # fmt: skip
+    assert first.get(way, "") in " ".join(lines[0][:5])
 
 
 def _normed(norm):

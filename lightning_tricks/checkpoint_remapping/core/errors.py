@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+_LONGEST = 1300  # characters of a message, which fit in 15 lines of 100 columns unless words are very long
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used as asked; the message says why and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")  # of very long names
 
 
 class UnsafeCheckpointError(CheckpointError):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -267,16 +268,17 @@ class LoadPlan:
 
     def _resize(self) -> None:
         """Resize position embeddings; other tensors whose shapes differ keep their values."""
-        matches, kept = list(self.alignment.matches), []
+        matches, kept, resized = list(self.alignment.matches), [], []
         for mismatch in self.alignment.mismatched:
             if mismatch.kinds is not None or not self._is_matched("interpolate", mismatch.target):
                 kept.append(mismatch)
                 continue
             tensor = self.rules.tensors[self.alignment.name_in_file(mismatch.source)]
             self.loaded[mismatch.target] = resize_positions(mismatch, tensor, self.module)
-            self._notes.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
+            resized.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
             match = Match((mismatch.source,), (mismatch.target,), reason="positions, resized to their new number")
             matches.append(match.with_names_in_file(self.rules.ruled))
+        self._notes += [list_names(resized)] * bool(resized)
         self.alignment = replace(self.alignment, matches=tuple(matches), mismatched=tuple(kept))
 
     @property
@@ -351,13 +353,14 @@ class LoadPlan:
         rule = found.proposals.for_the_rest() if missing or wrong else None
         problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
         if not self.loaded:
-            others = f" ({'; '.join(problems[-1:] if rule else problems[:1])})" if wrong or rule else ""
-            raise NothingLoadedError(f"No tensor of {self.source} fits {model}{others}: {found.diagnosis}")
+            others = "; ".join(problems[-1:] if rule else problems[:1]) if wrong or rule else ""
+            others = f" {others[:1].upper()}{others[1:]}." if others else ""
+            raise NothingLoadedError(f"No tensor of {self.source} fits {model}: {found.diagnosis}{others}")
         if problems:
             is_adapted = any(".lora_" in f".{name}" for name in unexpected)
             remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. " * is_adapted
             raise CheckpointError(
-                f"{self.source} does not fit {model}, which was not modified. {'; '.join(problems)}. {remedy}"
+                f"{self.source} does not fit {model}, which was not modified. {remedy}{'; '.join(problems)}. "
                 f"{len(self.loaded)} of {found.total} tensors would load: {found.diagnosis}"
             )
 
@@ -408,6 +411,7 @@ def _with_names_of_header(checkpoint: Checkpoint, model_names: Iterable[str]) ->
     return {name: left_out[name] for name, found in endings.items() if found} | tensors
 
 
+_MOST_PATTERNS = 4  # of one argument that a message shows
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(\w+)")
 
 
@@ -434,8 +438,25 @@ def _problem(
     """Return the sentence about tensors, by name with what is shown of them, and the patterns that allow them."""
     if not tensors:
         return []
-    allowed = f"{argument}={suggested_patterns([*tensors], known)} allows that"
+    allowed = f"{_patterns_for(argument, [*tensors], known)} allows that"
     if resizable:
-        allowed += f", interpolate={suggested_patterns(resizable, known)} resizes positions"
+        allowed += f", {_patterns_for('interpolate', resizable, known)} resizes positions"
     count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
-    return [f"{count} {what}: {list_names(map(str, tensors.values()))} ({allowed})"]
+    return [f"{count} {what}: {_list_shortly([*map(str, tensors.values())], 180)} ({allowed})"]
+
+
+def _patterns_for(argument: str, names: Sequence[str], known: Sequence[str]) -> str:
+    """Return an argument with patterns for names, a few of them if there are many."""
+    patterns = suggested_patterns(names, known, most=_MOST_PATTERNS)
+    shown = _fitting(patterns, 120)
+    left = {name for name in names if not any(Pattern(pattern).matches(name) for pattern in patterns[:shown])}
+    return f"{argument}={patterns[:shown]}" + f" with patterns for {len(left):,} more" * bool(left)
+
+
+def _list_shortly(texts: Sequence[str], width: int) -> str:
+    return list_names(texts, min(_fitting(texts, width), 4))
+
+
+def _fitting(texts: Sequence[str], width: int) -> int:
+    """Return how many texts have at most so many characters together, at least one."""
+    return max(sum(length <= width for length in accumulate(map(len, texts))), 1)

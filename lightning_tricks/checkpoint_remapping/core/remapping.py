@@ -324,7 +324,8 @@ def apply_rules(
         origins=remapped.origins,
         ruled={name: remapped.origins[name] for name in remapped.rules_of},
         notes=[f"rules lead to {list_names(sorted(pinned))}"] * bool(pinned)
-        + [f"the rule {rule} matched nothing" for rule in remapped.unmatched],
+        + [f"{list_names([f'the rule {rule}' for rule in remapped.unmatched])} matched nothing"]
+        * bool(remapped.unmatched),
     )
 
 
