@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,9 +224,9 @@ def _as_lightning_checkpoint(
 ) -> tuple[dict[str, Any], LoadReport | None]:
     """Return the dict that Lightning restores a module from, with the module's own names, and a report.
 
-    A checkpoint of the Trainer keeps its training state if it has all tensors of the module and no others, and their
-    names differ only in prefixes; of any other file only the weights are used, and a fit starts at step 0. A checkpoint of only what trained has the module's
-    names, stays as it is, and has no report: `TrainableCheckpoint` completes it.
+    A checkpoint of the Trainer keeps its training state if it has all tensors of the module and no others, and names
+    differ only in prefixes; of any other file only the weights are used, and a fit starts at step 0. A checkpoint of
+    only what trained has the module's names, stays as it is, and has no report: `TrainableCheckpoint` completes it.
 
     Args:
         module: The module that takes the weights.
@@ -242,13 +243,14 @@ def _as_lightning_checkpoint(
             _refuse_placeholders(checkpoint)
         return {**rest, "state_dict": clone_mapped_tensors(checkpoint.state_dict)}, None
     plan = plan_loading(module, checkpoint, **options)
+    if fit and (plan.report.alignment.lacking or plan.report.unexpected):
+        checkpoint = replace(checkpoint, kind="state_dict")  # its optimizers have states of other parameters
     own = module.state_dict()
     weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
     # Without their versions, modules would convert the weights from an old one
     set_state_dict_versions(weights, state_dict_versions(own) or {})
     found = plan.report.alignment
-    differs = found.mismatched or found.lacking or found.unexpected  # optimizers have states of other parameters then
-    same_model = found.by_prefix and not differs and found.loaded == len(found.matches)
+    same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
         if fit:
             _refuse_placeholders(checkpoint)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-_LONGEST = 1300  # characters of a message, which fit in 15 lines of 100 columns unless words are very long
+from textwrap import wrap
+
+_MOST_LINES, _COLUMNS = 15, 100  # of a message
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used as asked; the message says why and what to do."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")  # of very long names
+        lines = wrap(message, _COLUMNS)
+        if len(lines) > _MOST_LINES:  # of very long names
+            message = " ".join(wrap(message, _COLUMNS, max_lines=_MOST_LINES, placeholder="..."))
+        super().__init__(message)
 
 
 class UnsafeCheckpointError(CheckpointError):
