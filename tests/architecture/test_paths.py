@@ -195,7 +195,7 @@ def test_each_value_of_a_command_is_a_path_or_listed_as_none():
     assert texts == TEXTS
     assert len(_PATHS) == 13
     opened = {command for command, action in _COMMANDS if action.type is file_argument}  # by read_checkpoint
-    assert opened == {"ckpt align", "ckpt diff", "ckpt remap", "ckpt show"}
+    assert opened == {"ckpt align", "ckpt remap", "ckpt show"}
 
 
 @pytest.mark.parametrize(("command", "action"), _PATHS, ids=lambda part: getattr(part, "dest", part))

@@ -29,8 +29,7 @@ _ALIGNED = 'w.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1}'
 # command -> arguments that it does not take, some with which its work fails, the status then, and some that succeed
 _COMMANDS = {
     "demo": ("--seed -1", "--out w.pt", 1, None),
-    "ckpt show": ("w.pt --depth 0", "none.pt", 1, "w.pt"),
-    "ckpt diff": ("w.pt", "w.pt none.pt", 2, "w.pt w.pt"),
+    "ckpt show": ("", "none.pt", 1, "w.pt"),
     "ckpt align": ("w.pt torch.nn", "w.pt torch.nn:Nothing", 1, _ALIGNED),
     "ckpt remap": ("w.pt -o out.pt", "w.pt -r none.yaml -o out.pt", 1, "w.pt -r rules.yaml -o out.pt"),
     "env": ("--json=1", None, 1, ""),
@@ -168,15 +167,6 @@ _CHECKPOINT = "file epoch batches step finished bytes written"
 # command -> arguments, and keys that its JSON must keep; those of values in lists are as if there were no list
 _JSON = {
     "ckpt show": ("w.pt", {"": "source kind key metadata", "tensors.weight": _TENSOR, "placeholders": "location name"}),
-    "ckpt diff": (
-        "w.pt nan.pt",
-        {
-            "": "a b equal",
-            "differences": "tensor max_difference",
-            "differences.a": _TENSOR,
-            "differences.b": _TENSOR,
-        },
-    ),
     "ckpt align": (
         'nan.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1} -o out.yaml',
         {
@@ -315,8 +305,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
     ("line", "proposed"),
     [
         ("lightning-tricks f", {"fit", "fingerprint", "flops"}),
-        ("lightning-tricks ckpt ", {"show", "diff", "align", "remap"}),
-        ("lightning-tricks ckpt show --", {"--help", "--key", "--depth", "--json"}),
+        ("lightning-tricks ckpt ", {"show", "align", "remap"}),
+        ("lightning-tricks ckpt show --", {"--help", "--key", "--json"}),
         ("lightning-tricks ckpt show w", {"w.pt"}),
         ("lightning-tricks ckpt align --rules ru", {"rules.yaml"}),
         ("lightning-tricks resume status ", {"folder"}),

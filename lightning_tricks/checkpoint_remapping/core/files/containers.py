@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import sys
 import zipfile
@@ -40,7 +39,6 @@ from lightning_tricks.checkpoint_remapping.core.files.storages import (
 
 Contents = tuple[Any, str, dict[str, str]]  # the value inside, the kind of the container, and the header's metadata
 _HEADER = 30  # bytes of the header of a zip archive's record, before its name
-_MAX_DIRECTORY_BYTES = 24 << 20  # bytes, of some 300,000 records
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
@@ -92,8 +90,7 @@ def read_container(
 def _read_zip(storages: FileStorages) -> Contents:
     """Read what torch.save or TorchScript wrote."""
     try:
-        with _Bounded(storages.open()) as stream, zipfile.ZipFile(stream) as archive:
-            stream.largest_read = sys.maxsize
+        with storages.open() as stream, zipfile.ZipFile(stream) as archive:
             return _read_archive(archive, storages)
     except (EOFError, NotImplementedError, zipfile.BadZipFile, zipfile.LargeZipFile, struct.error) as error:
         raise NotACheckpointError(
@@ -101,27 +98,11 @@ def _read_zip(storages: FileStorages) -> Contents:
         ) from error
 
 
-class _Bounded(io.BufferedReader):
-    """A stream that refuses large reads: `ZipFile` reads a directory at once, and creates an object per record."""
-
-    largest_read = _MAX_DIRECTORY_BYTES
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream.detach())
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read at most `largest_read` bytes."""
-        if size is None or size > self.largest_read:
-            raise NotACheckpointError(f"a zip archive whose directory has more than {_MAX_DIRECTORY_BYTES:,} bytes.")
-        return super().read(size)
-
-
 def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     names = archive.namelist()
     pickles = [name for name in names if name.count("/") <= 1 and name.rpartition("/")[2] == "data.pkl"]
     if not pickles:
         raise NotACheckpointError(describe_archive(names))
-    _check_overlaps(archive)
     prefix = pickles[0].removesuffix("data.pkl")
     if f"{prefix}byteorder" in archive.NameToInfo and _text(archive, f"{prefix}byteorder") != sys.byteorder:
         raise NotACheckpointError(
@@ -142,15 +123,6 @@ def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     constructors = tensor_constructors(storages.budget)
     value = read_pickle(Cursor(archive.read(info)), storages.budget, constructors, persistent)
     return value, "torchscript" if f"{prefix}constants.pkl" in archive.NameToInfo else "zip", {}
-
-
-def _check_overlaps(archive: zipfile.ZipFile) -> None:
-    """Refuse records that share bytes, as many large ones would then fit into a small file."""
-    records = sorted(archive.infolist(), key=lambda info: info.header_offset)
-    ends = [info.header_offset + _HEADER + info.compress_size for info in records]
-    starts = [*(info.header_offset for info in records[1:]), archive.start_dir]
-    if any(end > start for end, start in zip(ends, starts, strict=True)):
-        raise NotACheckpointError(f"a zip archive whose records overlap. {DOWNLOAD_AGAIN}")
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
@@ -221,8 +193,11 @@ def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
         if identifier[0] == "module":
             return identifier[1]
         _, kind, key, location, _, view = identifier
-        whole = storages.get(kind, key, location, lambda key, _: storages.part(*ranges[key]))
-        return whole if view is None else _view(whole, view)
+        if view is not None:
+            raise NotACheckpointError(
+                "a checkpoint of torch before 0.4. Save it again with a newer one."
+            )
+        return storages.get(kind, key, location, lambda key, _: storages.part(*ranges[key]))
 
     cursor.position = start
     return read_pickle(cursor, budget, tensor_constructors(budget), persistent), "legacy", {}
@@ -258,15 +233,6 @@ def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[i
     if cursor.position > storages.length:
         raise NotACheckpointError("a checkpoint that is truncated")
     return ranges
-
-
-def _view(whole: TypedStorage, view: Any) -> TypedStorage:
-    """Return a part of a storage, which torch before 0.4 saved with its offset and its number of elements."""
-    _, offset, count = view
-    check_tensor(all(type(number) is int and number >= 0 for number in (offset, count)))
-    dtype = whole.dtype
-    first = offset * dtype.itemsize
-    return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)
 
 
 # Files in the safetensors format

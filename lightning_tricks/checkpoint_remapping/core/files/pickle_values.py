@@ -246,7 +246,6 @@ def plain_constructors(budget: Budget) -> dict[str, Constructor]:
         "collections.OrderedDict": lambda *items: dict_of(OrderedDict, *items),
         "torch.Size": torch.Size,
         "torch.device": _device,
-        "torch.serialization._get_layout": _layout,
         # TorchScript's lists, and the types that it stores with dicts and lists
         "torch.jit._pickle.build_boollist": list,
         "torch.jit._pickle.build_doublelist": list,
@@ -270,11 +269,6 @@ def _device(kind: str, *index: int) -> torch.device:
     if not isinstance(kind, str) or len(kind) > 40:
         raise TypeError(f"it names the device {describe_value(kind)}")
     return torch.device(kind, *index)
-
-
-def _layout(name: str) -> Any:
-    known = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
-    return known[name if isinstance(name, str) else ""]
 
 
 # Functions with lower-case names that build objects which are common among hyper-parameters; Python 3.11 stores the
