@@ -213,15 +213,13 @@ def test_a_command_refuses_an_address(command, action, capsys):
     assert not list(Path().iterdir())
 
 
-def test_the_ckpt_command_opens_addresses(tmp_path, capsys):
+def test_the_ckpt_command_opens_addresses(tmp_path):
     address = f"memory:/{tmp_path}/layer.pt"
     with fsspec.open(address, "wb") as file:
         torch.save(_WEIGHTS, file)
     assert main(["ckpt", "show", address]) == 0
-    assert main(["ckpt", "diff", address, address]) == 0
     Path("rules.yaml").write_text("- {from: weight, to: w}", encoding="utf-8")
     assert main(["ckpt", "remap", address, "-r", "rules.yaml", "-o", "renamed.pt"]) == 0
-    assert "2 tensors are equal" in capsys.readouterr().out
     assert torch.load("renamed.pt").keys() == {"w", "bias"}
 
 

@@ -447,7 +447,7 @@ def test_calls_are_refused(container, beside_weights, monkeypatch):
         Path("evil.pt").write_bytes(pickle.dumps(value, protocol=container))
     else:
         torch.save(value, "evil.pt", _use_new_zipfile_serialization=container == "zip")
-    with pytest.raises(UnsafeCheckpointError, match=r"names (posix|nt).system. Nothing of it was run") as error:
+    with pytest.raises(UnsafeCheckpointError, match=r"a call of (posix|nt).system. Nothing of it was run") as error:
         read_checkpoint("evil.pt")
     assert "weights_only" not in str(error.value)
     assert not Path("pwned").exists()
@@ -616,10 +616,8 @@ OTHER_FRAMEWORKS = [
     ("flax_model.msgpack", _flax(), "a msgpack file, as Flax writes them. Read it with flax.serialization"),
     ("weights.bin", _flax(), "a msgpack file, as Flax writes them"),
     ("model.ckpt-1.index", _table(), "a checkpoint of TensorFlow. Read it with tf.train.load_checkpoint"),
-    ("model.ckpt-1.data-00000-of-00001", bytes(64), "a checkpoint of TensorFlow, by its name"),
     ("checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n', "a list of TensorFlow's checkpoints"),
     ("saved_model.pb", b"\x08\x01\x12\x02\x0a\x00", "a SavedModel of TensorFlow. Load it with tf.saved_model"),
-    ("frozen.pb", b"\x0a\x05\x0a\x01x\x12\x00", "a graph of TensorFlow, by its name"),
     ("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(88), "an HDF5 file, as Keras writes them. Convert it to .safetensors"),
     ("model.keras", _keras(), "a model of Keras. Convert it to .safetensors"),
     ("model.tflite", b"\x1c\x00\x00\x00TFL3" + bytes(56), "a TensorFlow Lite model. Take the .safetensors"),
@@ -641,13 +639,6 @@ def test_directories_of_other_frameworks_are_named(name, words):
     Path("folder", name).touch()
     with pytest.raises(NotACheckpointError, match=words):
         read_checkpoint("folder")
-
-
-def test_a_name_of_another_framework_does_not_hide_weights():
-    torch.save(weights(), "model.onnx")
-    assert len(read_checkpoint("model.onnx").state_dict) == len(weights())
-    Path("w.pb").write_bytes(pickle.dumps(weights()))
-    assert len(read_checkpoint("w.pb").state_dict) == len(weights())
 
 
 @pytest.mark.trap("checkpoints: an HTML page, a git-LFS pointer, ... advise weights_only=False")

@@ -81,7 +81,7 @@ def read_container(
     try:
         return _read_pickles(storages)
     except NotACheckpointError as error:
-        raise NotACheckpointError(describe_other(path.name, head, error)) from error
+        raise NotACheckpointError(describe_other(head, error)) from error
 
 
 # Zip archives of torch.save and TorchScript, whose records are not compressed
@@ -194,9 +194,7 @@ def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
             return identifier[1]
         _, kind, key, location, _, view = identifier
         if view is not None:
-            raise NotACheckpointError(
-                "a checkpoint of torch before 0.4. Save it again with a newer one."
-            )
+            raise NotACheckpointError("a checkpoint of torch before 0.4. Save it again with a newer one.")
         return storages.get(kind, key, location, lambda key, _: storages.part(*ranges[key]))
 
     cursor.position = start

@@ -55,15 +55,6 @@ _SHORT_BEGINNINGS = (
     (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[\w./]", _FLAX),
 )
 _TENSORFLOW_END = bytes.fromhex("57fb808b247547db")  # of the table that lists the tensors of a TensorFlow checkpoint
-_SUFFIXES = (
-    (r"\.onnx", _ONNX),
-    (r"\.msgpack", _FLAX),
-    (r"\.pb", f"a graph of TensorFlow. {_READ_TENSORFLOW}"),
-    (r"\.tflite", f"a TensorFlow Lite model. {_TAKE_SAFETENSORS}"),
-    (r"\.data-\d{5}-of-\d{5}|\.ckpt.*\.(index|meta)", _TENSORFLOW),
-    (r"\.(h5|hdf5|keras)", f"a file of Keras. {_CONVERT_KERAS}"),
-    (r"\.(gguf|ggml)", f"a file of quantized weights for llama.cpp. {_TAKE_SAFETENSORS}"),
-)
 
 
 def refuse_other_formats(head: bytes) -> None:
@@ -88,13 +79,10 @@ def _refuse(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
             raise NotACheckpointError(what)
 
 
-def describe_other(name: str, head: bytes, error: NotACheckpointError) -> str:
-    """Say what a file is that does not read as a pickle, by its beginning and the end of its name."""
+def describe_other(head: bytes, error: NotACheckpointError) -> str:
+    """Say what a file is that does not read as a pickle, by its beginning."""
     if head[:1] == b"\x80" and head[1:2] <= b"\x05":
         return f"{str(error).rstrip('.')}. {DOWNLOAD_AGAIN}"
-    for suffix, what in _SUFFIXES:
-        if re.search(f"(?:{suffix})$", name.lower()):
-            return what.replace(". ", ", by its name. ", 1)
     if all(32 <= byte < 127 or byte in b"\t\r\n\f" for byte in head):
         first = "".join(head[:40].decode("ascii").strip().splitlines()[:1])
         return f"a text file, which begins with {first!r}."

@@ -33,7 +33,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import ARRAY, array_of_state
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
-    CODE_RUNNERS,
     MAX_NAME_LENGTH,
     Calls,
     Constructor,
@@ -42,7 +41,6 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     check_nesting,
     describe_value,
     fill,
-    is_never_needed,
 )
 
 
@@ -290,8 +288,6 @@ class _Machine:
         if not (isinstance(module, str) and isinstance(name, str)) or len(module) + len(name) > MAX_NAME_LENGTH:
             raise NotACheckpointError("a pickle with a class whose name is not text")
         found = Global({"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module), name)
-        if found.name in CODE_RUNNERS and is_never_needed(found):
-            raise UnsafeCheckpointError(f"a pickle that names {found}")
         self.stack.append(_DTYPES.get(str(found), found))
 
     def _reduce(self) -> None:

@@ -292,15 +292,9 @@ _SYSTEM = frozenset(
     """.split()  # noqa: SIM905  # a list of words
 )
 _LIBRARIES = {"jsonargparse", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchvision"}
-CODE_RUNNERS = frozenset(
-    """
-    call check_call check_output delattr eval exec execfile getattr import_module load loads open popen Popen
-    run run_module run_path runstring setattr spawn system urlopen urlretrieve __import__
-    """.split()  # noqa: SIM905  # a list of words
-)
 
 
-def is_never_needed(function: Global) -> bool:
+def _is_never_needed(function: Global) -> bool:
     """Whether no checkpoint needs this call. It decides only what is refused: no call is made in either case."""
     package = function.module.partition(".")[0]
     if str(function) in _HARMLESS_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
@@ -310,9 +304,7 @@ def is_never_needed(function: Global) -> bool:
         known = {"SimpleNamespace", "MappingProxyType"} if package == "types" else set()
         in_system = package in _SYSTEM and function.name not in known
         return in_system or looks_like_a_function or "." in function.name
-    if package in _LIBRARIES and looks_like_a_function:
-        return True
-    return function.name.rpartition(".")[2] in CODE_RUNNERS
+    return package in _LIBRARIES and looks_like_a_function
 
 
 class Calls:
@@ -347,7 +339,7 @@ class Calls:
             for part in arguments:
                 self.charge(part)
             return make(*arguments)
-        if is_never_needed(function):
+        if _is_never_needed(function):
             raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
         self.budget.spend(512)
         return Placeholder(name, arguments)
