@@ -315,7 +315,7 @@ def test_arrays_of_numpy_are_weights(protocol, container, inside):
     equal(found.state_dict, expected)
     assert found.key == (inside or "")
     assert found.metadata == ({"author": "a zoo", "best": 0.5} if inside else {})
-    assert type(found.metadata.get("best", 0.5)) is float
+    assert type(found.metadata.get("best", np.float32())) is np.float32
     assert read_checkpoint("w", map_location="meta").state_dict["head.weight"].is_meta
     assert torch.equal(read_checkpoint("w").state_dict["head.weight"], expected["head.weight"])
     with pytest.raises(CheckpointError, match="which is unavailable"):

@@ -36,7 +36,7 @@ def array_constructors(budget: Budget) -> dict[str, Constructor]:
 
     def number(dtype: Any, data: Any = b"") -> Any:
         array = _array(budget, data, dtype, ())
-        return Placeholder("numpy.generic", (dtype, data)) if array is None else array.item()
+        return Placeholder("numpy.generic", (dtype, data)) if array is None else array[()]
 
     constructors: dict[str, Constructor] = {}
     for core in ("numpy.core", "numpy._core"):
