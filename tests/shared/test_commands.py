@@ -138,11 +138,11 @@ def test_a_command_ends_in_peace_where_nobody_reads(command, capsys):
 
 
 def test_a_file_of_many_tensors_is_shown_to_who_stops_reading():
-    torch.save({f"layers.{i}.weight": torch.zeros(1) for i in range(1200)}, "w.pt")  # more than a pipe holds
+    torch.save({f"layers.{i}.weight": torch.zeros(1) for i in range(3000)}, "w.pt")  # more than a pipe holds
     command = [sys.executable, "-m", "lightning_tricks", "ckpt", "show", "w.pt"]
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else Python itself overlooks that half of a text was written
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
-        assert process.stdout.readline().startswith(b"w.pt: state_dict, 1200 tensors")
+        assert process.stdout.readline().startswith(b"w.pt: state_dict, 3000 tensors")
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
@@ -270,9 +270,6 @@ def test_json_has_the_values(more_files, capsys):
     assert shown["tensors"]["weight"] == {"shape": [1, 2], "dtype": "float32", "bytes": 8}
     assert (shown["metadata"]["epoch"], shown["metadata"]["best"]) == (3, None), "JSON has no infinity"
     assert [part["location"] for part in shown["placeholders"]] == ["cache"]
-    weight, bias = values("ckpt", "diff", "w.pt", "nan.pt")["differences"]
-    assert (weight["tensor"], weight["max_difference"]) == ("weight", None)
-    assert (bias["a"]["shape"], bias["b"]["shape"]) == ([1], [3])
     whole, damaged = values("resume", "verify", "run")
     assert whole["problem"] is None
     assert damaged["problem"] == "manifest.json is damaged", "it is that of another one"

@@ -41,7 +41,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.matches import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
-from lightning_tricks.checkpoint_remapping.core.quantized_weights import describe_codes, find_codes
+from lightning_tricks.checkpoint_remapping.core.quantized_weights import describe_codes, find_codes, is_widened
 from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, strip_wrappers
 from lightning_tricks.checkpoint_remapping.core.weight_norm import find_normed, normed_as_in
 
@@ -218,14 +218,15 @@ class LoadPlan:
         found = find_tensors(self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()))
         self.alignment, self.loaded, self.rules, self._aliases, notes = found
         self._notes = [*adapters, *normed, *notes]
-        clean = {name: self.alignment.name_in_file(name) for name in self._clean_names()}
-        file = {name: self.rules.tensors[old] for name, old in clean.items() if old in self.rules.tensors}
         self._leave_out_other_kinds()
+        file = {
+            name: self.rules.tensors[found.alignment.name_in_file(name)] for name in self.alignment.clean_names_in_file
+        }
         codes = find_codes(self.alignment, file, self.model_tensors)
         self._codes = describe_codes(codes, file) if codes else ""
         self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
-        narrow = [name for name in self.loaded if self._is_widened(name)]
-        self._notes += [f"{list_names(narrow)} are of 8 bits in the file, and loaded as such numbers"] * bool(narrow)
+        widened = [name for name in self.loaded if is_widened(self.loaded[name], self.model_tensors[name])]
+        self._notes += [f"{list_names(widened)} are of 8 bits in the file, and loaded as such numbers"] * bool(widened)
         self._resize()
 
     def _leave_out_added(self, tensors: Collection[str]) -> list[str]:
@@ -236,17 +237,6 @@ class LoadPlan:
             return []
         self.model_tensors = {n: tensor for n, tensor in self.model_tensors.items() if n not in added}
         return [f"{len(added)} tensors of adapters keep their values"]
-
-    def _clean_names(self) -> Iterator[str]:
-        """Yield the names of the file's tensors that are in the alignment."""
-        found = self.alignment
-        yield from (name for match in found.matches for name in match.ruled)
-        yield from (mismatch.source for mismatch in found.mismatched)
-        yield from found.unexpected
-
-    def _is_widened(self, name: str) -> bool:
-        widths = [tensor.dtype.itemsize for tensor in (self.loaded[name], self.model_tensors[name])]
-        return self.loaded[name].is_floating_point() and widths[0] == 1 < widths[1]
 
     def _leave_out_other_kinds(self) -> None:
         """Leave out the tensors of integers that would become numbers of another kind, such as quantized weights."""

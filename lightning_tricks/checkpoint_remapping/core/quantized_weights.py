@@ -40,7 +40,7 @@ def find_codes(
     endings = lacking.union(*map(_endings, lacking))
     codes: dict[str, list[str]] = {}
     for name in (*targets, *found.unexpected):
-        if name not in file or not is_narrow(file[name]) or file[name].dim() < 2:
+        if name not in file or not _is_narrow(file[name]) or file[name].dim() < 2:
             continue
         layer = _layer(name)
         if name in targets:
@@ -64,7 +64,12 @@ def describe_codes(codes: Mapping[str, list[str]], file: Mapping[str, torch.Tens
     )
 
 
-def is_narrow(tensor: torch.Tensor) -> bool:
+def is_widened(given: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether floating-point numbers of 8 bits become wider ones."""
+    return given.is_floating_point() and given.dtype.itemsize == 1 < own.dtype.itemsize
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of whole numbers or of floating-point numbers of 8 bits."""
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     return whole or tensor.dtype.itemsize == 1

@@ -104,7 +104,8 @@ def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     if not pickles:
         raise NotACheckpointError(describe_archive(names))
     prefix = pickles[0].removesuffix("data.pkl")
-    if f"{prefix}byteorder" in archive.NameToInfo and _text(archive, f"{prefix}byteorder") != sys.byteorder:
+    order = f"{prefix}byteorder"
+    if order in archive.NameToInfo and archive.read(_stored(archive, order)) != sys.byteorder.encode():
         raise NotACheckpointError(
             "a checkpoint of a machine with the other byte order. Save it there as .safetensors, which has one order."
         )
@@ -139,11 +140,6 @@ def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
             "compression (zip -0)."
         )
     return info
-
-
-def _text(archive: zipfile.ZipFile, name: str) -> str:
-    info = _stored(archive, name)
-    return archive.read(info).decode("ascii", "replace") if info.file_size < 100 else ""
 
 
 def _storage(archive: zipfile.ZipFile, name: str, size: int, storages: FileStorages) -> torch.UntypedStorage:
