@@ -186,6 +186,9 @@ PICKLES: dict[str, Callable[[], bytes]] = {
     "an array of a negative size": lambda: beside(_array(number(-1) + b"\x85", bytes(4))),
     "an array of shared lists": lambda: beside(_array(shared_lists(), bytes(4))),
     "an array whose type is shared lists": lambda: beside(_array(b"K\x01\x85", bytes(4), shared_lists())),
+    "an array whose bytes are in an order of shared lists": lambda: beside(
+        called("numpy.core.multiarray.scalar", _type(order=shared_lists()), b"C\x04" + bytes(4))
+    ),
     "an array with nothing and without end": lambda: beside(_array(b"K\x00" + number(1 << 62) + b"\x86", b"")),
     "an array in an order of shared lists": lambda: beside(
         called("numpy.core.numeric._frombuffer", b"C\x04" + bytes(4), _type(), b"K\x01\x85", text("K"), shared_lists())
@@ -225,8 +228,8 @@ def _described() -> bytes:
     return called("numpy.core.multiarray._reconstruct", b"cnumpy\nndarray\n", b"K\x00\x85", b"C\x01b")
 
 
-def _type(code: bytes = b"X\x02\x00\x00\x00f4") -> bytes:
-    return called("numpy.dtype", code, b"\x89", b"\x88") + b"(K\x03" + text("<") + b"NNNK\x00K\x00K\x00tb"
+def _type(code: bytes = b"X\x02\x00\x00\x00f4", order: bytes = b"X\x01\x00\x00\x00<") -> bytes:
+    return called("numpy.dtype", code, b"\x89", b"\x88") + b"(K\x03" + order + b"NNNK\x00K\x00K\x00tb"
 
 
 def _array(shape: bytes, data: bytes, code: bytes = b"X\x02\x00\x00\x00f4") -> bytes:

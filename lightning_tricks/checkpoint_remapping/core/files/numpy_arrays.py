@@ -65,7 +65,9 @@ def _array(
     code = _code(dtype)
     if code not in _NUMBERS:
         return None
-    stored = np.dtype(("<" if dtype.state is None else str(dtype.state[1])) + code)
+    bytes_order = dtype.state[1] if isinstance(dtype.state, tuple) else None
+    check_tensor(bytes_order in ("<", ">", "|", "="))
+    stored = np.dtype(bytes_order + code)
     data = data.encode("latin-1") if isinstance(data, str) else data  # as Python 2 stored bytes
     shape = checked_sizes(shape)
     check_tensor(isinstance(data, bytes | bytearray) and math.prod(shape) * stored.itemsize == len(data))
@@ -108,6 +110,6 @@ def refuse_other_arrays(values: dict[Any, Any]) -> None:
             code = _code(*parts) if parts else "none"
             if not code.startswith(_TEXT):
                 raise NotACheckpointError(
-                    f"a checkpoint whose {describe_value(name)} is a NumPy array of dtype {code!r}, which holds "
+                    f"a checkpoint whose {describe_value(name)} is a NumPy array of dtype {describe_value(code)}, which holds "
                     "objects, records or numbers that torch does not have. Save arrays of numbers, such as of float32."
                 )
