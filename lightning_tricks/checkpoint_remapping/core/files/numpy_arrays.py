@@ -110,6 +110,6 @@ def refuse_other_arrays(values: dict[Any, Any]) -> None:
             code = _code(*parts) if parts else "none"
             if not code.startswith(_TEXT):
                 raise NotACheckpointError(
-                    f"a checkpoint whose {describe_value(name)} is a NumPy array of dtype {describe_value(code)}, which "
-                    "holds objects, records or numbers that torch does not have. Save arrays of numbers, as of float32."
+                    f"a checkpoint whose {describe_value(name)} is a NumPy array of dtype {describe_value(code)}, "
+                    "which holds objects, records or numbers that torch does not have. Save arrays of numbers there."
                 )
