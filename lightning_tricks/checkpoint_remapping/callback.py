@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,9 +227,9 @@ def _as_lightning_checkpoint(
 ) -> tuple[dict[str, Any], LoadReport | None]:
     """Return the dict that Lightning restores a module from, with the module's own names, and a report.
 
-    A checkpoint of the Trainer keeps its training state if its names differ from the module's only in prefixes; of any
-    other file only the weights are used, and a fit starts at step 0. A checkpoint of only what trained has the module's
-    names, stays as it is, and has no report: `TrainableCheckpoint` completes it.
+    A checkpoint of the Trainer keeps its training state if it has all tensors of the module and no others, and names
+    differ only in prefixes; of any other file only the weights are used, and a fit starts at step 0. A checkpoint of
+    only what trained has the module's names, stays as it is, and has no report: `TrainableCheckpoint` completes it.
 
     Args:
         module: The module that takes the weights.
@@ -245,6 +246,8 @@ def _as_lightning_checkpoint(
             _refuse_placeholders(checkpoint)
         return {**rest, "state_dict": clone_mapped_tensors(checkpoint.state_dict)}, None
     plan = plan_loading(module, checkpoint, **options)
+    if fit and (plan.report.alignment.lacking or plan.report.unexpected):
+        checkpoint = replace(checkpoint, kind="state_dict")  # its optimizers have states of other parameters
     own = module.state_dict()
     weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
     # Without their versions, modules would convert the weights from an old one

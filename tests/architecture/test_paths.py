@@ -195,7 +195,7 @@ def test_each_value_of_a_command_is_a_path_or_listed_as_none():
     assert texts == TEXTS
     assert len(_PATHS) == 13
     opened = {command for command, action in _COMMANDS if action.type is file_argument}  # by read_checkpoint
-    assert opened == {"ckpt align", "ckpt diff", "ckpt remap", "ckpt show"}
+    assert opened == {"ckpt align", "ckpt remap", "ckpt show"}
 
 
 @pytest.mark.parametrize(("command", "action"), _PATHS, ids=lambda part: getattr(part, "dest", part))
@@ -213,15 +213,13 @@ def test_a_command_refuses_an_address(command, action, capsys):
     assert not list(Path().iterdir())
 
 
-def test_the_ckpt_command_opens_addresses(tmp_path, capsys):
+def test_the_ckpt_command_opens_addresses(tmp_path):
     address = f"memory:/{tmp_path}/layer.pt"
     with fsspec.open(address, "wb") as file:
         torch.save(_WEIGHTS, file)
     assert main(["ckpt", "show", address]) == 0
-    assert main(["ckpt", "diff", address, address]) == 0
     Path("rules.yaml").write_text("- {from: weight, to: w}", encoding="utf-8")
     assert main(["ckpt", "remap", address, "-r", "rules.yaml", "-o", "renamed.pt"]) == 0
-    assert "2 tensors are equal" in capsys.readouterr().out
     assert torch.load("renamed.pt").keys() == {"w", "bias"}
 
 

@@ -40,18 +40,26 @@ def test_objects_among_hyperparameters_do_not_block_a_resume(tmp_path):
 
 
 class Remembers(Callback):
-    """Saves a NumPy scalar, as comparisons of metrics give them."""
+    """Saves a NumPy date."""
+
+    value = np.datetime64("2026-01-01")
 
     def state_dict(self):
-        return {"nested": [{"best": np.float64(0.5)}]}
+        return {"nested": [{"best": self.value}]}
 
     def load_state_dict(self, state_dict):
         self.loaded = state_dict
 
 
+class RemembersNumbers(Remembers):
+    """Saves NumPy numbers, as comparisons of metrics give them."""
+
+    value = {np.int64(0): np.float32(0.5)}  # noqa: RUF012  # never changed
+
+
 class CountsByNumber(Callback):
     def state_dict(self):
-        return {"counts": {np.int64(0): 4}}
+        return {"counts": {np.datetime64(0, "D"): 4}}
 
 
 class SavesMore(Callback):
@@ -74,7 +82,7 @@ class Stateful(Net):
 
 class Data(LightningDataModule):
     def state_dict(self):
-        return {"seen": np.arange(3)}
+        return {"seen": np.array(["a"])}
 
     def train_dataloader(self):
         return loader(shuffle=True)
@@ -109,7 +117,15 @@ def test_other_objects_are_named_at_the_first_save(tmp_path, callbacks, module, 
     again = fit(AutoResume(tmp_path, allow_pickle=True), *kept, module=module, data=data and data(), epochs=3)
     assert again.global_step == 30
     if callbacks == [Remembers]:
-        assert kept[0].loaded == {"nested": [{"best": 0.5}]}
+        assert kept[0].loaded == {"nested": [{"best": Remembers.value}]}
+
+
+def test_numbers_of_numpy_are_resumed(tmp_path):
+    assert stop(AutoResume(tmp_path), RemembersNumbers(), step=23, epochs=3) == 75
+    kept = RemembersNumbers()
+    fit(AutoResume(tmp_path), kept, epochs=3)
+    ((key, value),) = kept.loaded["nested"][0]["best"].items()
+    assert (key, value, type(key), type(value)) == (0, 0.5, np.int64, np.float32)
 
 
 def test_a_save_that_cannot_be_resumed_counts_as_failed(tmp_path):

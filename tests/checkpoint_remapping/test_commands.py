@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks import read_checkpoint, save_weights
+from lightning_tricks import read_checkpoint
 from lightning_tricks.cli import main
 
 NET = "torchvision.models:resnet18"
@@ -34,14 +34,10 @@ def test_show(capsys, resnet):
     status, text = run(capsys, "show", "w.ckpt")
     assert status == 0
     assert "w.ckpt: lightning under state_dict, 122 tensors, 11.7 M numbers, 44.63 MiB" in text
-    assert "layer1  (24 tensors" in text
-    assert "weight  64x3x7x7  float32  36.75 KiB" in text
-    assert "num_batches_tracked  scalar  int64  8 B" in text
+    assert "  conv1.weight  64x3x7x7  float32  36.75 KiB" in text
+    assert "bn1.num_batches_tracked  scalar  int64  8 B" in text
     assert "hyper_parameters.root: pathlib." in text
     assert "pytorch-lightning_version: '2.6.0'" in text
-    _, short = run(capsys, "show", "w.ckpt", "--depth", "1")
-    assert "fc  (2 tensors" in short
-    assert "float32" not in short
 
 
 def test_show_refuses_and_runs_nothing(capsys):
@@ -53,21 +49,8 @@ def test_show_refuses_and_runs_nothing(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["ckpt", "show", "w.pt"])
     assert exit_.value.code == 1
-    assert "error: w.pt is a pickle that names" in capsys.readouterr().err
+    assert "error: w.pt is a pickle that asks for a call of" in capsys.readouterr().err
     assert not Path("pwned").exists()
-
-
-def test_diff(capsys):
-    net = nn.Linear(2, 3)
-    save_weights(net, "a.pt")
-    save_weights(net, "b.safetensors")
-    status, text = run(capsys, "diff", "a.pt", "b.safetensors")
-    assert (status, "2 tensors are equal, 0 differ" in text) == (0, True)
-    save_weights({"weight": net.weight.detach() + 0.5, "bias": torch.zeros(4), "more": torch.ones(1)}, "b.pt")
-    status, text = run(capsys, "diff", "a.pt", "b.pt")
-    assert status == 1
-    for words in ("values differ by up to 0.5", "3 and 4", "only in b.pt", "0 tensors are equal, 3 differ"):
-        assert words in text
 
 
 def test_align_and_remap(capsys, resnet):
@@ -107,7 +90,6 @@ def test_align_after_rules(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["show", "w.pt", "--depth", "0"], "--depth must be a whole number >= 1, got 0"),
         (["show", "nothing.pt"], "error: nothing.pt does not exist"),
         (["align", "w.pt", "torchvision.models"], "the model must be MODULE:NAME"),
         (["align", "w.pt", NET], "error: w.pt "),

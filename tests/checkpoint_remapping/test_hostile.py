@@ -20,7 +20,6 @@ from lightning_tricks.checkpoint_remapping import (
     NotACheckpointError,
     read_rules,
 )
-from lightning_tricks.checkpoint_remapping.core import remapping
 from lightning_tricks.checkpoint_remapping.core.files import download as downloading
 from lightning_tricks.checkpoint_remapping.core.files import reading
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
@@ -70,10 +69,9 @@ def test_the_fuzzing_itself_finds_what_breaks_the_promise(what, monkeypatch):
         ("packed: expanded", "takes more than"),
         ("packed: a name without end", "a tensor whose name has 100,000 characters"),
         ("packed: a name for terminals", "control characters in the name of a tensor"),
-        ("packed: text of shared lists: an instantiator", "share their parts so often"),
+        ("packed: an array beyond its bytes", "a tensor whose data, shape or strides are invalid"),
+        ("packed: an array without end", "a tensor whose data, shape or strides are invalid"),
         ("compressed", "compressed records, which torch does not write"),
-        ("overlapping", "whose records overlap"),
-        ("a very large directory", "whose directory has more than 25,165,824 bytes"),
         ("an index of itself", "a text file"),
         ("an index of its folder", "missing in its folder"),
     ],
@@ -187,12 +185,6 @@ def test_rules_cannot_make_names_without_end():
         remap_keys({"aaaa": torch.ones(1)}, doubling)
 
 
-def test_rules_may_not_take_long(monkeypatch):
-    monkeypatch.setattr(remapping, "_MAX_SECONDS", -1.0)
-    with pytest.raises(CheckpointError, match=r"write re:a -> b and others with fewer repeats"):
-        remap_keys({"a": torch.ones(1)}, [("re:a", "b")])
-
-
 # Addresses
 
 
@@ -296,13 +288,13 @@ def root():
         ("broken", MissingCheckpointError, "cannot be downloaded: HTTP Error 500"),
         ("loop", MissingCheckpointError, "cannot be downloaded: .*infinite loop"),
         ("file", MissingCheckpointError, "cannot be downloaded: .*not allowed"),
-        ("ftp", MissingCheckpointError, "cannot be downloaded: .*unknown url type"),
+        ("ftp", MissingCheckpointError, "cannot be downloaded: .*(not allowed|unknown url type)"),
         ("nonsense", MissingCheckpointError, "cannot be downloaded: hello"),
         ("nothing", MissingCheckpointError, "cannot be downloaded: Remote end closed"),
         ("silent", MissingCheckpointError, "cannot be downloaded: .*timed out"),
         ("short", CheckpointError, "broke off after 2 of 1,000 bytes|IncompleteRead"),
         ("chunks", MissingCheckpointError, "cannot be downloaded: "),
-        ("length", MissingCheckpointError, "the server gives its length as 'many'"),
+        ("length", MissingCheckpointError, "cannot be downloaded: .*'many'"),
         ("headers", MissingCheckpointError, "cannot be downloaded: got more than 100 headers"),
         ("reset", CheckpointError, "cannot be downloaded|broke off"),
         ("large", NotACheckpointError, "has more than 1,000,000 bytes. Download it yourself"),
@@ -315,13 +307,6 @@ def test_bad_answers(root, path, error, words, monkeypatch):
         monkeypatch.setattr(downloading, "TIMEOUT", 0.2)
     with pytest.raises(error, match=f"{root}/{path} .*({words})"):
         read_checkpoint(f"{root}/{path}")
-
-
-def test_a_slow_server(root, monkeypatch):
-    monkeypatch.setattr(downloading, "TIMEOUT", 5.0)
-    monkeypatch.setattr(downloading.time, "monotonic", itertools.count(0, 10.0).__next__)
-    with pytest.raises(NotACheckpointError, match=r"was downloaded at less than 1,024 bytes per second"):
-        read_checkpoint(f"{root}/short")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """`load_weights`, `save_weights`, `replace_head`, `max_output_difference`."""
 
+import contextlib
 import json
 import math
 import os
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision import models
 
-from lightning_tricks import load_weights, read_checkpoint, replace_head, save_weights
+from lightning_tricks import align, load_weights, read_checkpoint, replace_head, save_weights
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping import (
     AmbiguousAlignmentError,
@@ -183,6 +185,161 @@ def test_other_kinds_are_named_and_counted(value, words):
     assert torch.equal(target[3].weight, before["3.weight"])
 
 
+def _quantized(scheme):
+    """The layer of a model as libraries store it: codes, and what their numbers mean."""
+    rows, columns = 16, 32
+    int32, uint8, e4m3 = torch.int32, torch.uint8, torch.float8_e4m3fn
+    return {
+        "fp8 of blocks": {"weight": torch.ones(rows, columns).to(e4m3), "weight_scale_inv": torch.ones(1, 1)},
+        "fp8 of tensors": {
+            "weight": torch.ones(rows, columns).to(e4m3), "weight_scale": torch.ones(()), "input_scale": torch.ones(()),
+        },
+        "fp8 with names of its own": {"weight": torch.ones(rows, columns).to(e4m3), "s": torch.ones(rows)},
+        "gptq": {
+            "qweight": torch.ones(columns // 8, rows, dtype=int32), "qzeros": torch.ones(1, 2, dtype=int32),
+            "scales": torch.ones(1, rows), "g_idx": torch.ones(columns, dtype=int32),
+        },
+        "bitsandbytes, 8 bits": {"weight": torch.ones(rows, columns, dtype=torch.int8), "SCB": torch.ones(rows)},
+        "bitsandbytes, 4 bits": {
+            "weight": torch.ones(256, 1, dtype=uint8), "weight.absmax": torch.ones(8),
+            "weight.quant_map": torch.ones(16), "weight.quant_state.bitsandbytes__nf4": torch.ones(70, dtype=uint8),
+        },
+        "packed": {
+            "weight_packed": torch.ones(rows, 4, dtype=int32), "weight_scale": torch.ones(rows, 1),
+            "weight_shape": torch.tensor([rows, columns]),
+        },
+    }[scheme]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.net."])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("fp8 of blocks", "fp8 of tensors", "fp8 with names of its own", "gptq"),
+        *("bitsandbytes, 8 bits", "bitsandbytes, 4 bits", "packed"),
+    ],
+)
+def test_codes_are_no_weights_whatever_is_allowed(scheme, prefix):
+    def build():
+        return nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Linear(32, 16), nn.LayerNorm(16))
+
+    file, model = build().state_dict(), build()
+    del file["2.weight"]
+    file |= {f"2.{name}": tensor for name, tensor in _quantized(scheme).items()}
+    file = {f"{prefix}{name}": tensor for name, tensor in file.items()}
+    before = snapshot(model)
+    everything = {} if "fp8" not in scheme else {"allow_unexpected": "*", "allow_missing": "*"}
+    for options in ({}, everything):
+        with pytest.raises(CheckpointError, match=r"It holds codes of quantized weights: .*2\.\w+ is torch") as error:
+            load_weights(model, file, **options)
+        assert "Dequantize them" in str(error.value)
+        assert "allow_" not in str(error.value)
+    assert unchanged(model, before)
+
+
+def test_numbers_of_8_bits_without_a_scale_are_weights_and_said():
+    source, target = randomized(small()), small()
+    file = {
+        n: tensor.to(torch.float8_e5m2) if tensor.dim() > 1 else tensor for n, tensor in source.state_dict().items()
+    }
+    report = load_weights(target, file)
+    assert "0.weight, 3.weight are of 8 bits in the file, and loaded as such numbers" in report.diagnosis
+    assert torch.equal(target[3].weight, file["3.weight"].float())
+    extra = {"more.index": torch.ones(3, 3, dtype=torch.int64), "more.scale": torch.ones(3), "3.note": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"3 tensors are left over in the file"):
+        load_weights(small(), source.state_dict() | extra)
+    load_weights(small(), source.state_dict() | extra, allow_unexpected=["more.*", "3.note"])
+
+
+def _deep(layers=100, width=4):
+    def block():
+        return nn.ModuleDict({"cross_attention_queries": nn.Linear(width, width), "norm": nn.LayerNorm(width)})
+
+    return nn.ModuleDict({"pretrained_backbone_network": nn.ModuleDict({f"layer_{i}": block() for i in range(layers)})})
+
+
+def _wrong_ways(state):
+    """Files that are wrong in hundreds of tensors, each in its own way, and what they are loaded with."""
+    names, numbered = [*state], [*enumerate(state.items())]
+    left_over = {f"x{i}.{name}.of_{i}": tensor for i, (name, tensor) in numbered}
+    other_shapes = {n: torch.zeros(7, *t.shape[1:]) if i % 3 == 0 else t for i, (n, t) in numbered}
+    quantized = {n: t.to(torch.float8_e4m3fn) if t.dim() == 2 else t for n, t in state.items()}
+    return {
+        "missing": {name: tensor for i, (name, tensor) in numbered if i % 7},
+        "left over": state | left_over,
+        "of other shapes": other_shapes,
+        "of other kinds": {name: tensor.int() if i % 3 == 0 else tensor for i, (name, tensor) in numbered},
+        "all of these": {name: other_shapes[name] for name in names if len(name) % 5} | left_over,
+        "nothing fits": {name: torch.zeros(9) for name in names},
+        "other names": {name.replace("layer_", "b").replace("queries", "a"): t for name, t in state.items()},
+        "no values": {name: tensor.to("meta") for name, tensor in state.items()},
+        "two models": {f"{side}.{name}": t for side in ("student", "teacher") for name, t in state.items()},
+        "TensorFlow": {f"{name.replace('.', '/')}/kernel": tensor for name, tensor in state.items()},
+        "codes": quantized | {f"{name}_scale": torch.ones(()) for name, t in state.items() if t.dim() == 2},
+        "LoRA": state | {name.replace("weight", "lora_A.default.weight"): tensor for name, tensor in state.items()},
+        "several sets": {f"group_{i}_of_weights": state for i in range(300)},
+        "counters": state | {f"{name.rpartition('.')[0]}.total_ops": torch.zeros(1) for name in names},
+        "rules to nothing": (state, [(name, f"nothing.{name}") for name in names]),
+        "rules of nothing": (state, [(f"nothing.{name}", names[0]) for name in names]),
+        "rules to one": (state, [dict.fromkeys(names[:200], names[0])]),
+        "rules to other shapes": (state, [dict(zip(names[::4], names[2::4], strict=True)), "only"]),
+        "long names": {f"{'a' * 250}.{i}.weight": torch.zeros(3) for i in range(20)},
+        "tied": state | {f"same.{name}": tensor for name, tensor in state.items()},
+        "one shard": {name: state[name] for name in names[:200]},
+    }
+
+
+@pytest.mark.parametrize("way", _wrong_ways({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}))
+def test_every_message_is_short_and_begins_with_what_helps(way):
+    model = _deep()
+    state = snapshot(model)
+    file = _wrong_ways(state)[way]
+    file, rules = file if isinstance(file, tuple) else (file, "auto")
+    if way == "one shard":
+        save_weights(file, "model-00001-of-00002.pt")
+        file = "model-00001-of-00002.pt"
+    said = []
+    for step in (load_weights, lambda model, file, rules: align(model, file, rules).diagnosis):
+        try:
+            said.append(str(step(model, file, rules=rules)))
+        except (CheckpointError, TypeError) as error:  # of a path, in `align`
+            said.append(str(error))
+    assert unchanged(model, state)
+    lines = [textwrap.wrap(text, 100) for text in said]
+    assert [len(each) for each in lines if len(each) > 15] == []
+    first = {
+        "one shard": "give the index of all shards", "LoRA": "call add_lora(model) first", "codes": "It holds codes",
+        "missing": "allow_missing=['", "several sets": "Choose one with key=", "of other shapes": "allow_mismatched=['",
+    }  # fmt: skip
+    assert first.get(way, "") in " ".join(lines[0][:5])
+
+
+def _normed(norm):
+    conv = norm(nn.Conv1d(4, 6, 3), dim=2)  # as that of the positions of wav2vec 2.0
+    layers = [norm(nn.Conv1d(2, 4, 3)), conv, nn.ReLU(), norm(nn.ConvTranspose1d(6, 5, 4))]
+    return nn.Sequential(*layers, nn.Flatten(), norm(nn.Linear(45, 3)), norm(nn.Linear(3, 1), dim=None))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("prefix", ["", "module.generator."])
+def test_weight_norm_becomes_what_the_model_has(prefix):
+    old, new = nn.utils.weight_norm, nn.utils.parametrizations.weight_norm
+    inputs = torch.randn(2, 2, 10)
+    for file_norm in (old, new):
+        source = randomized(_normed(file_norm))
+        file = {f"{prefix}{name}": tensor for name, tensor in source.state_dict().items()}
+        for model_norm in (old, new, lambda layer, dim=0: layer):
+            target = _normed(model_norm)
+            report = load_weights(target, file)
+            assert max_output_difference(source, target, inputs) == 0
+            is_plain = "0.weight" in target.state_dict()
+            assert is_plain == ("5 tensors were computed of the file's weight norm" in report.diagnosis)
+            with pytest.raises(CheckpointError) if not is_plain else contextlib.nullcontext() as error:
+                load_weights(target, _normed(lambda layer, dim=0: layer).state_dict())
+            if not is_plain:
+                assert "The model has weight norm, and the file has none" in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["0.weight", "1.running_mean", "3.bias"])
 @pytest.mark.parametrize("options", [{}, {"assign": True}, {"rules": None}])
 def test_tensors_without_values_are_found_first(name, options):
@@ -277,8 +434,14 @@ def test_a_dict_without_weights_or_with_several_is_named():
         NotACheckpointError, match=r"The dict of weights is a checkpoint without weights: it holds epoch"
     ):
         load_weights(target, {"epoch": 3})
+    arrays = {name: tensor.numpy() for name, tensor in small().state_dict().items()}
+    assert load_weights(target, arrays).loaded == load_weights(target, {"model": arrays}).loaded == 9
+
+    class OfAnotherLibrary:
+        __array__ = None
+
     with pytest.raises(NotACheckpointError, match=r"Make tensors of its arrays: torch.from_numpy\(array\)"):
-        load_weights(target, {"0.weight": torch.ones(2).numpy()})
+        load_weights(target, {"0.weight": OfAnotherLibrary()})
     with pytest.raises(CheckpointError, match=r"without weights at key='nope'. Its weights are at student, teacher"):
         load_weights(target, both, key="nope")
     dotted = {"net.best": small().state_dict(), "net.last": small().state_dict()}

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
+_MOST_LINES, _COLUMNS = 15, 100  # of a message
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used as asked; the message says why and what to do."""
+
+    def __init__(self, message: str) -> None:
+        lines = wrap(message, _COLUMNS)
+        if len(lines) > _MOST_LINES:  # of very long names
+            message = " ".join(wrap(message, _COLUMNS, max_lines=_MOST_LINES, placeholder="..."))
+        super().__init__(message)
 
 
 class UnsafeCheckpointError(CheckpointError):

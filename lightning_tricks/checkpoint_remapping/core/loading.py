@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ from lightning_tricks.checkpoint_remapping.core.matching.matches import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
+from lightning_tricks.checkpoint_remapping.core.quantized_weights import describe_codes, find_codes, is_widened
 from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.weight_norm import find_normed, normed_as_in
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]
 Patterns = str | Iterable[str]
@@ -212,13 +215,23 @@ class LoadPlan:
             raise CheckpointError(f"{list_names(lazy)} have no shape yet: run a batch through the model first.")
         self._values = checkpoint.state_dict
         tensors = _with_names_of_header(checkpoint, self.model_tensors)
+        tensors, normed = normed_as_in(tensors, self.model_tensors)
+        self._lacks_norm = bool(find_normed(self.model_tensors)) and not find_normed(tensors)
         adapters = self._leave_out_added(tensors)
         found = find_tensors(
             self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()), patterns.get("accept", ())
         )
         self.alignment, self.loaded, self.rules, self._aliases, notes = found
-        self._notes = [*adapters, *notes]
+        self._notes = [*adapters, *normed, *notes]
         self._leave_out_other_kinds()
+        file = {
+            name: self.rules.tensors[found.alignment.name_in_file(name)] for name in self.alignment.clean_names_in_file
+        }
+        codes = find_codes(self.alignment, file, self.model_tensors)
+        self._codes = describe_codes(codes, file) if codes else ""
+        self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
+        widened = [name for name in self.loaded if is_widened(self.loaded[name], self.model_tensors[name])]
+        self._notes += [f"{list_names(widened)} are of 8 bits in the file, and loaded as such numbers"] * bool(widened)
         self._resize()
 
     def _leave_out_added(self, tensors: Collection[str]) -> list[str]:
@@ -250,16 +263,17 @@ class LoadPlan:
 
     def _resize(self) -> None:
         """Resize position embeddings; other tensors whose shapes differ keep their values."""
-        matches, kept = list(self.alignment.matches), []
+        matches, kept, resized = list(self.alignment.matches), [], []
         for mismatch in self.alignment.mismatched:
             if mismatch.kinds is not None or not self._is_matched("interpolate", mismatch.target):
                 kept.append(mismatch)
                 continue
             tensor = self.rules.tensors[self.alignment.name_in_file(mismatch.source)]
             self.loaded[mismatch.target] = resize_positions(mismatch, tensor, self.module)
-            self._notes.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
+            resized.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
             match = Match((mismatch.source,), (mismatch.target,), reason="positions, resized to their new number")
             matches.append(match.with_names_in_file(self.rules.ruled))
+        self._notes += [list_names(resized)] * bool(resized)
         self.alignment = replace(self.alignment, matches=tuple(matches), mismatched=tuple(kept))
 
     @property
@@ -306,6 +320,15 @@ class LoadPlan:
                 f"kinds: {list_names(map(str, ruled))}. Correct the rules; a RemapRule can transpose and reshape."
             )
         missing = [name for name in found.lacking if not self._is_matched("allow_missing", name)]
+        unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
+        reason = self._codes if self._loads_codes or wrong or missing or unexpected else ""
+        if missing and self._lacks_norm:
+            reason = (
+                "The model has weight norm, and the file has none: load it into the model without weight norm "
+                "(remove_weight_norm, or remove_parametrizations), and apply weight_norm after that."
+            )
+        if reason:
+            raise CheckpointError(f"{self.source} does not fit {model}, which was not modified. {reason}")
         if ambiguous_cases(found, missing):
             raise AmbiguousAlignmentError(
                 f"{self.source} does not load into {model}: {describe_ambiguity(found, missing)}"
@@ -316,7 +339,6 @@ class LoadPlan:
                 f"{self.source} does not load into {model}, which was not modified: "
                 f"{describe_suggestions(found, suggested)}."
             )
-        unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
         # What a model computes for itself may match a pattern
         in_model = [name for name in found.names_in_model if name not in found.computed]
         matched = [name for match in found.matches for name in match.ruled]
@@ -332,13 +354,14 @@ class LoadPlan:
         rule = found.proposals.for_the_rest() if missing or wrong else None
         problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
         if not self.loaded:
-            others = f" ({'; '.join(problems[-1:] if rule else problems[:1])})" if wrong or rule else ""
-            raise NothingLoadedError(f"No tensor of {self.source} fits {model}{others}: {found.diagnosis}")
+            others = "; ".join(problems[-1:] if rule else problems[:1]) if wrong or rule else ""
+            others = f" {others[:1].upper()}{others[1:]}." if others else ""
+            raise NothingLoadedError(f"No tensor of {self.source} fits {model}: {found.diagnosis}{others}")
         if problems:
             is_adapted = any(".lora_" in f".{name}" for name in unexpected)
             remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. " * is_adapted
             raise CheckpointError(
-                f"{self.source} does not fit {model}, which was not modified. {'; '.join(problems)}. {remedy}"
+                f"{self.source} does not fit {model}, which was not modified. {remedy}{'; '.join(problems)}. "
                 f"{len(self.loaded)} of {found.total} tensors would load: {found.diagnosis}"
             )
 
@@ -389,6 +412,7 @@ def _with_names_of_header(checkpoint: Checkpoint, model_names: Iterable[str]) ->
     return {name: left_out[name] for name, found in endings.items() if found} | tensors
 
 
+_MOST_PATTERNS = 4  # of one argument that a message shows
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(\w+)")
 
 
@@ -415,8 +439,25 @@ def _problem(
     """Return the sentence about tensors, by name with what is shown of them, and the patterns that allow them."""
     if not tensors:
         return []
-    allowed = f"{argument}={suggested_patterns([*tensors], known)} allows that"
+    allowed = f"{_patterns_for(argument, [*tensors], known)} allows that"
     if resizable:
-        allowed += f", interpolate={suggested_patterns(resizable, known)} resizes positions"
+        allowed += f", {_patterns_for('interpolate', resizable, known)} resizes positions"
     count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
-    return [f"{count} {what}: {list_names(map(str, tensors.values()))} ({allowed})"]
+    return [f"{count} {what}: {_list_shortly([*map(str, tensors.values())], 180)} ({allowed})"]
+
+
+def _patterns_for(argument: str, names: Sequence[str], known: Sequence[str]) -> str:
+    """Return an argument with patterns for names, a few of them if there are many."""
+    patterns = suggested_patterns(names, known, most=_MOST_PATTERNS)
+    shown = _fitting(patterns, 120)
+    left = {name for name in names if not any(Pattern(pattern).matches(name) for pattern in patterns[:shown])}
+    return f"{argument}={patterns[:shown]}" + f" with patterns for {len(left):,} more" * bool(left)
+
+
+def _list_shortly(texts: Sequence[str], width: int) -> str:
+    return list_names(texts, min(_fitting(texts, width), 4))
+
+
+def _fitting(texts: Sequence[str], width: int) -> int:
+    """Return how many texts have at most so many characters together, at least one."""
+    return max(sum(length <= width for length in accumulate(map(len, texts))), 1)

@@ -14,8 +14,8 @@ from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     NotACheckpointError,
-    UnsafeCheckpointError,
 )
+from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import is_array, refuse_other_arrays, tensor_of
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
     Global,
@@ -25,6 +25,7 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     is_container,
     is_flat,
 )
+from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation, at_location
 
 KeyPath = tuple[str, ...]
 
@@ -57,7 +58,13 @@ class Checkpoint:
 
 
 def checkpoint_of_file(
-    value: Any, container: str, header: Mapping[str, str], key: str | None, budget: Budget, source: str
+    value: Any,
+    container: str,
+    header: Mapping[str, str],
+    key: str | None,
+    budget: Budget,
+    source: str,
+    map_location: MapLocation,
 ) -> Checkpoint:
     """Return the weights of a file, and the other values in it.
 
@@ -68,6 +75,7 @@ def checkpoint_of_file(
         key: As in `read_checkpoint`.
         budget: Limits on memory and time.
         source: The path or URL of the file.
+        map_location: Where arrays of NumPy go; tensors are there already.
 
     Raises:
         CheckpointError: If there are no weights, several and no `key`, or what no model has; the message continues
@@ -77,8 +85,12 @@ def checkpoint_of_file(
     if not tensors:
         raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
     _check_names(tensors)
+    refuse_other_arrays(_items(_value_at(value, key_path)) or {})
+    tensors = {
+        name: at_location(tensor_of(part), map_location, budget) if is_array(part) else part
+        for name, part in tensors.items()
+    }
     metadata = {**header, **(_without_weights(value, key_path) if isinstance(value, dict) and key_path else {})}
-    _check_instantiators(metadata)
     return Checkpoint(
         state_dict=tensors,
         kind=_kind(value, key_path, container),
@@ -100,13 +112,14 @@ def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoi
         CheckpointError: If there are no weights, or several and no `key`.
     """
     if key is None and any(isinstance(value, torch.Tensor) for value in values.values()):
-        return Checkpoint(dict(values), "state_dict", {})
+        return Checkpoint({name: tensor_of(value) for name, value in values.items()}, "state_dict", {})
     try:
         key_path, tensors = _find_weights(_with_state_dicts(values), key, Budget(sys.maxsize))
     except CheckpointError as error:
         arrays = any(hasattr(value, "__array__") for value in values.values())
         remedy = " Make tensors of its arrays: torch.from_numpy(array)." * arrays
         raise type(error)(f"The dict of weights is {error}{remedy}") from error
+    tensors = {name: tensor_of(value) for name, value in tensors.items()}
     return Checkpoint(tensors, "nested" if key_path else "state_dict", {}, key=".".join(key_path))
 
 
@@ -139,6 +152,7 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
                 f"a checkpoint without weights at key={key!r}. Its weights are at {key_paths or 'no key'}."
             )
         return key_path, tensors
+    with_tensors = {path: tensors for path, tensors in found.items() if not all(map(is_array, tensors.values()))}
     for known in (_RAW, _AVERAGED):
         top = {path: tensors for path, tensors in found.items() if path and path[0] in known}
         if len({path[0] for path in top}) > 1:
@@ -146,9 +160,11 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
         if top:
             found = top
             break
+        found = with_tensors or found  # arrays beside tensors, such as means of the data, are no weights
         if () in found:
             return (), found[()]
     if not found:
+        refuse_other_arrays(_items(value) or {})
         raise NotACheckpointError(_describe_other(value))
     if len(found) > 1:
         raise CheckpointError(_several_candidates(found))
@@ -189,21 +205,6 @@ def _without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]
     if others and isinstance(inner, dict):
         return {**value, first: _without_weights(inner, tuple(others))}
     return {name: part for name, part in value.items() if name != first}
-
-
-_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
-
-
-def _check_instantiators(metadata: Mapping[str, Any]) -> None:
-    """Refuse hyper-parameters that make Lightning call a function which the file names (CVE-2026-58659)."""
-    for key, values in metadata.items():
-        asked = values.get("_instantiator") if isinstance(values, dict) else None
-        if asked is not None and not (isinstance(asked, str) and asked in _INSTANTIATORS):
-            named = key[:80] if isinstance(key, str) else describe_value(key)
-            raise UnsafeCheckpointError(
-                f"a checkpoint whose {named} name {describe_value(asked)} as the function that makes the model "
-                "(Lightning's own is lightning.pytorch.cli.instantiate_module)"
-            )
 
 
 def _find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
@@ -259,7 +260,7 @@ class _Search:
 
     def _collect(self, value: Any) -> dict[str, Any] | None:
         if isinstance(value, Placeholder) and isinstance(_attributes(value), dict) and not value.items:
-            return self._of_module(value) or None
+            return dict(self._of_module(value)) or None
         items = _items(value)
         if items is None:
             return None
@@ -269,31 +270,23 @@ class _Search:
         kept = {
             name: part
             for name, part in items.items()
-            if isinstance(part, torch.Tensor) or name.endswith("_extra_state")
+            if isinstance(part, torch.Tensor) or is_array(part) or name.endswith("_extra_state")
         }
         empty = not items and isinstance(value, dict)
-        return kept if any(isinstance(part, torch.Tensor) for part in kept.values()) or empty else None
+        has_weights = any(isinstance(part, torch.Tensor) or is_array(part) for part in kept.values())
+        return kept if has_weights or empty else None
 
-    def _of_module(self, module: Placeholder) -> dict[str, Any]:
-        """Return the tensors that `module.state_dict()` would have, from the placeholder of a pickled module."""
-        tensors: dict[str, Any] = {}
-        above = {id(module)}
-        frames = [("", module, self._parts(module))]
-        while frames:
-            prefix, owner, parts = frames[-1]
-            for name, part in parts:
-                path = prefix + name
-                self.budget.spend(128 + len(path))  # a shared module is listed at each of its paths
-                if isinstance(part, torch.Tensor):
-                    tensors[path] = part
-                elif id(part) not in above:
-                    above.add(id(part))
-                    frames.append((f"{path}.", part, self._parts(part)))
-                    break
-            else:
-                frames.pop()
-                above.discard(id(owner))
-        return tensors
+    def _of_module(
+        self, module: Placeholder, prefix: str = "", above: tuple[Placeholder, ...] = ()
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the tensors that `module.state_dict()` would have, from the placeholder of a pickled module."""
+        for name, part in self._parts(module):
+            path = prefix + name
+            self.budget.spend(128 + len(path))  # a shared module is listed at each of its paths
+            if isinstance(part, torch.Tensor):
+                yield path, part
+            elif part is not module and part not in above:
+                yield from self._of_module(part, f"{path}.", (*above, module))
 
     def _parts(self, module: Placeholder) -> Iterator[tuple[str, Any]]:
         """Yield the tensors and modules directly inside a module, with their names."""

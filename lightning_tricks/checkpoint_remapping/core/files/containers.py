@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import sys
 import zipfile
@@ -16,6 +15,7 @@ import torch
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import array_constructors
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
     DOWNLOAD_AGAIN,
     UNPACK_IT,
@@ -25,23 +25,20 @@ from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
     refuse_short_beginnings,
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import check_tensor, describe_value
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
     FileStorages,
     InMemoryStorages,
     MapLocation,
     TypedStorage,
-    check_tensor,
-    restore,
+    at_location,
     storage_dtype,
     storage_key,
-    strided_tensor,
     tensor_constructors,
 )
 
 Contents = tuple[Any, str, dict[str, str]]  # the value inside, the kind of the container, and the header's metadata
 _HEADER = 30  # bytes of the header of a zip archive's record, before its name
-_MAX_DIRECTORY_BYTES = 24 << 20  # bytes, of some 300,000 records
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
@@ -84,7 +81,7 @@ def read_container(
     try:
         return _read_pickles(storages)
     except NotACheckpointError as error:
-        raise NotACheckpointError(describe_other(path.name, head, error)) from error
+        raise NotACheckpointError(describe_other(head, error)) from error
 
 
 # Zip archives of torch.save and TorchScript, whose records are not compressed
@@ -93,8 +90,7 @@ def read_container(
 def _read_zip(storages: FileStorages) -> Contents:
     """Read what torch.save or TorchScript wrote."""
     try:
-        with _Bounded(storages.open()) as stream, zipfile.ZipFile(stream) as archive:
-            stream.largest_read = sys.maxsize
+        with storages.open() as stream, zipfile.ZipFile(stream) as archive:
             return _read_archive(archive, storages)
     except (EOFError, NotImplementedError, zipfile.BadZipFile, zipfile.LargeZipFile, struct.error) as error:
         raise NotACheckpointError(
@@ -102,29 +98,14 @@ def _read_zip(storages: FileStorages) -> Contents:
         ) from error
 
 
-class _Bounded(io.BufferedReader):
-    """A stream that refuses large reads: `ZipFile` reads a directory at once, and creates an object per record."""
-
-    largest_read = _MAX_DIRECTORY_BYTES
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream.detach())
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read at most `largest_read` bytes."""
-        if size is None or size > self.largest_read:
-            raise NotACheckpointError(f"a zip archive whose directory has more than {_MAX_DIRECTORY_BYTES:,} bytes.")
-        return super().read(size)
-
-
 def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     names = archive.namelist()
     pickles = [name for name in names if name.count("/") <= 1 and name.rpartition("/")[2] == "data.pkl"]
     if not pickles:
         raise NotACheckpointError(describe_archive(names))
-    _check_overlaps(archive)
     prefix = pickles[0].removesuffix("data.pkl")
-    if f"{prefix}byteorder" in archive.NameToInfo and _text(archive, f"{prefix}byteorder") != sys.byteorder:
+    order = f"{prefix}byteorder"
+    if order in archive.NameToInfo and archive.read(_stored(archive, order)) != sys.byteorder.encode():
         raise NotACheckpointError(
             "a checkpoint of a machine with the other byte order. Save it there as .safetensors, which has one order."
         )
@@ -145,15 +126,6 @@ def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     return value, "torchscript" if f"{prefix}constants.pkl" in archive.NameToInfo else "zip", {}
 
 
-def _check_overlaps(archive: zipfile.ZipFile) -> None:
-    """Refuse records that share bytes, as many large ones would then fit into a small file."""
-    records = sorted(archive.infolist(), key=lambda info: info.header_offset)
-    ends = [info.header_offset + _HEADER + info.compress_size for info in records]
-    starts = [*(info.header_offset for info in records[1:]), archive.start_dir]
-    if any(end > start for end, start in zip(ends, starts, strict=True)):
-        raise NotACheckpointError(f"a zip archive whose records overlap. {DOWNLOAD_AGAIN}")
-
-
 def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     """Return the entry of a record; compressed ones are refused, as 1 GB of zeros compresses to 1 MB."""
     try:
@@ -168,11 +140,6 @@ def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
             "compression (zip -0)."
         )
     return info
-
-
-def _text(archive: zipfile.ZipFile, name: str) -> str:
-    info = _stored(archive, name)
-    return archive.read(info).decode("ascii", "replace") if info.file_size < 100 else ""
 
 
 def _storage(archive: zipfile.ZipFile, name: str, size: int, storages: FileStorages) -> torch.UntypedStorage:
@@ -222,8 +189,9 @@ def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
         if identifier[0] == "module":
             return identifier[1]
         _, kind, key, location, _, view = identifier
-        whole = storages.get(kind, key, location, lambda key, _: storages.part(*ranges[key]))
-        return whole if view is None else _view(whole, view)
+        if view is not None:
+            raise NotACheckpointError("a checkpoint of torch before 0.4. Save it again with a newer one.")
+        return storages.get(kind, key, location, lambda key, _: storages.part(*ranges[key]))
 
     cursor.position = start
     return read_pickle(cursor, budget, tensor_constructors(budget), persistent), "legacy", {}
@@ -244,7 +212,8 @@ def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[i
 
     budget = storages.budget
     left = budget.left
-    read_pickle(cursor, budget, dict.fromkeys(tensor_constructors(budget), lambda *_: None), note_width)
+    without_tensors = dict.fromkeys(tensor_constructors(budget), lambda *_: None) | array_constructors(budget)
+    read_pickle(cursor, budget, without_tensors, note_width)
     budget.refund(left)
     ranges: dict[str, tuple[int, int]] = {}
     for key in map(storage_key, read_pickle(cursor, budget)):
@@ -258,15 +227,6 @@ def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[i
     if cursor.position > storages.length:
         raise NotACheckpointError("a checkpoint that is truncated")
     return ranges
-
-
-def _view(whole: TypedStorage, view: Any) -> TypedStorage:
-    """Return a part of a storage, which torch before 0.4 saved with its offset and its number of elements."""
-    _, offset, count = view
-    check_tensor(all(type(number) is int and number >= 0 for number in (offset, count)))
-    dtype = whole.dtype
-    first = offset * dtype.itemsize
-    return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)
 
 
 # Files in the safetensors format
@@ -291,17 +251,10 @@ def _read_safetensors(storages: FileStorages, head: bytes) -> Contents:
 def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.Tensor:
     storages.budget.spend(1024)
     tensor: torch.Tensor = file.get_tensor(name)  # mapped from the file
-    if storages.on_meta:
-        return tensor.to("meta")
-    if not storages.mmap:
+    if not (storages.mmap or storages.on_meta):
         storages.budget.spend(tensor.nbytes)
         tensor = tensor.clone()
-    storage = tensor.untyped_storage()
-    placed = restore(storage, "cpu", storages.map_location)
-    if placed is storage:
-        return tensor
-    typed = TypedStorage(placed, tensor.dtype)
-    return strided_tensor(storages.budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    return at_location(tensor, storages.map_location, storages.budget)
 
 
 # Indexes of shards

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
@@ -19,6 +20,7 @@ MAX_NAME_LENGTH = 1000  # characters of a qualified name, of a tensor or of a cl
 Constructor = Callable[..., Any]
 MAX_NESTING = 200  # containers in each other; pickle.dump itself gives up at some hundred
 _MAX_SHARED_PARTS = 1_000_000  # parts that only repeat others
+_MAX_DIMENSIONS = 64
 _MAX_KEY_PARTS = 64  # parts of a tuple that is a key
 
 
@@ -104,7 +106,7 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor})
+_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, np.ndarray})
 
 
 def is_flat(value: Any) -> bool:
@@ -178,6 +180,23 @@ def check_key(key: Any) -> None:
             raise NotACheckpointError("a checkpoint with a dict key that is an integer of more than 1,024 bits.")
 
 
+def check_tensor(is_valid: bool) -> None:
+    """Refuse what a file says about a tensor.
+
+    Raises:
+        NotACheckpointError: If it is not valid.
+    """
+    if not is_valid:
+        raise NotACheckpointError("a checkpoint with a tensor whose data, shape or strides are invalid.")
+
+
+def checked_sizes(values: Any) -> tuple[int, ...]:
+    """Return sizes or strides, checked."""
+    check_tensor(isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS)
+    check_tensor(all(type(number) is int and 0 <= number < 1 << 63 for number in values))
+    return tuple(values)
+
+
 # Calls: constructors of plain values, reimplemented, placeholders, and what is refused
 
 _SIZED = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset, str, bytes, bytearray, torch.Size})
@@ -227,7 +246,6 @@ def plain_constructors(budget: Budget) -> dict[str, Constructor]:
         "collections.OrderedDict": lambda *items: dict_of(OrderedDict, *items),
         "torch.Size": torch.Size,
         "torch.device": _device,
-        "torch.serialization._get_layout": _layout,
         # TorchScript's lists, and the types that it stores with dicts and lists
         "torch.jit._pickle.build_boollist": list,
         "torch.jit._pickle.build_doublelist": list,
@@ -253,11 +271,6 @@ def _device(kind: str, *index: int) -> torch.device:
     return torch.device(kind, *index)
 
 
-def _layout(name: str) -> Any:
-    known = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
-    return known[name if isinstance(name, str) else ""]
-
-
 # Functions with lower-case names that build objects which are common among hyper-parameters; Python 3.11 stores the
 # members of an enumeration by getattr
 _HARMLESS_CALLS = frozenset(
@@ -265,9 +278,7 @@ _HARMLESS_CALLS = frozenset(
     argparse.Namespace array._array_reconstructor array.array builtins.getattr builtins.object builtins.range
     builtins.xrange builtins.slice collections.defaultdict collections.deque datetime.date datetime.datetime
     datetime.time datetime.timedelta datetime.timezone functools.partial logging.getLogger
-    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
-    numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar numpy.core.numeric._frombuffer numpy.dtype
-    operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
+    numpy.dtype operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
     """.split()  # noqa: SIM905  # a list of words
 )
 # Standard modules whose classes can act on the system
@@ -281,15 +292,9 @@ _SYSTEM = frozenset(
     """.split()  # noqa: SIM905  # a list of words
 )
 _LIBRARIES = {"jsonargparse", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchvision"}
-CODE_RUNNERS = frozenset(
-    """
-    call check_call check_output delattr eval exec execfile getattr import_module load loads open popen Popen
-    run run_module run_path runstring setattr spawn system urlopen urlretrieve __import__
-    """.split()  # noqa: SIM905  # a list of words
-)
 
 
-def is_never_needed(function: Global) -> bool:
+def _is_never_needed(function: Global) -> bool:
     """Whether no checkpoint needs this call. It decides only what is refused: no call is made in either case."""
     package = function.module.partition(".")[0]
     if str(function) in _HARMLESS_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
@@ -299,9 +304,7 @@ def is_never_needed(function: Global) -> bool:
         known = {"SimpleNamespace", "MappingProxyType"} if package == "types" else set()
         in_system = package in _SYSTEM and function.name not in known
         return in_system or looks_like_a_function or "." in function.name
-    if package in _LIBRARIES and looks_like_a_function:
-        return True
-    return function.name.rpartition(".")[2] in CODE_RUNNERS
+    return package in _LIBRARIES and looks_like_a_function
 
 
 class Calls:
@@ -336,7 +339,7 @@ class Calls:
             for part in arguments:
                 self.charge(part)
             return make(*arguments)
-        if is_never_needed(function):
+        if _is_never_needed(function):
             raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
         self.budget.spend(512)
         return Placeholder(name, arguments)

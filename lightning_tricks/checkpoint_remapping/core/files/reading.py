@@ -76,7 +76,8 @@ def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key
         if path.is_dir():
             raise NotACheckpointError(describe_directory(path))
         budget = Budget(0)
-        return checkpoint_of_file(*read_container(path, map_location, mmap, budget), key, budget, name)
+        contents = read_container(path, map_location, mmap, budget)
+        return checkpoint_of_file(*contents, key, budget, name, map_location)
 
 
 def read_values(path: Path, *, mmap: bool = True) -> Any:

@@ -21,27 +21,18 @@ from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._torch_compat.tensors import negative_view, untyped_storage
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import array_constructors
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import DOWNLOAD_AGAIN
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     Constructor,
     Global,
     Placeholder,
+    check_tensor,
+    checked_sizes,
     describe_value,
 )
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
-
-_MAX_DIMENSIONS = 64
-
-
-def check_tensor(is_valid: bool) -> None:
-    """Refuse what a file says about a tensor.
-
-    Raises:
-        NotACheckpointError: If it is not valid.
-    """
-    if not is_valid:
-        raise NotACheckpointError("a checkpoint with a tensor whose data, shape or strides are invalid.")
 
 
 @dataclass
@@ -173,6 +164,18 @@ def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocat
         ) from error
 
 
+def at_location(tensor: torch.Tensor, map_location: MapLocation, budget: Budget) -> torch.Tensor:
+    """Return a tensor of the CPU where `map_location` says."""
+    if str(map_location) == "meta":
+        return tensor.to("meta")
+    storage = tensor.untyped_storage()
+    placed = restore(storage, "cpu", map_location)
+    if placed is storage:
+        return tensor
+    typed = TypedStorage(placed, tensor.dtype)
+    return strided_tensor(budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
 _DTYPES = {
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
@@ -211,8 +214,8 @@ def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride:
     A tensor that repeats its elements, as of `expand`, is charged the memory that a copy would take.
     """
     budget.spend(512)
-    size, stride = _numbers(size), _numbers(stride)
-    check_tensor(isinstance(storage, TypedStorage) and len(size) == len(stride) and bool(_numbers((offset,))))
+    size, stride = checked_sizes(size), checked_sizes(stride)
+    check_tensor(isinstance(storage, TypedStorage) and len(size) == len(stride) and bool(checked_sizes((offset,))))
     extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     width = storage.dtype.itemsize
     if extent and (offset + extent) * width > storage.storage.nbytes():
@@ -220,13 +223,6 @@ def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride:
     budget.spend(max(math.prod(size) - extent, 0) * width)
     empty = torch.empty(0, dtype=storage.dtype, device=storage.storage.device)
     return empty.set_(storage.storage, offset, size, stride)
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    """Return sizes or strides, checked."""
-    check_tensor(isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS)
-    check_tensor(all(type(number) is int and 0 <= number < 1 << 63 for number in values))
-    return tuple(values)
 
 
 def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
@@ -244,13 +240,6 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
         check_tensor(isinstance(storage, TypedStorage) and isinstance(dtype, torch.dtype))
         return strided_tensor(budget, TypedStorage(storage.storage, dtype), offset, size, stride)
 
-    def sparse(layout: Any, data: Any) -> Any:
-        if layout is not torch.sparse_coo or not all(isinstance(part, torch.Tensor) for part in data[:2]):
-            return Placeholder("torch._utils._rebuild_sparse_tensor", (layout, data))
-        indices, values = data[:2]
-        budget.spend(1024 + indices.nbytes + values.nbytes)  # all of them are checked
-        return torch.sparse_coo_tensor(indices, values, _numbers(data[2]), check_invariants=True)
-
     def of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
         check_tensor(isinstance(arguments, tuple))
         budget.spend(512 + 8 * len(arguments))
@@ -259,14 +248,14 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
 
     def on_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
         budget.spend(1024)
-        return torch.empty_strided(_numbers(size), _numbers(stride), dtype=dtype, device="meta")
+        return torch.empty_strided(checked_sizes(size), checked_sizes(stride), dtype=dtype, device="meta")
 
     constructors: dict[str, Constructor] = {
+        **array_constructors(budget),
         "torch._tensor._rebuild_from_type_v2": of_type,
         "torch._utils._rebuild_meta_tensor_no_storage": on_meta,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
         "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-        "torch._utils._rebuild_sparse_tensor": sparse,
         "torch._utils._rebuild_tensor": of_storage,
         "torch._utils._rebuild_tensor_v2": of_storage,
         "torch._utils._rebuild_tensor_v3": of_dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -153,7 +153,7 @@ def find_tensors(
     tied = tied_names(own)
     named = AlignmentSearch(shapes_of(own), applied).names_in_file() if tied else {}
     aliases = _find_aliases(tied, named)
-    repeated = [*_leave_out_repeated(applied.tensors, {own[name].shape for name in aliases}, {*named.values()})]
+    _leave_out_repeated(applied.tensors, {own[name].shape for name in aliases}, {*named.values()})
     target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
     search = AlignmentSearch(target, applied, accept)
     alignment = search.run()
@@ -165,7 +165,7 @@ def find_tensors(
         if not other.lacking:
             alignment = replace(other, unexpected=(*other.unexpected, *less.values()))
     tensors = dict(alignment.apply_to_ruled(applied.tensors))
-    return Found(alignment, tensors, applied, aliases, [*applied.notes, *repeated])
+    return Found(alignment, tensors, applied, aliases, applied.notes)
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -186,8 +186,8 @@ def _find_aliases(tied: list[list[str]], named: Collection[str]) -> dict[str, st
 
 def _leave_out_repeated(
     tensors: dict[str, torch.Tensor], shapes: Collection[torch.Size], named: Collection[str]
-) -> Iterator[str]:
-    """Leave out the further names of one tensor in a file where the model has other names for such ones; say which."""
+) -> None:
+    """Leave out the further names of one tensor in a file where the model has other names for such ones."""
     names_at: dict[object, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.shape in shapes and tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
@@ -197,7 +197,6 @@ def _leave_out_repeated(
         for name in names:
             if name not in kept:
                 del tensors[name]
-                yield f"{name} is the same tensor as {kept[0]} in the file"
 
 
 class AlignmentSearch:

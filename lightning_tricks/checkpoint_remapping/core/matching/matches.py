@@ -196,8 +196,10 @@ def in_words(rule: Proposal) -> str:
     return f"rules=[{rule!r}] takes {source} as {target}, and the rest is matched as before"
 
 
-def suggested_patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
+def suggested_patterns(names: Sequence[str], known: Sequence[str], most: int | None = None) -> list[str]:
     """Return patterns that match these names and, among those known, no others: globs where they are shorter.
+
+    With `most`, there are at most so many, and they match the first of the names.
 
     Examples:
         >>> suggested_patterns(["fc.weight", "fc.bias", "a.0.bias", "a.1.bias"], ["a.0.weight", "a.1.weight"])
@@ -207,7 +209,7 @@ def suggested_patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
     others = [name for name in known if name not in wanted]
     patterns: list[str] = []
     left = list(names)
-    while left:
+    while left and len(patterns) != most:
         globs = (glob for glob in _globs(left[0], left) if not any(map(Pattern(glob).matches, others)))
         patterns.append(next(globs, _escaped(left[0])))
         pattern = Pattern(patterns[-1])
