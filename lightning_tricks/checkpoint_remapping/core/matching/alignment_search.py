@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import defaultdict
@@ -18,6 +19,7 @@ from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoi
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
+    CONVERSION,
     Match,
     Matching,
     Mismatch,
@@ -31,6 +33,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     refuse_against_rules,
     replace_prefix,
 )
+from lightning_tricks.checkpoint_remapping.core.matching.orientation import turn_squares
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import find_resized, match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.remapping import (
@@ -227,6 +230,9 @@ class AlignmentSearch:
         named = self._match_names()
         found = self._best(named) if self._needs_structure(named.matching) else named.matching
         prefixes = named.prefixes if found is named.matching else None
+        if not self.by_name and not any(match.reason.startswith(CONVERSION) for match in found.matches):
+            found = turn_squares(found, self.source_shapes, self.target_shapes)
+        prefixes = None if any(match.transpose for match in found.matches) else prefixes
         return self._result(refuse_against_rules(found, self.ruled), prefixes, named.mismatched)
 
     def _match_names(self) -> NameMatching:
@@ -242,7 +248,8 @@ class AlignmentSearch:
         converted = find_conversion(sources, targets)
         if converted is not None:
             return converted
-        by_structure, by_names = match_by_structure(sources, targets), named.matching
+        by_names = named.matching
+        by_structure = self._match_structure(Matching(), named)
         if by_names.ambiguous:
             return by_structure if by_structure.targets() and not by_structure.ambiguous else by_names
         # Some names are equal by chance, and say nothing unless they fit half of the model
@@ -254,22 +261,25 @@ class AlignmentSearch:
     def _completed(self, named: NameMatching) -> Matching:
         """Return the matches by names, and those by structure of the rest.
 
-        A bias is not evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
-        Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
+        A number is not evidence if other numbers behind the same words are found to differ: they count from elsewhere.
         """
-        layers = {target.rpartition(".")[0] for _, target in named.mismatched}
-        by_name = named.matching.matches
-        doubted = [match for match in by_name if match.targets[0].rpartition(".")[0] in layers]
-        trusted = Matching([match for match in by_name if match.targets[0].rpartition(".")[0] not in layers])
-        rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
+        trusted = named.matching
+        rest = self._match_structure(trusted, named)
         shifted = _shifted_starts(rest, named.prefixes)
         if shifted:
             trusted = Matching([match for match in trusted.matches if not _begins(match.targets[0], shifted)])
-            doubted = [match for match in doubted if not _begins(match.targets[0], shifted)]
-            rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
-        sources, targets = rest.sources(), rest.targets()
-        kept = [match for match in doubted if not (sources & {*match.sources} or targets & {*match.targets})]
-        return Matching(trusted.matches + kept + rest.matches, rest.ambiguous)
+            rest = self._match_structure(trusted, named)
+        return Matching(trusted.matches + rest.matches, rest.ambiguous)
+
+    def _match_structure(self, matched: Matching, named: NameMatching) -> Matching:
+        """Match what is left; an equal name of another size is not explained by another name, one of another rank may."""
+        sources, targets = matched.sources(), matched.targets()
+        for source, target in named.mismatched:
+            shapes = self.source_shapes[source], self.target_shapes[target]
+            if len(shapes[0]) == len(shapes[1]) or math.prod(shapes[0]) != math.prod(shapes[1]):
+                sources.add(source)
+                targets.add(target)
+        return match_by_structure(*self._left(sources, targets))
 
     def _left(self, sources: set[str], targets: set[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:
         """Return the tensors of the file and of the model that are not pinned and not among these."""
