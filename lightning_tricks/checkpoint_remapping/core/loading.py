@@ -320,6 +320,8 @@ class LoadPlan:
         ]
         rule = found.proposals.for_the_rest() if missing or wrong else None
         problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
+        reordered = found.proposals.with_other_orders() if missing else ""
+        problems = [reordered, *problems] if reordered else problems
         if not self.loaded:
             others = f" ({'; '.join(problems[-1:] if rule else problems[:1])})" if wrong or rule else ""
             raise NothingLoadedError(f"No tensor of {self.source} fits {model}{others}: {found.diagnosis}")

@@ -18,6 +18,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignment
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
+from lightning_tricks.checkpoint_remapping.core.matching.element_orders import describe_orders
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     CONVERSION,
     Match,
@@ -42,6 +43,7 @@ from lightning_tricks.checkpoint_remapping.core.remapping import (
     apply_rules,
     strip_wrappers,
 )
+from lightning_tricks.checkpoint_remapping.core.rules import source_expression
 
 
 def align(
@@ -148,7 +150,16 @@ def find_tensors(
         if not other.lacking:
             alignment = replace(other, unexpected=(*other.unexpected, *less.values()))
     tensors = dict(alignment.apply_to_ruled(applied.tensors))
-    return Found(alignment, tensors, applied, aliases, [*applied.notes, *repeated])
+    return Found(alignment, tensors, applied, aliases, [*applied.notes, *repeated, *_notes_on_orders(applied)])
+
+
+def _notes_on_orders(applied: AppliedRules) -> Iterator[str]:
+    """Say which tensors rules only rename, though the elements of the two are in different orders."""
+    rules = [rule for step in applied.steps if isinstance(step, list) for rule in step]
+    if not any(rule.shape for rule in rules) and (
+        note := describe_orders((applied.origins[name], name) for name in sorted(applied.pinned))
+    ):
+        yield f"rules rename what is kept in another order: {note}"
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -231,9 +242,17 @@ class AlignmentSearch:
         found = self._best(named) if self._needs_structure(named.matching) else named.matching
         prefixes = named.prefixes if found is named.matching else None
         if not self.by_name and not any(match.reason.startswith(CONVERSION) for match in found.matches):
-            found = turn_squares(found, self.source_shapes, self.target_shapes)
+            found = turn_squares(found, [*self._transposed_by_rules()], self.source_shapes, self.target_shapes)
         prefixes = None if any(match.transpose for match in found.matches) else prefixes
         return self._result(refuse_against_rules(found, self.ruled), prefixes, named.mismatched)
+
+    def _transposed_by_rules(self) -> Iterator[Match]:
+        """Yield the matches of what the caller's rules transposed."""
+        rules = [rule for step in self.rules.steps if isinstance(step, list) for rule in step if rule.transpose]
+        expressions = [source_expression(source) for rule in rules for source in rule.sources]
+        for source, target in self.pinned.items():
+            if any(expression.search(self.rules.origins[source]) for expression in expressions):
+                yield Match((source,), (target,), transpose=True)
 
     def _match_names(self) -> NameMatching:
         return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)
@@ -272,7 +291,7 @@ class AlignmentSearch:
         return Matching(trusted.matches + rest.matches, rest.ambiguous)
 
     def _match_structure(self, matched: Matching, named: NameMatching) -> Matching:
-        """Match what is left; an equal name of another size is not explained by another name, one of another rank may."""
+        """Match what is left; an equal name of another size, unless of another rank, is not offered to other names."""
         sources, targets = matched.sources(), matched.targets()
         for source, target in named.mismatched:
             shapes = self.source_shapes[source], self.target_shapes[target]

@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lightning_tricks._shared.patterns import LIST_NUMBER
+from lightning_tricks.checkpoint_remapping.core.matching.element_orders import element_order
 from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, Shape
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import element_order, words_of
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 
 _GATES_AND_INPUTS = "taken to be the gate and the input of each expert, one after another"
 
@@ -427,7 +428,9 @@ def _mark_transposed(layers: list[Layer]) -> None:
         if len(weight) == 2 and len(set(weight)) == 2 and 1 not in weight:  # a convolution's may end with ones
             blocks[re.split(r"(?<=\d)\.(?!.*\d\.)", layer.path)[0]].append(layer)
     for block in blocks.values():
-        known = [layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in block if _says_its_layout(layer)]
+        known = [
+            layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in block if _says_its_layout(layer)
+        ]
         for layer in block if known and all(known) else ():
             layer.transposed = True
             vars(layer).pop("sizes", None)

@@ -41,9 +41,10 @@ def match_by_name(
         prefixes, rivals = _best_prefixes(*map(_with_sorted_sizes, (learned, wanted)))
     prefix = prefixes[0] or prefixes[1]
     reason = f"{SAME_NAME}, with {prefix!r} in front" if prefix else SAME_NAME
-    pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *prefixes)) in target_shapes]
+    used = ("", "") if rivals else prefixes
+    pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *used)) in target_shapes]
     if search_prefixes:
-        shifted = _shifted((replace_prefix(name, *prefixes) for name in source_shapes), target_shapes)
+        shifted = _shifted((replace_prefix(name, *used) for name in source_shapes), target_shapes)
         pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(start for start, _ in _numbers(new))]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
     turned = [pair for pair in mismatched if search_prefixes and is_turned(*pair, source_shapes, target_shapes)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,16 +32,22 @@ def _bias_of(weight: str, shapes: Shapes) -> Shape | None:
     return shapes.get(f"{weight.removesuffix('weight')}bias")
 
 
-def turn_squares(found: Matching, sources: Shapes, targets: Shapes) -> Matching:
+def turn_squares(found: Matching, ruled: list[Match], sources: Shapes, targets: Shapes) -> Matching:
     """Return the matches, those of square matrices transposed where all other matrices of their kind are.
 
     Of the same kind are the layers of the blocks of one list or, where none of these is oblong, of the whole model. A
     layer with a bias, which no embedding has, follows those with a bias.
 
+    Args:
+        found: The matches.
+        ruled: What rules transposed, which says the same of the others.
+        sources: Shapes of the file's tensors.
+        targets: Those of the model's.
+
     Raises:
         AmbiguousAlignmentError: If some matrices are transposed, and those of a square one's kind do not agree.
     """
-    squares = _SquareMatrices(found.matches, sources, targets)
+    squares = _SquareMatrices([*found.matches, *ruled], sources, targets)
     if not squares.some_are_turned:
         return found
     unclear = [match for match in found.matches if squares.turned(match) is None]
@@ -101,7 +106,7 @@ class _SquareMatrices:
         return None
 
     def is_turned_kernel(self, match: Match) -> bool:
-        """Whether a square matrix becomes a kernel of ones or the reverse, and is (in, out), which no rule can do."""
+        """Whether a square matrix that is (in, out) becomes a kernel of ones or is made of one."""
         shapes = [self.sources[match.sources[0]], self.targets[match.targets[0]]]
         matrix = shapes[0] if self._file_is_turned else shapes[1]
         kernel = shapes[1] if self._file_is_turned else shapes[0]
@@ -114,17 +119,18 @@ class _SquareMatrices:
         rules = [{"from": source, "to": target, "transpose": True} for source, target in names[:_MOST_KINDS]]
         more = f" (and so on for {len(names) - _MOST_KINDS} more)" if len(names) > _MOST_KINDS else ""
         return (
-            f"it is ambiguous whether {len(unclear)} square matrices are transposed, as {list_names(self.turned_names)} "
-            f"of the file are: their shapes do not say it, and what is like them differs or is not there. If they are, "
-            f"give rules={rules}{more}; for each that is not, the pair {names[0]} takes it as it is. "
-            "rules=None takes all names and shapes as they are."
+            f"it is ambiguous whether the square {list_names(source for source, _ in names)} are transposed, as other "
+            f"matrices of the file are ({list_names(self.turned_names)}): their shapes do not say it, and what is like "
+            f"them differs or is not there. If they are, give rules={rules}{more}; instead of the rule of one that is "
+            f"not, give a pair such as {names[0]}, which takes it as it is."
         )
 
 
 def _kinds(name: str) -> Iterator[str]:
-    """Yield the blocks that a tensor is in, without their numbers, from the innermost, and the model as an empty one."""
-    starts = [found.end() for found in re.finditer(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", name.rpartition(".")[0])]
-    yield from (LIST_NUMBER.sub("#", name[:end]) for end in reversed(starts))
+    """Yield the blocks that a tensor is in, without their numbers, from the innermost; the model is an empty one."""
+    layer = name.rpartition(".")[0]
+    ends = [found.end() for found in LIST_NUMBER.finditer(layer) if found.end() < len(layer)]
+    yield from (LIST_NUMBER.sub("#", name[:end]) for end in reversed(ends))
     yield ""
 
 
