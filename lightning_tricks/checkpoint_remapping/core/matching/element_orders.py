@@ -32,10 +32,10 @@ def element_order(path: str) -> str:
     return next((order for order, (pattern, _) in _SPECIAL.items() if re.search(pattern, path)), "")
 
 
-def orders_differ(source: str, target: str) -> bool:
-    """Whether two names say that the elements of the two tensors are in different orders."""
+def orders_differ(source: str, target: str, certain: bool = False) -> bool:
+    """Whether two names say that the elements are in different orders; certainly so, or where there are rotations."""
     one, other = map(_order_of_tensor, (source, target))
-    return one != other
+    return one != other and not (certain and NEIGHBORS in (one, other))
 
 
 def _order_of_tensor(name: str) -> str:
@@ -48,7 +48,9 @@ def describe_orders(pairs: Iterable[tuple[str, str]]) -> str:
         one, other = map(_order_of_tensor, (source, target))
         if one != other:
             usual = _SPECIAL[one or other][1]
-            return f"{source} has {one or usual}, {target} has {other or usual}: {remedy(one or usual, other or usual)}"
+            rotary = "if the model has rotary embeddings, " * (NEIGHBORS in (one, other))  # names alone do not say it
+            one, other = one or usual, other or usual
+            return f"{rotary}{source} has {one}, {target} has {other}: {remedy(one, other)}"
     return ""
 
 

@@ -171,7 +171,7 @@ class Proposals:
         for name, shape in self.sources.items():
             new = target + name.removeprefix(source)
             wanted = self.targets.get(new)
-            if wanted is None or shape == wanted or not is_at(name, source) or orders_differ(name, new):
+            if wanted is None or shape == wanted or not is_at(name, source) or orders_differ(name, new, certain=True):
                 continue
             if shape == wanted[::-1] and len(shape) == 2:
                 return {"from": name, "to": new, "transpose": True}
@@ -187,7 +187,8 @@ class Proposals:
             return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
         return bool(ruled) and all(
-            self.targets.get(name) == made[name] and not orders_differ(made.origins[name], name) for name in ruled
+            self.targets.get(name) == made[name] and not orders_differ(made.origins[name], name, certain=True)
+            for name in ruled
         )
 
     def with_other_orders(self) -> str:
