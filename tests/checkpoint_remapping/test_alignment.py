@@ -496,17 +496,6 @@ def test_another_depth_or_width_is_not_forced():
         load_weights(models.vit_b_16(), models.resnet18().state_dict())
 
 
-def test_transposed_square_layers_follow_their_block():
-    """Biases tell that a block's oblong layers are transposed; its square ones are too."""
-    source = {f"h.0.{name}.weight": torch.randn(size) for name, size in (("c_fc", (4, 8)), ("c_proj", (4, 4)))}
-    source |= {"h.0.c_fc.bias": torch.randn(8), "h.0.c_proj.bias": torch.randn(4)}
-    target = {name.replace("h.", "layers."): t.mT if t.dim() == 2 else t for name, t in source.items()}
-    found = align(target, source)
-    moved = found.apply(source)
-    assert all(torch.equal(moved[name], value) for name, value in target.items())
-    assert sorted(found.reshaped) == ["layers.0.c_fc.weight", "layers.0.c_proj.weight"]
-
-
 def test_a_report_and_a_rule_file():
     source = model("ResNet-18", "torchvision").state_dict()
     target = ARCHITECTURES["ResNet-18"]["HF"]()

@@ -148,6 +148,68 @@ def test_a_convolution_beside_transposed_matrices_is_not_transposed(ones, order)
     assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
 
 
+def _turned(tensors, kept=()):
+    return {name: t if name in kept or t.dim() != 2 else t.mT.contiguous() for name, t in tensors.items()}
+
+
+def _blocks(bias):
+    """Return two blocks whose attention is square, under names that say nothing of their place in the block."""
+    sizes = {"q": (8, 8), "k": (8, 8), "up": (12, 8), "down": (8, 12)}
+    tensors = {f"layers.{i}.{name}.weight": torch.randn(size) for i in range(2) for name, size in sizes.items()}
+    if bias:
+        tensors |= {name.replace("weight", "bias"): torch.randn(len(t)) for name, t in tensors.items()}
+    return tensors | {"embed.weight": torch.randn(50, 8)}
+
+
+_WORDS = {"layers": "h", "q.": "query.", "k.": "key.", "up": "fc1", "down": "fc2", "embed": "wte"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("words", [{}, {"layers": "h"}, _WORDS], ids=["same", "another list", "other"])
+def test_a_file_whose_matrices_are_the_other_way_round(words, bias, order):
+    """Oblong ones show it, and the square ones of its blocks follow; without equal names or biases none does."""
+    right = _blocks(bias)
+    other = _turned(right, ["embed.weight"])
+    for model, turned in ((right, other), (other, right)):
+        file = {}
+        for name, tensor in turned.items():
+            for old, new in words.items():
+                name = name.replace(old, new)
+            file[name] = tensor
+        shapes = {name: tensor.shape for name, tensor in model.items()}
+        if words is _WORDS and not bias:
+            with pytest.raises(AmbiguousAlignmentError, match=r"fc[12]"):
+                loaded(shapes, file, order)
+            rules = [
+                {"from": f"h.*.{old}.weight", "to": f"layers.*.{new}.weight", "transpose": True}
+                for new, old in (("up", "fc1"), ("down", "fc2"))
+            ]
+            assert equal(loaded(shapes, file, order, rules=rules), model)
+        else:
+            assert equal(loaded(shapes, file, order), model)
+
+
+@pytest.mark.parametrize("kept", [(), ("layers.0.up.weight",)], ids=["an embedding", "a mixed file"])
+def test_square_matrices_whose_kind_does_not_agree_are_asked_for(kept):
+    right = _blocks(bias=False) | {"square.weight": torch.randn(8, 8)}
+    file = _turned(right, ["embed.weight", "square.weight", *kept])
+    shapes = {name: tensor.shape for name, tensor in right.items()}
+    with pytest.raises(AmbiguousAlignmentError, match=r"whether the square .* are transposed") as error:
+        loaded(shapes, file)
+    rules = eval(re.search(r"give rules=(\[.*?\])", str(error.value))[1])
+    assert len(rules) == (3 if kept else 1)
+    rules = [(r["from"], r["to"]) if r["from"] == "square.weight" else r for r in rules]
+    assert equal(loaded(shapes, file, rules=rules), right)
+
+
+def test_an_equal_name_of_another_size_is_no_other_layer():
+    right = randn(a__weight=(9, 4), b__weight=(5, 3), c__bias=(7,))
+    file = right | {"a.weight": right["b.weight"], "b.weight": right["a.weight"]}
+    with pytest.raises(CheckpointError, match=r"a\.weight \(9x4 in the model, 5x3 in the file\)"):
+        loaded({name: tensor.shape for name, tensor in right.items()}, file)
+
+
 def test_vectors_of_another_rank():
     file = {f"stages.{i}.grn.{name}": torch.randn(5 + i) for i in range(2) for name in ("weight", "bias")}
     names = {f"layers.{i}.mlp.grn.{name}": (1, 1, 1, 5 + i) for i in range(2) for name in ("gamma", "beta")}

@@ -20,7 +20,7 @@ from lightning_tricks.checkpoint_remapping import (
     max_output_difference,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Proposals
-from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized
+from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, module_of, randomized
 
 
 class TwoHeads(nn.Module):
@@ -330,15 +330,34 @@ def test_a_rule_for_a_block_that_is_counted_from_the_other_end_is_evidence_for_t
     assert torch.equal(net["up"][1].weight, file["dec.2.weight"])
 
 
-def test_a_rule_is_proposed_for_what_is_left_on_both_sides():
-    """Equal sizes whose elements may be in another order are not matched, but may be meant."""
-    source = {"a.wq.weight": torch.ones(6, 6), "b.weight": torch.zeros(3, 6)}
-    net = nn.ModuleDict({"a": nn.ModuleDict({"q_proj": nn.Linear(6, 6, bias=False)}), "b": nn.Linear(6, 3, bias=False)})
-    with pytest.raises(CheckpointError) as error:
+@pytest.mark.parametrize(
+    ("one", "other", "orders"),
+    [
+        ("a.wq", "a.q_proj", ("rotary pairs of neighbors", "rotary halves of each head")),
+        ("a.query_key_value", "a.qkv", ("query, key and value head by head", "query, key and value one after another")),
+    ],
+)
+@pytest.mark.parametrize("turn", [1, -1])
+def test_another_order_of_elements_is_said_instead_of_a_rule(one, other, orders, turn):
+    (one, other), orders = (one, other)[::turn], orders[::turn]
+    rest = {"b.weight": torch.zeros(3, 6)}
+    source, net = (
+        {f"{one}.weight": torch.rand(12, 6), **rest},
+        module_of({f"{other}.weight": torch.zeros(12, 6), **rest}),
+    )
+    with pytest.raises(CheckpointError, match=f"{one}.weight has {orders[0]}, {other}.weight has {orders[1]}") as error:
         load_weights(net, source)
-    rules = ast.literal_eval(re.search(r"rules=(\[.*?\]) takes", str(error.value))[1])
-    assert load_weights(net, source, rules=rules).loaded == 2
-    assert net["a"]["q_proj"].weight.sum() == 36
+    assert ("rules=[" in str(error.value)) == ("if the model has rotary embeddings" in str(error.value))
+    report = load_weights(net, source, rules=[(one, other)])
+    assert "rules rename what is kept in another order" in report.diagnosis
+    w, heads = source[f"{one}.weight"], 2
+    there = eval(re.search(r"w = (.*?) for each", report.diagnosis)[1], {"w": w, "heads": heads})
+    load_weights(net, {f"{other}.weight": there, **rest})
+    back = re.search(r"w = (.*?) for each", load_weights(
+        module_of({f"{one}.weight": w, **rest}), {f"{other}.weight": w, **rest}, rules=[(other, one)]
+    ).diagnosis)[1]  # fmt: skip
+    assert not torch.equal(there, w)
+    assert torch.equal(eval(back, {"w": there, "heads": heads}), w)
 
 
 def test_a_proposed_rule_fits_the_layout():

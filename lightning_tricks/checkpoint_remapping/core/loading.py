@@ -353,6 +353,8 @@ class LoadPlan:
         ]
         rule = found.proposals.for_the_rest() if missing or wrong else None
         problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
+        reordered = found.proposals.with_other_orders() if missing else ""
+        problems = [reordered, *problems] if reordered else problems
         if not self.loaded:
             others = "; ".join(problems[-1:] if rule else problems[:1]) if wrong or rule else ""
             others = f" {others[:1].upper()}{others[1:]}." if others else ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import Naming
-
-# Rotary embeddings rotate pairs of elements: neighbors, or the elements of two halves of a head
-_NEIGHBORS, _HALVES = "rotary neighbors", "rotary halves"
+from lightning_tricks.checkpoint_remapping.core.matching.element_orders import HALVES, NEIGHBORS
 
 _HUGGING_FACE_ENDS = """
     /
@@ -142,18 +140,18 @@ _MIN_GPT_OF_2020 = """
 
 FAMILIES = {
     "Llama": (
-        Naming(_HUGGING_FACE, _HALVES),
-        Naming(_PHI_3, _HALVES),
-        Naming(_BAICHUAN, _HALVES),
-        Naming(_LIT_GPT, _HALVES),
-        Naming(_META, _NEIGHBORS, computed=r"(^|\.)rope\.freqs$"),
-        Naming(_TORCHTUNE, _NEIGHBORS),
+        Naming(_HUGGING_FACE, HALVES),
+        Naming(_PHI_3, HALVES),
+        Naming(_BAICHUAN, HALVES),
+        Naming(_LIT_GPT, HALVES),
+        Naming(_META, NEIGHBORS, computed=r"(^|\.)rope\.freqs$"),
+        Naming(_TORCHTUNE, NEIGHBORS),
     ),
     "Llama with norms of queries and keys": (
-        Naming(_HUGGING_FACE + _HUGGING_FACE_NORMS_OF_HEADS, _HALVES),
-        Naming(_LIT_GPT + _LIT_GPT_NORMS_OF_HEADS, _HALVES),
+        Naming(_HUGGING_FACE + _HUGGING_FACE_NORMS_OF_HEADS, HALVES),
+        Naming(_LIT_GPT + _LIT_GPT_NORMS_OF_HEADS, HALVES),
     ),
-    "Qwen": (Naming(_HUGGING_FACE_QWEN, _HALVES), Naming(_QWEN, _HALVES)),
+    "Qwen": (Naming(_HUGGING_FACE_QWEN, HALVES), Naming(_QWEN, HALVES)),
     "GPT-2": (
         Naming(_GPT_2),
         Naming(_GPT_2.replace(" T\n", "\n")),

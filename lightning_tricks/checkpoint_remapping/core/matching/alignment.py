@@ -149,7 +149,11 @@ class Alignment:
         only = ["only"] * ("only" in self._first or bool(self.missing and self.unexpected))
         if self._prefixes is None:
             resized = [RemapRule(mismatch.source, mismatch.target) for mismatch in self.mismatched]
-            rules = [rule for rule in (*map(_rule, self.matches), *resized) if rule.source != rule.target]
+            rules = [
+                rule
+                for rule in (*map(_rule, self.matches), *resized)
+                if rule.source != rule.target or rule.transpose or rule.shape
+            ]
             taken = {target for match in self.matches for target in match.targets}
             drops = [RemapRule(name, None) for name in self.unexpected if name in taken]
             return [*steps, [*rules, *drops], *only]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignment
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
+from lightning_tricks.checkpoint_remapping.core.matching.element_orders import describe_orders
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
+    CONVERSION,
     Match,
     Matching,
     Mismatch,
@@ -31,6 +34,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     refuse_against_rules,
     replace_prefix,
 )
+from lightning_tricks.checkpoint_remapping.core.matching.orientation import turn_squares
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import find_resized, match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.remapping import (
@@ -39,6 +43,7 @@ from lightning_tricks.checkpoint_remapping.core.remapping import (
     apply_rules,
     strip_wrappers,
 )
+from lightning_tricks.checkpoint_remapping.core.rules import source_expression
 
 
 def align(
@@ -165,7 +170,16 @@ def find_tensors(
         if not other.lacking:
             alignment = replace(other, unexpected=(*other.unexpected, *less.values()))
     tensors = dict(alignment.apply_to_ruled(applied.tensors))
-    return Found(alignment, tensors, applied, aliases, applied.notes)
+    return Found(alignment, tensors, applied, aliases, [*applied.notes, *_notes_on_orders(applied)])
+
+
+def _notes_on_orders(applied: AppliedRules) -> Iterator[str]:
+    """Say which tensors rules only rename, though the elements of the two are in different orders."""
+    rules = [rule for step in applied.steps if isinstance(step, list) for rule in step]
+    if not any(rule.shape for rule in rules) and (
+        note := describe_orders((applied.origins[name], name) for name in sorted(applied.pinned))
+    ):
+        yield f"rules rename what is kept in another order: {note}"
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -247,7 +261,18 @@ class AlignmentSearch:
         named = self._match_names()
         found = self._best(named) if self._needs_structure(named.matching) else named.matching
         prefixes = named.prefixes if found is named.matching else None
+        if not self.by_name and not any(match.reason.startswith(CONVERSION) for match in found.matches):
+            found = turn_squares(found, [*self._transposed_by_rules()], self.source_shapes, self.target_shapes)
+        prefixes = None if any(match.transpose for match in found.matches) else prefixes
         return self._result(refuse_against_rules(found, self.ruled), prefixes, named.mismatched)
+
+    def _transposed_by_rules(self) -> Iterator[Match]:
+        """Yield the matches of what the caller's rules transposed."""
+        rules = [rule for step in self.rules.steps if isinstance(step, list) for rule in step if rule.transpose]
+        expressions = [source_expression(source) for rule in rules for source in rule.sources]
+        for source, target in self.pinned.items():
+            if any(expression.search(self.rules.origins[source]) for expression in expressions):
+                yield Match((source,), (target,), transpose=True)
 
     def _match_names(self) -> NameMatching:
         return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)
@@ -262,7 +287,8 @@ class AlignmentSearch:
         converted = find_conversion(sources, targets)
         if converted is not None:
             return converted
-        by_structure, by_names = match_by_structure(sources, targets), named.matching
+        by_names = named.matching
+        by_structure = self._match_structure(Matching(), named)
         if by_names.ambiguous:
             return by_structure if by_structure.targets() and not by_structure.ambiguous else by_names
         # Some names are equal by chance, and say nothing unless they fit half of the model
@@ -274,22 +300,25 @@ class AlignmentSearch:
     def _completed(self, named: NameMatching) -> Matching:
         """Return the matches by names, and those by structure of the rest.
 
-        A bias is not evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
-        Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
+        A number is not evidence if other numbers behind the same words are found to differ: they count from elsewhere.
         """
-        layers = {target.rpartition(".")[0] for _, target in named.mismatched}
-        by_name = named.matching.matches
-        doubted = [match for match in by_name if match.targets[0].rpartition(".")[0] in layers]
-        trusted = Matching([match for match in by_name if match.targets[0].rpartition(".")[0] not in layers])
-        rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
+        trusted = named.matching
+        rest = self._match_structure(trusted, named)
         shifted = _shifted_starts(rest, named.prefixes)
         if shifted:
             trusted = Matching([match for match in trusted.matches if not _begins(match.targets[0], shifted)])
-            doubted = [match for match in doubted if not _begins(match.targets[0], shifted)]
-            rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
-        sources, targets = rest.sources(), rest.targets()
-        kept = [match for match in doubted if not (sources & {*match.sources} or targets & {*match.targets})]
-        return Matching(trusted.matches + kept + rest.matches, rest.ambiguous)
+            rest = self._match_structure(trusted, named)
+        return Matching(trusted.matches + rest.matches, rest.ambiguous)
+
+    def _match_structure(self, matched: Matching, named: NameMatching) -> Matching:
+        """Match what is left; an equal name of another size, unless of another rank, is not offered to other names."""
+        sources, targets = matched.sources(), matched.targets()
+        for source, target in named.mismatched:
+            shapes = self.source_shapes[source], self.target_shapes[target]
+            if len(shapes[0]) == len(shapes[1]) or math.prod(shapes[0]) != math.prod(shapes[1]):
+                sources.add(source)
+                targets.add(target)
+        return match_by_structure(*self._left(sources, targets))
 
     def _left(self, sources: set[str], targets: set[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:
         """Return the tensors of the file and of the model that are not pinned and not among these."""

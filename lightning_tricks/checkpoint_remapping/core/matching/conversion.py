@@ -12,6 +12,8 @@ from pkgutil import iter_modules
 from typing import NamedTuple
 
 from lightning_tricks.checkpoint_remapping.core import conversions
+from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
+from lightning_tricks.checkpoint_remapping.core.matching.element_orders import describe_families
 from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
@@ -185,8 +187,8 @@ def families() -> dict[str, tuple[Naming, ...]]:
 def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | None:
     """Return the matches of two models that are one architecture under the names of two projects.
 
-    A table is used only if it has every name of both models, numbers and shapes agree, and both keep the elements of
-    their weights in the same order. What a model may lack, such as a head, remains without a match if the other does.
+    A table is used only if it has every name of both models, and numbers and shapes agree. What a model may lack, such
+    as a head, remains without a match if the other does.
 
     Args:
         source_shapes: Shapes of the file's tensors.
@@ -194,19 +196,29 @@ def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | 
 
     Returns:
         The matches; None if no table fits.
+
+    Raises:
+        AmbiguousAlignmentError: If one fits but for the order of the elements.
     """
     source_names, target_names = (
         [name for name, shape in shapes.items() if not is_computed(name, shape)]
         for shapes in (source_shapes, target_shapes)
     )
+    reordered = ""
     for family, namings in families().items():
         sources = _readings(namings, source_names)
         targets = _readings(namings, target_names) if sources else []
         for (target, wanted), (source, given) in product(targets, sources):
-            if source is not target and source.order == target.order:
-                matches = _match(given, wanted, source.required | target.required, source_shapes, target_shapes)
-                if matches is not None:
-                    return Matching([replace(match, reason=f"{CONVERSION} {family}") for match in matches])
+            if source is target:
+                continue
+            matches = _match(given, wanted, source.required | target.required, source_shapes, target_shapes)
+            if matches is not None and source.order != target.order:
+                queries = [tensor.name for tensor in given if {part.role for part in tensor.parts} & {"q", "k"}]
+                reordered = describe_families(family, source.order, target.order, queries)
+            elif matches is not None:
+                return Matching([replace(match, reason=f"{CONVERSION} {family}") for match in matches])
+    if reordered:
+        raise AmbiguousAlignmentError(reordered)
     return None
 
 

@@ -83,15 +83,35 @@ class Justification:
         for source, target in self.matched.items():
             alike[source.signature, target.signature].append(source)
         groups: dict[Layer, list[Layer]] = {}
-        for layers in alike.values():
-            for one, other in _pairs(layers):
+        pairs = [pair for layers in alike.values() for pair in _pairs(layers)]
+        exchanged = [pair for layers in self._either_way_round() for pair in _pairs(layers)]
+        for some, least in ((pairs, Evidence.CONVOLUTIONS), (exchanged, Evidence.NUMBERS)):
+            for one, other in some:
+                if least == Evidence.NUMBERS and one.signature == other.signature:
+                    continue
                 evidence = self.evidence(one, other)
+                evidence = evidence if evidence >= least else Evidence.NOTHING  # their own sizes are no neighbors
                 for layer in (one, other):
                     self._weakest[layer] = min(evidence, self._weakest.get(layer, evidence))
                 if not evidence:
                     _join(groups, one, other)
         distinct = {id(group): group for group in groups.values()}
         return [(group, [self.matched[layer] for layer in group]) for group in distinct.values()]
+
+    def _either_way_round(self) -> list[list[Layer]]:
+        """Return the groups whose layers could be exchanged if the file kept its matrices the other way round.
+
+        These are matrices without a bias of which there are as many of either size, and no bias says which way it is.
+        """
+        lone: dict[tuple[int, ...], list[Layer]] = defaultdict(list)
+        for layer in self.matched:
+            for size in layer.matrix_sizes:
+                if len({*size}) == 2 and "bias" in layer.tensors:
+                    return []
+                if [*layer.tensors] == ["weight"]:
+                    lone[size].append(layer)
+        pairs = ((layers, lone.get(size[::-1], [])) for size, layers in lone.items() if size < size[::-1])
+        return [[*layers, *others] for layers, others in pairs if len(layers) == len(others)]
 
     def doubt(self, layer: Layer, in_context: bool) -> str:
         """Return why the match of a layer of the file is a weak one; empty for a strong one.

@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lightning_tricks._shared.patterns import LIST_NUMBER
+from lightning_tricks.checkpoint_remapping.core.matching.element_orders import element_order
 from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, Shape
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import element_order, words_of
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 
 _GATES_AND_INPUTS = "taken to be the gate and the input of each expert, one after another"
 
@@ -412,24 +413,24 @@ def _name_gates(layers: list[Layer]) -> None:
 
 
 def _says_its_layout(layer: Layer) -> bool:
-    weight, bias = layer.tensors["weight"][1], layer.tensors["bias"][1]
-    return len(set(weight)) == 2 and bias in (weight[:1], weight[1:])
+    weight, bias = layer.tensors["weight"][1], layer.tensors.get("bias", ((), ()))[1]
+    return bias in (weight[:1], weight[1:])
 
 
 def _mark_transposed(layers: list[Layer]) -> None:
-    """Mark the layers whose weight is (in, out), as of Hugging Face's Conv1D.
+    """Mark the oblong matrices that are (in, out), as those of Hugging Face's Conv1D.
 
-    The length of the bias shows it where a matrix is oblong; square matrices follow the others of their block.
+    The length of the bias shows it; those without one follow the others of their block.
     """
     blocks: dict[str, list[Layer]] = defaultdict(list)
     for layer in layers:
-        is_linear = [len(size) for _, size in layer.sizes] == [1, 2]  # bias, weight
-        if is_linear and 1 not in layer.tensors["weight"][1][-2:]:  # which those of convolutions end with
+        weight = layer.tensors.get("weight", ((), ()))[1]
+        if len(weight) == 2 and len(set(weight)) == 2 and 1 not in weight:  # a convolution's may end with ones
             blocks[re.split(r"(?<=\d)\.(?!.*\d\.)", layer.path)[0]].append(layer)
     for block in blocks.values():
-        oblong = [layer for layer in block if _says_its_layout(layer)]
-        if not oblong or not all(layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in oblong):
-            continue
-        for layer in block:
+        known = [
+            layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in block if _says_its_layout(layer)
+        ]
+        for layer in block if known and all(known) else ():
             layer.transposed = True
-            del layer.sizes
+            vars(layer).pop("sizes", None)

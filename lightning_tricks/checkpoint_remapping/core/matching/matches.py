@@ -11,6 +11,11 @@ from typing import Any, Literal
 from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
 from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping.core.matching.element_orders import (
+    describe_fused,
+    describe_orders,
+    orders_differ,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 from lightning_tricks.checkpoint_remapping.core.remapping import FUSION, remap_keys
 from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
@@ -166,7 +171,7 @@ class Proposals:
         for name, shape in self.sources.items():
             new = target + name.removeprefix(source)
             wanted = self.targets.get(new)
-            if wanted is None or shape == wanted or not is_at(name, source):
+            if wanted is None or shape == wanted or not is_at(name, source) or orders_differ(name, new, certain=True):
                 continue
             if shape == wanted[::-1] and len(shape) == 2:
                 return {"from": name, "to": new, "transpose": True}
@@ -181,7 +186,27 @@ class Proposals:
         except CheckpointError:  # it would give two of them one name
             return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
-        return bool(ruled) and all(self.targets.get(name) == made[name] for name in ruled)
+        return bool(ruled) and all(
+            self.targets.get(name) == made[name] and not orders_differ(made.origins[name], name, certain=True)
+            for name in ruled
+        )
+
+    def with_other_orders(self) -> str:
+        """Return the sentence about tensors left over whose elements are in two orders; empty if there are none."""
+        pairs = [
+            (source, target)
+            for source, shape in self.sources.items()
+            for target, wanted in self.targets.items()
+            if shape == wanted and orders_differ(source, target)
+        ]
+        pairs.sort(key=lambda pair: (_in_common(*pair), pair), reverse=True)
+        return describe_orders(pairs) or describe_fused([*self.sources, *self.targets])
+
+
+def _in_common(source: str, target: str) -> tuple[int, int]:
+    """Return how many words two names have in common, and how many letters the names of their layers."""
+    layers = [{*name.rpartition(".")[0].rpartition(".")[2]} for name in (source, target)]
+    return len(words_of(source) & words_of(target)), len(layers[0] & layers[1])
 
 
 def is_at(name: str, path: str) -> bool:

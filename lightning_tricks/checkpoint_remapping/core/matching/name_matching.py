@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lightning_tricks._shared.patterns import LIST_NUMBER
 from lightning_tricks.checkpoint_remapping.core.matching.matches import SAME_NAME, Match, Matching, Prefixes, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.orientation import is_turned
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 _MOST_PLACES = 64
@@ -18,7 +19,7 @@ class NameMatching(NamedTuple):
     """What names alone say.
 
     Attributes:
-        matching: Tensors with equal names and shapes.
+        matching: Tensors with equal names and shapes, or with the shape of a matrix that is another way round.
         prefixes: The prefixes without which names are compared.
         mismatched: (name in the file, name in the model) of equal names whose shapes differ.
     """
@@ -36,27 +37,34 @@ def match_by_name(
     complete = all(source_shapes.get(name) == shape for name, shape in wanted.items())
     prefixes, rivals = ("", ""), list[Prefixes]()
     if search_prefixes and not complete:
-        prefixes, rivals = _best_prefixes(learned, wanted)
+        # A matrix that is another way round has the sizes of the model's
+        prefixes, rivals = _best_prefixes(*map(_with_sorted_sizes, (learned, wanted)))
     prefix = prefixes[0] or prefixes[1]
     reason = f"{SAME_NAME}, with {prefix!r} in front" if prefix else SAME_NAME
-    pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *prefixes)) in target_shapes]
+    used = ("", "") if rivals else prefixes
+    pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *used)) in target_shapes]
     if search_prefixes:
-        shifted = _shifted((replace_prefix(name, *prefixes) for name in source_shapes), target_shapes)
+        shifted = _shifted((replace_prefix(name, *used) for name in source_shapes), target_shapes)
         pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(start for start, _ in _numbers(new))]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
-    # Beside a matrix that is another way round, square ones may be so too, and equal names are other layers
-    turned = {_container(new) for name, new in mismatched if source_shapes[name][::-1] == target_shapes[new]}
-    trusted = [pair for pair in pairs if not search_prefixes or _container(pair[1]) not in turned]
-    equal = [(name, new) for name, new in trusted if source_shapes[name] == target_shapes[new]]
+    turned = [pair for pair in mismatched if search_prefixes and is_turned(*pair, source_shapes, target_shapes)]
+    mismatched = [pair for pair in mismatched if pair not in turned]
+    equal = [(name, new) for name, new in pairs if source_shapes[name] == target_shapes[new]]
     if rivals:
         sides = [[f"{p}.*" if p else "*" for p in dict.fromkeys(side)] for side in zip(*rivals, strict=True)]
         return NameMatching(Matching(ambiguous=[(sides[0], sides[1])]), prefixes, mismatched)
-    found = Matching([Match((name,), (new,), reason=reason) for name, new in equal])
+    matches = [Match((name,), (new,), reason=reason) for name, new in equal]
+    matches += [Match((name,), (new,), transpose=True, reason=reason) for name, new in turned]
+    found = Matching(matches)
     return NameMatching(found, prefixes, mismatched)
 
 
 def _learned(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     return {name: shape for name, shape in shapes.items() if not is_computed(name, shape)}
+
+
+def _with_sorted_sizes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: tuple(sorted(shape)) if len(shape) == 2 else shape for name, shape in shapes.items()}
 
 
 def replace_prefix(name: str, source: str, target: str) -> str:
@@ -65,11 +73,6 @@ def replace_prefix(name: str, source: str, target: str) -> str:
         return ""
     rest = name[len(source) + 1 :] if source else name
     return f"{target}.{rest}" if target else rest
-
-
-def _container(name: str) -> str:
-    """Return the path of the module that holds the layer of a tensor."""
-    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _shifted(source_names: Iterable[str], target_names: Iterable[str]) -> set[str]:

@@ -62,12 +62,6 @@ _SAME_WORDS = {
     "conv2d": "conv",
 }
 
-# Layers whose weights have a special order, so that equal shapes do not mean equal weights
-_ELEMENT_ORDERS = {
-    "heads interleaved": r"(^|\.)(query_key_value|attn\.attn)$",
-    "groups of heads interleaved, or not": r"(^|\.)wqkv$",
-    "rotary halves interleaved": r"(^|\.)w[qk]$",
-}
 # Buffers that a model computes for itself; some versions of a model store them and some don't
 _COMPUTED_BUFFERS = re.compile(
     r"(^|\.)(num_batches_tracked|relative_position_index|position_ids|attn_mask|attention_bias_idxs|relative_coords_table|inv_freq|"
@@ -89,11 +83,6 @@ def same_word(part: str) -> str:
     """Return the word that all projects' spellings of a part of a name stand for."""
     word = part.rstrip("0123456789")
     return _SAME_WORDS.get(part) or _SAME_WORDS.get(word, word) + part[len(word) :]
-
-
-def element_order(path: str) -> str:
-    """Return the name of a special order of the elements of a layer's weights; empty for the usual one."""
-    return next((order for order, pattern in _ELEMENT_ORDERS.items() if re.search(pattern, path)), "")
 
 
 @lru_cache(maxsize=65536)
