@@ -123,16 +123,20 @@ def as_tables(records: Iterable[Record], most_wrong: int) -> str:
     """Return the result as Markdown."""
     records = sorted(records, key=lambda record: record["name"])
     built = list(_distinct(records))
-    cases = [(record["name"], name, case) for record in built for name, case in record["cases"].items()]
+    cases, accepted = (
+        [(record["name"], name, case) for record in built for name, case in record[part].items()] for part in CASES
+    )
     versions = ", ".join(
         f"{library.__name__} {library.__version__}" for library in (timm, torch, torchvision, transformers)
     )
-    counts = Counter(case[0] for _, _, case in cases)
+    counts, all_counts = (Counter(case[0] for _, _, case in part) for part in (cases, accepted))
     lines = [
         "# What `make sweep` found",
         "",
         f"{len(built)} architectures with names and shapes of their own, {len(cases)} files; {versions}.",
         f"**{counts[WRONG]} wrong, {counts[RIGHT]} right ({_share(counts)}), {counts[REFUSED]} refused.**",
+        f'With all that is suggested accepted (`accept="*"`): {all_counts[WRONG]} wrong, {all_counts[RIGHT]} right '
+        f"({_share(all_counts)}), {all_counts[REFUSED]} refused.",
         "",
         "A file holds the tensors of its model under other names or in another order. *Right*: each tensor is in its "
         "place. *Refused*: ambiguous, or only a part was matched, and that correctly. *Wrong*: a tensor is in the "
@@ -142,9 +146,12 @@ def as_tables(records: Iterable[Record], most_wrong: int) -> str:
         "",
         *_table("library", ((model.partition("/")[0], case[0]) for model, _, case in cases)),
         "",
+        *_table("with all accepted", ((name, case[0]) for _, name, case in accepted), list(PERTURBATIONS)),
+        "",
         *_followed(built),
         "",
         *_wrong(cases, most_wrong),
+        *_wrong(accepted, most_wrong, " with all accepted"),
         *_not_built(records),
     ]
     return "\n".join(lines) + "\n"
@@ -184,13 +191,13 @@ def _distinct(records: Iterable[Record]) -> Iterator[Record]:
     yield from found.values()
 
 
-def _wrong(cases: list[tuple[str, str, list[Any]]], most: int) -> Iterator[str]:
+def _wrong(cases: list[tuple[str, str, list[Any]]], most: int, how: str = "") -> Iterator[str]:
     """Yield what is wrong: of each perturbation at most so many files, evenly spread over the models."""
     for perturbation in PERTURBATIONS:
         files = [(model, case) for model, name, case in cases if name == perturbation and case[0] == WRONG]
         some = files[:: -(-len(files) // most) or 1]
         if files:
-            yield f"Wrong by {perturbation}, {len(some)} of {len(files)} files, each with its first tensor:"
+            yield f"Wrong by {perturbation}{how}, {len(some)} of {len(files)} files, each with its first tensor:"
             yield ""
             yield from (f"- {model}, {case[1]} tensors: {case[2]}" for model, case in some)
             yield ""

@@ -405,7 +405,7 @@ def test_what_one_branch_alone_has_tells_it_from_the_other_whichever_comes_first
     )
     found = Justification(Side(file), Side(net, ordered=True), dict(zip(file, net, strict=True)))
     one, other = (file[0], file[2]) if first == "left" else (file[2], file[0])
-    assert found.evidence(one, other) == Evidence.NAMES
+    assert found.evidence(one, other) == Evidence.NEIGHBORS
 
 
 def test_what_several_paths_start_with():
@@ -546,7 +546,7 @@ _ONE, _OTHER = ("query", "key", "value"), ("q_proj", "k_proj", "v_proj")
 def test_weak_evidence_is_told_with_what_it_rests_on():
     file = {"fc.weight": torch.zeros(5, 8, 3, 3), "fc.bias": torch.zeros(5)}
     flattened = align(nn.Sequential(nn.Linear(8 * 9, 5)), file, accept="*")
-    assert "2 of 2 matches are accepted suggestions: max_output_difference shows" in flattened.diagnosis
+    assert "1 of 2 matches are accepted suggestions: max_output_difference shows" in flattened.diagnosis
     assert _doubts(flattened)["0.weight"].endswith("its elements are taken to be in the same order")
     alone = align(nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.LayerNorm(5)}), _renamed_layers(), accept="b.*")
     assert {name: reason.partition("; ")[2] for name, reason in _doubts(alone).items()} == dict.fromkeys(

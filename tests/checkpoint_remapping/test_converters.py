@@ -13,5 +13,5 @@ SAMPLE = ("convnextv2_atto", "xcit_nano_12_p16_224", "poolformerv2_s12")
 def test_files_are_loaded_as_their_own_project_converts_them(name):
     case = Case(next(which for which in CONVERTERS if which.name == f"timm {name}"))
     assert not case.lacking
-    ends = {(way, seed): case.outcome(way, seed) for way in DIRECTIONS for seed in (None, 0)}
+    ends = {(way, seed): case.outcome(way, seed, accept="*") for way in DIRECTIONS for seed in (None, 0)}
     assert {end for end, _ in ends.values()} == {RIGHT}, ends

@@ -66,7 +66,7 @@ class Case:
         tied = {id(self.own[name]) for name in self.truth if name in self.own}
         self.lacking = [name for name in self.state if name not in self.truth and id(self.own[name]) not in tied]
 
-    def outcome(self, direction: str, seed: int | None) -> tuple[str, str]:
+    def outcome(self, direction: str, seed: int | None, accept: str | tuple[()] = ()) -> tuple[str, str]:
         """Load in a direction, with the names in the order of the file or in a random one; say how that ended."""
         file, shapes = self.original, self.own
         if direction == DIRECTIONS[1]:
@@ -77,7 +77,8 @@ class Case:
             random.Random(seed).shuffle(names)
         copies: dict[int, torch.Tensor] = {}
         try:
-            load_weights(target, {name: copies.setdefault(id(file[name]), file[name].clone()) for name in names})
+            tensors = {name: copies.setdefault(id(file[name]), file[name].clone()) for name in names}
+            load_weights(target, tensors, accept=accept)
         except CheckpointError as error:
             return REFUSED, str(error)
         got = target.state_dict() if file is self.original else self._converted(target.state_dict())

@@ -91,8 +91,9 @@ class Justification:
                     continue
                 evidence = self.evidence(one, other)
                 evidence = evidence if evidence >= least else Evidence.NOTHING  # their own sizes are no neighbors
+                weakest = Evidence.NAMES if self._is_beyond_doubt(evidence, one, other) else evidence
                 for layer in (one, other):
-                    self._weakest[layer] = min(evidence, self._weakest.get(layer, evidence))
+                    self._weakest[layer] = min(weakest, self._weakest.get(layer, weakest))
                 if not evidence:
                     _join(groups, one, other)
         distinct = {id(group): group for group in groups.values()}
@@ -143,14 +144,23 @@ class Justification:
         if self._are_of_many_norms(one, other) and forks[0].ends != forks[1].ends:
             return Evidence.NOTHING
         if counted and self._numbers_tell_apart(one, other, *forks):
-            known = self._is_order_known(*forks) or (self._norms(one, other) and self._are_at_trunk(*forks))
-            return Evidence.NAMES if known else Evidence.NUMBERS
+            return Evidence.NUMBERS
         if self._beside_others(*forks) and not self._are_halves(one, other):
-            known = self._are_at_trunk(*forks) or any(map(self._holds_a_size_of_its_own, forks[0].branches))
-            return Evidence.NAMES if known else Evidence.NEIGHBORS
-        if counted or not self._norms(one, other):
-            return Evidence.NOTHING
-        return Evidence.NAMES if self._are_at_trunk(*forks) else Evidence.CONVOLUTIONS
+            return Evidence.NEIGHBORS
+        return Evidence.CONVOLUTIONS if not counted and self._norms(one, other) else Evidence.NOTHING
+
+    def _is_beyond_doubt(self, evidence: Evidence, one: Layer, other: Layer) -> bool:
+        """Whether what tells two matches apart cannot be otherwise."""
+        if evidence in (Evidence.NOTHING, Evidence.NAMES):
+            return evidence == Evidence.NAMES
+        source = self.source.fork(one, other)
+        target = self.target.fork(self.matched[one], self.matched[other])
+        if evidence == Evidence.NUMBERS and self._is_order_known(source, target):
+            return True
+        if evidence == Evidence.NEIGHBORS and any(map(self._holds_a_size_of_its_own, source.branches)):
+            return True
+        beside = evidence == Evidence.NEIGHBORS or self._norms(one, other)
+        return beside and self._are_at_trunk(source, target)
 
     def _is_order_known(self, source: Fork, target: Fork) -> bool:
         """Whether two lists are counted from the same end: names or sizes say so, or both are in the trunk."""
