@@ -45,7 +45,7 @@ def match_by_name(
     pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *used)) in target_shapes]
     if search_prefixes:
         shifted = _shifted((replace_prefix(name, *used) for name in source_shapes), target_shapes)
-        pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(start for start, _ in _numbers(new))]
+        pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(series for series, _ in _numbers(new))]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
     turned = [pair for pair in mismatched if search_prefixes and is_turned(*pair, source_shapes, target_shapes)]
     mismatched = [pair for pair in mismatched if pair not in turned]
@@ -76,19 +76,19 @@ def replace_prefix(name: str, source: str, target: str) -> str:
 
 
 def _shifted(source_names: Iterable[str], target_names: Iterable[str]) -> set[str]:
-    """Return the beginnings of names that one side counts from elsewhere: equal names there are different parts."""
+    """Return the series of names that one side counts from elsewhere: equal names there are different parts."""
     counted: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for side, names in enumerate((source_names, target_names)):
         for name in names:
-            for start, number in _numbers(name):
-                counted[start][side].add(number)
-    return {start for start, (ours, others) in counted.items() if ours - others and others - ours and ours & others}
+            for series, number in _numbers(name):
+                counted[series][side].add(number)
+    return {series for series, (ours, others) in counted.items() if ours - others and others - ours and ours & others}
 
 
 def _numbers(name: str) -> Iterator[tuple[str, str]]:
-    """Yield each number in a name, after what precedes it."""
+    """Yield each number in a name, after the series that it counts: the name with this and further numbers open."""
     for found in re.finditer(r"\d+", name):
-        yield name[: found.start()], found.group()
+        yield name[: found.start()] + re.sub(r"\d+", "#", name[found.start() :]), found.group()
 
 
 def _best_prefixes(

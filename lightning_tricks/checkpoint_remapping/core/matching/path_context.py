@@ -224,15 +224,16 @@ class Side:
             self.ordered
             and _has_kernels(layers)
             and any(
-                other[0].position < layers[0].position and len(self._blocks_with_kernels(path)) > 1
+                other[0].position < layers[0].position and self._holds_convolutional_blocks(path)
                 for path, other in lists.items()
             )
         )
         return None if may_be_decoder or any(blocks & self._blocks(path) for path in lists) else trunk
 
-    def _blocks_with_kernels(self, container: Parts) -> set[Parts]:
+    def _holds_convolutional_blocks(self, container: Parts) -> bool:
+        """Whether two numbered parts of a container hold several convolutions each, unlike those of a stem."""
         branches = {(*container, part) for part in self._numbered(container)}
-        return {path for path in branches if _has_kernels(self.branches[path])}
+        return sum(sum(_has_kernels([layer]) for layer in self.branches[path]) > 1 for path in branches) > 1
 
     def _blocks(self, container: Parts) -> set[object]:
         """Return the sizes in each numbered part of a container."""
