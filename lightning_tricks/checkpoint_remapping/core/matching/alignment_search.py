@@ -315,6 +315,8 @@ class AlignmentSearch:
         sources, targets = matched.sources(), matched.targets()
         for source, target in named.mismatched:
             shapes = self.source_shapes[source], self.target_shapes[target]
+            if source != target and not matched.matches:
+                continue  # equal behind a prefix that fits by chance
             if len(shapes[0]) == len(shapes[1]) or math.prod(shapes[0]) != math.prod(shapes[1]):
                 sources.add(source)
                 targets.add(target)
