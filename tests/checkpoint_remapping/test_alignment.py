@@ -580,6 +580,21 @@ def test_a_list_beside_the_trunk_is_suggested_whatever_it_is_called(fusion, plac
         load_weights(module, file, accept="other.*")
 
 
+@pytest.mark.parametrize("words", [("down", "up"), ("a", "b"), ("up", "down")])
+def test_the_largest_list_behind_another_one_of_convolutions_is_no_trunk(words):
+    """The decoder of a UNet of one width, in a model whose order of registration is that of the names, and is not."""
+
+    def unet(down, up, numbers):
+        sizes = {(down, str(i), f"conv{c}"): (8, 8, 3, 3) for i in range(3) for c in (1, 2)}
+        sizes |= {(up, n, f"conv{c}"): (8, 8 * (3 - c), 3, 3) for n in numbers for c in (1, 2)}
+        return _zeros({f"{'.'.join(path)}.weight": size for path, size in sizes.items()})
+
+    for numbers in ("012", "210"):
+        found = align(unet(*words, "012"), unet("enc", "dec", numbers))
+        assert not [match for match in found.matches if words[1] in match.targets[0].split(".")]
+        assert found.suggested
+
+
 def test_lists_whose_sizes_say_the_order_are_evidence():
     sizes = {f"{i}.conv.weight": (2**i, 4, 3, 3) for i in range(1, 4)} | {f"{i}.norm.weight": (5,) for i in range(1, 4)}
     trunk = {f"{i}.fc.weight": (50, 60) for i in range(4)}

@@ -88,10 +88,11 @@ class Side:
 
     Args:
         layers: The layers.
-        ordered: Whether they come in the order in which the model registers them; that of a file says nothing.
+        ordered: Whether they come in the order in which the model registers them; None for a file, whose order says
+            nothing.
     """
 
-    def __init__(self, layers: list[Layer], ordered: bool = False) -> None:
+    def __init__(self, layers: list[Layer], ordered: bool | None = None) -> None:
         self.ordered = ordered
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()
@@ -220,14 +221,9 @@ class Side:
             return None
         trunk = max(lists, key=lambda path: sum(math.prod(size) for layer in lists[path] for _, size in layer.sizes))
         layers, blocks = lists.pop(trunk), self._blocks(trunk)
-        may_be_decoder = (
-            self.ordered
-            and _has_kernels(layers)
-            and any(
-                other[0].position < layers[0].position and self._holds_convolutional_blocks(path)
-                for path, other in lists.items()
-            )
-        )
+        before = [path for path, other in lists.items() if not self.ordered or other[0].position < layers[0].position]
+        is_convolutional = self.ordered is not None and _has_kernels(layers)
+        may_be_decoder = is_convolutional and any(map(self._holds_convolutional_blocks, before))
         return None if may_be_decoder or any(blocks & self._blocks(path) for path in lists) else trunk
 
     def _holds_convolutional_blocks(self, container: Parts) -> bool:
