@@ -113,7 +113,7 @@ class TricksMixin(_Base):
 
         Args:
             checkpoint_path: A path, a URL or an open binary file.
-            map_location: As in `torch.load`; None keeps the device that each tensor was saved on.
+            map_location: The device of the tensors; None keeps those that they were saved on, as far as they are there.
             hparams_file: A YAML file of hyper-parameters, which replace those of the checkpoint.
             strict: Whether weights that are missing or not used are an error; None for the module's `strict_loading`.
             weights_only: Accepted for compatibility; the file is always read without unpickling objects.

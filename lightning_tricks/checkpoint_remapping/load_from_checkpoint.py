@@ -38,15 +38,6 @@ class SafeStateDict(dict[str, Any]):
         self.origin = origin
 
 
-def _original_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """Move a storage to the device that it was saved from; it stays on the CPU if there is no such device."""
-    try:
-        there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
-        return there
-    except (AssertionError, RuntimeError):
-        return storage
-
-
 def read_module_checkpoint(
     path: str | os.PathLike[str] | IO[bytes], map_location: Any, hparams_file: str | os.PathLike[str] | None
 ) -> tuple[Checkpoint, dict[str, Any]]:
@@ -54,21 +45,20 @@ def read_module_checkpoint(
 
     Args:
         path: A path, a URL or a stream.
-        map_location: As in `torch.load`; None for the devices that tensors were saved from.
+        map_location: As in `read_checkpoint`.
         hparams_file: A file `hparams.yaml`; None for none.
 
     Raises:
         CheckpointError: If a file is unsafe or cannot be read.
     """
     hparams = {} if hparams_file is None else read_hparams_file(hparams_file)
-    location = _original_device if map_location is None else map_location
     if isinstance(path, str | os.PathLike):
-        return read_checkpoint(path, map_location=location), hparams
+        return read_checkpoint(path, map_location=map_location), hparams
     with tempfile.TemporaryDirectory() as folder:  # on Windows, no other one can open a temporary file
         copy = Path(folder, "stream.ckpt")
         with copy.open("wb") as file:
             shutil.copyfileobj(path, file)
-        return replace(read_checkpoint(copy, map_location=location, mmap=False), source="the stream"), hparams
+        return replace(read_checkpoint(copy, map_location=map_location, mmap=False), source="the stream"), hparams
 
 
 def build_module(

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -74,28 +75,16 @@ def describe_value(value: Any, longest: int = 80) -> str:
 
 
 def truncated_repr(value: Any, longest: int = 100) -> str:
-    """Return the beginning of the `repr` of a value, without computing the rest."""
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > longest:
-            return text[: longest - 3] + "..."
-    return text
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    if not is_container(value):
-        yield repr(value) if isinstance(value, Placeholder) else describe_value(value, 100)
-        return
-    opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
-    yield opening
-    for number, (key, part) in enumerate(children(value)):
-        yield ", " if number else ""
-        if isinstance(value, dict):
-            yield from _pieces(key)
-            yield ": "
-        yield from _pieces(part)
-    yield closing
+    """Return the beginning of the `repr` of a value; of the containers in it only their types."""
+    if is_container(value):
+        opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+        keys = isinstance(value, dict)
+        parts = islice(children(value), longest)
+        inside = ", ".join(f"{describe_value(key)}: " * keys + describe_value(part) for key, part in parts)
+        text = f"{opening}{inside}{closing}"
+    else:
+        text = repr(value) if isinstance(value, Placeholder) else describe_value(value, longest)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -271,17 +260,8 @@ def _device(kind: str, *index: int) -> torch.device:
     return torch.device(kind, *index)
 
 
-# Functions with lower-case names that build objects which are common among hyper-parameters; Python 3.11 stores the
+# Standard modules that act on the system, and what of them is common among hyper-parameters; Python 3.11 stores the
 # members of an enumeration by getattr
-_HARMLESS_CALLS = frozenset(
-    """
-    argparse.Namespace array._array_reconstructor array.array builtins.getattr builtins.object builtins.range
-    builtins.xrange builtins.slice collections.defaultdict collections.deque datetime.date datetime.datetime
-    datetime.time datetime.timedelta datetime.timezone functools.partial logging.getLogger
-    numpy.dtype operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
-    """.split()  # noqa: SIM905  # a list of words
-)
-# Standard modules whose classes can act on the system
 _SYSTEM = frozenset(
     """
     _ctypes _io _pickle _posixsubprocess _thread asyncio bdb builtins cProfile code codeop concurrent ctypes
@@ -291,20 +271,15 @@ _SYSTEM = frozenset(
     telnetlib tempfile threading timeit trace types unittest urllib venv webbrowser xmlrpc zipfile zipimport
     """.split()  # noqa: SIM905  # a list of words
 )
-_LIBRARIES = {"jsonargparse", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchvision"}
+_HARMLESS = {
+    *(f"builtins.{name}" for name in ("getattr", "object", "range", "slice", "xrange")),
+    *("types.MappingProxyType", "types.SimpleNamespace"),
+}
 
 
 def _is_never_needed(function: Global) -> bool:
     """Whether no checkpoint needs this call. It decides only what is refused: no call is made in either case."""
-    package = function.module.partition(".")[0]
-    if str(function) in _HARMLESS_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
-        return False
-    looks_like_a_function = function.name.lstrip("_")[:1].islower()
-    if package in sys.stdlib_module_names:
-        known = {"SimpleNamespace", "MappingProxyType"} if package == "types" else set()
-        in_system = package in _SYSTEM and function.name not in known
-        return in_system or looks_like_a_function or "." in function.name
-    return package in _LIBRARIES and looks_like_a_function
+    return function.module.partition(".")[0] in _SYSTEM and str(function) not in _HARMLESS
 
 
 class Calls:
