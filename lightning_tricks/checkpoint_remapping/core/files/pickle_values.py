@@ -236,10 +236,7 @@ def plain_constructors(budget: Budget) -> dict[str, Constructor]:
         "torch.Size": torch.Size,
         "torch.device": _device,
         # TorchScript's lists, and the types that it stores with dicts and lists
-        "torch.jit._pickle.build_boollist": list,
-        "torch.jit._pickle.build_doublelist": list,
-        "torch.jit._pickle.build_intlist": list,
-        "torch.jit._pickle.build_tensorlist": list,
+        **{f"torch.jit._pickle.build_{kind}list": list for kind in ("bool", "double", "int", "tensor")},
         "torch.jit._pickle.restore_type_tag": lambda value, _: value,
     }
 
