@@ -107,7 +107,7 @@ OPENED = {
 }
 # Values of commands that are texts and no files
 TEXTS = {
-    "ckpt align": {"--arguments", "--key", "model"},
+    "ckpt align": {"--accept", "--arguments", "--key", "model"},
     "ckpt remap": {"--key"},
     "ckpt show": {"--key"},
     "demo": {"--accelerator", "--precision"},
