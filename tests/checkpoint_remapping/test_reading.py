@@ -595,11 +595,6 @@ def _flax():
     return b"\x81\xa6params\x81\xa6kernel\xc7" + bytes([len(array)]) + b"\x01" + array
 
 
-def _table():
-    """An empty table of LevelDB, which lists the tensors of a TensorFlow checkpoint: a block and the footer."""
-    return b"\x00\x00\x00\x00\x01\x00\x00\x00\x00" + bytes(40) + bytes.fromhex("57fb808b247547db")
-
-
 def _keras():
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
@@ -613,7 +608,6 @@ OTHER_FRAMEWORKS = [
     ("weights.bin", _onnx(), "an ONNX model"),
     ("flax_model.msgpack", _flax(), "a msgpack file, as Flax writes them. Read it with flax.serialization"),
     ("weights.bin", _flax(), "a msgpack file, as Flax writes them"),
-    ("model.ckpt-1.index", _table(), "a checkpoint of TensorFlow. Read it with tf.train.load_checkpoint"),
     ("saved_model.pb", b"\x08\x01\x12\x02\x0a\x00", "a SavedModel of TensorFlow. Load it with tf.saved_model"),
     ("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(88), "an HDF5 file, as Keras writes them. Convert it to .safetensors"),
     ("model.keras", _keras(), r"a zip archive without a checkpoint in it .*model.weights.h5"),

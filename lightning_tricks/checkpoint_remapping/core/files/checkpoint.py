@@ -207,11 +207,10 @@ def _find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
 
 
 class _Search:
-    """A search for state dicts, which visits each dict once."""
+    """A search for state dicts."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self.known: dict[int, dict[str, Any] | None] = {}
 
     def candidates(self, value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
         """Yield the paths of keys to weights, at most three keys long, and the tensors there."""
@@ -230,11 +229,6 @@ class _Search:
 
     def tensors(self, value: Any) -> dict[str, Any] | None:
         """Return the tensors of a state dict or of a pickled module; None for other values."""
-        if id(value) not in self.known:
-            self.known[id(value)] = self._collect(value)
-        return self.known[id(value)]
-
-    def _collect(self, value: Any) -> dict[str, Any] | None:
         if isinstance(value, Placeholder) and isinstance(_attributes(value), dict) and not value.items:
             return dict(self._of_module(value)) or None
         items = _items(value)

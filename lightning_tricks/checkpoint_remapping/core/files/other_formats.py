@@ -19,13 +19,9 @@ _FLAX = (
     "a msgpack file, as Flax writes them. Read it with flax.serialization.msgpack_restore and make a dict of tensors "
     "of it, or give the PyTorch weights."
 )
-_TENSORFLOW = (
-    "a checkpoint of TensorFlow. Read it with tf.train.load_checkpoint and make a dict of tensors of it, or: "
-    f"{_TAKE_SAFETENSORS}"
-)
 
 # Files that are often taken for checkpoints: patterns of their first bytes, and what they are
-_BEGINNINGS = (
+BEGINNINGS = (
     (rb"version https://git-lfs", "a git-LFS pointer. Run `git lfs pull` where it was cloned."),
     (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!|.{257}ustar", f"a compressed archive. {UNPACK_IT}"),
     (rb"\x89HDF", "an HDF5 file, as Keras writes them. Convert it to .safetensors where Keras is installed."),
@@ -36,7 +32,7 @@ _BEGINNINGS = (
     ),
 )
 # Those that are too short to be looked for before files of torch and safetensors are recognized
-_SHORT_BEGINNINGS = (
+SHORT_BEGINNINGS = (
     (
         rb"\x08\x01\x12",
         f"a SavedModel of TensorFlow. Load it with tf.saved_model.load. {_TAKE_SAFETENSORS}",
@@ -46,26 +42,14 @@ _SHORT_BEGINNINGS = (
     # a map with few items, or with up to 65,535, whose first key is text
     (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[\w./]", _FLAX),
 )
-_TENSORFLOW_END = bytes.fromhex("57fb808b247547db")  # of the table that lists the tensors of a TensorFlow checkpoint
 
 
-def refuse_other_formats(head: bytes) -> None:
+def refuse_formats(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
     """Refuse a file with the beginning of another format.
 
     Raises:
         NotACheckpointError: If it is one; the message continues "it is".
     """
-    _refuse(_BEGINNINGS, head)
-
-
-def refuse_short_beginnings(head: bytes, end: bytes) -> None:
-    """Do the same where files of torch and safetensors are recognized already, whose bytes could begin in this way."""
-    _refuse(_SHORT_BEGINNINGS, head)
-    if end == _TENSORFLOW_END:
-        raise NotACheckpointError(_TENSORFLOW)
-
-
-def _refuse(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
     for pattern, what in beginnings:
         if re.match(pattern, head, re.DOTALL):
             raise NotACheckpointError(what)
