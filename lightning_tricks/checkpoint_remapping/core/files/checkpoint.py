@@ -105,8 +105,6 @@ def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoi
     Raises:
         CheckpointError: If there are no weights, or several and no `key`.
     """
-    if key is None and any(isinstance(value, torch.Tensor) for value in values.values()):
-        return Checkpoint({name: tensor_of(value) for name, value in values.items()}, "state_dict", {})
     try:
         key_path, tensors = _find_weights(dict(values), key, Budget(sys.maxsize))
     except CheckpointError as error:

@@ -304,8 +304,8 @@ class Calls:
             raise TypeError(f"it calls {function} without a tuple of arguments")
         self.charge(arguments)
         name = str(function)
-        if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):
-            return self.call(arguments[0], self._constructor_arguments(function.name, arguments[1:]))
+        if name == "copyreg._reconstructor":  # of a class, its base and the state of this
+            return self.call(arguments[0], tuple(part for part in arguments[2:] if part is not None))
         make = self.constructors.get(name)
         if make is not None:
             for part in arguments:
@@ -320,11 +320,3 @@ class Calls:
         """Charge a copy of a value: one value of the memo can be an argument of any number of calls."""
         if type(value) in _SIZED and len(value) > 32:
             self.budget.spend(sys.getsizeof(value))
-
-    def _constructor_arguments(self, function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        if function == "__newobj__":
-            return arguments
-        if function == "__newobj_ex__":
-            self.charge(arguments[0])
-            return (*arguments[0], arguments[1])
-        return tuple(part for part in arguments[1:] if part is not None)  # _reconstructor(class, base, state of base)
