@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -93,7 +93,7 @@ class TricksMixin(_Base):
     @restricted_classmethod
     def load_from_checkpoint(
         cls: Any,  # noqa: N805  # a classmethod
-        checkpoint_path: str | os.PathLike[str] | IO[bytes],
+        checkpoint_path: str | os.PathLike[str],
         map_location: Any = None,
         hparams_file: str | os.PathLike[str] | None = None,
         strict: bool | None = None,
@@ -112,9 +112,9 @@ class TricksMixin(_Base):
         folder: fields that do so are off, with a warning. One of the caller (`tricks=Tricks(...)`) stays as it is.
 
         Args:
-            checkpoint_path: A path, a URL or an open binary file.
-            map_location: As in `torch.load`; None keeps the device that each tensor was saved on.
-            hparams_file: A YAML file of hyper-parameters, which replace those of the checkpoint.
+            checkpoint_path: A path or a URL.
+            map_location: The device of the tensors; None keeps those that they were saved on, as far as they are there.
+            hparams_file: Refused: give what such a file holds as arguments.
             strict: Whether weights that are missing or not used are an error; None for the module's `strict_loading`.
             weights_only: Accepted for compatibility; the file is always read without unpickling objects.
             **kwargs: Arguments of the module, which replace its hyper-parameters.
@@ -127,7 +127,7 @@ class TricksMixin(_Base):
         """
         with isolated_seeding():
             read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
-            return build_module(cls, *read, strict, kwargs)
+            return build_module(cls, read, strict, kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as torch does; in `load_from_checkpoint`, map the names of its weights first."""

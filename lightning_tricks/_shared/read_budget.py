@@ -13,7 +13,6 @@ from lightning_tricks._shared.files import open_file
 _COPY_RATE = 1 << 28  # bytes per second, at least
 _CHECK_INTERVAL = 1 << 16  # charged bytes between two checks of the clock
 _LARGEST_YAML = 1 << 20  # bytes
-_YAML_TUPLE = "tag:yaml.org,2002:python/tuple"
 
 
 class OverBudgetError(ValueError):
@@ -50,11 +49,6 @@ class Budget:
         self.left += base + 12 * size
         self._next_check = self.left
 
-    def refund(self, left: int) -> None:
-        """Undo the charges since `left` bytes were left, for values that were dropped; their time stays charged."""
-        self.left = left
-        self._next_check = left
-
     def spend(self, size: int) -> None:
         """Charge a number of bytes.
 
@@ -87,16 +81,13 @@ def parse_json(data: str | bytes, budget: Budget) -> Any:
         raise ValueError("its lists and mappings are nested too deeply") from None
 
 
-def read_yaml(
-    path: str | os.PathLike[str], *, max_depth: int, max_scalar_length: int, allow_tuples: bool = False
-) -> Any:
+def read_yaml(path: str | os.PathLike[str], *, max_depth: int, max_scalar_length: int) -> Any:
     """Read a YAML file of at most 1 MiB without aliases, a few lines of which could fill all memory.
 
     Args:
         path: Path of the file.
         max_depth: Maximum depth of nested lists and dicts.
         max_scalar_length: Maximum number of characters of a scalar.
-        allow_tuples: Whether `!!python/tuple`, which Lightning writes, is read; no other tag of Python is.
 
     Raises:
         OSError: If it does not exist or is not a file.
@@ -112,14 +103,7 @@ def read_yaml(
     text = data.decode("utf-8-sig")
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     _check_events(yaml.parse(text, safe), Budget(len(data)), max_depth, max_scalar_length)
-    loader: Any = type("PlainLoader", (safe,), {})
-    if allow_tuples:
-        yaml.add_constructor(_YAML_TUPLE, _make_tuple, loader)
-    return yaml.load(text, loader)  # noqa: S506  # a safe one
-
-
-def _make_tuple(loader: Any, node: Any) -> tuple[Any, ...]:
-    return tuple(loader.construct_sequence(node, deep=True))
+    return yaml.load(text, safe)  # noqa: S506  # a safe one
 
 
 def _check_events(events: Iterable[Any], budget: Budget, max_depth: int, max_scalar_length: int) -> None:

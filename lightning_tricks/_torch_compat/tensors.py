@@ -22,7 +22,6 @@ __all__ = [
     "tensor_version",
     "tree_map",
     "tree_map_only",
-    "untyped_storage",
 ]
 
 
@@ -57,12 +56,3 @@ def negative_view(tensor: Tensor) -> Tensor:
     """Return a view of a tensor that is read with the other sign."""
     with needs_private("CheckpointRemapping"):
         return torch._neg_view(tensor)
-
-
-def untyped_storage(storage: Any) -> torch.UntypedStorage:
-    """Return the storage inside a TypedStorage, whose own method warns; an untyped one as it is."""
-    if isinstance(storage, torch.TypedStorage):
-        with needs_private("CheckpointRemapping"):
-            storage = storage._untyped_storage
-    untyped: torch.UntypedStorage = storage
-    return untyped

@@ -199,8 +199,7 @@ class _RemappingIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        location = (lambda storage, _: storage) if map_location is None else map_location
-        checkpoint = read_checkpoint(path, map_location=location)
+        checkpoint = read_checkpoint(path, map_location="cpu" if map_location is None else map_location)
         fit = self.trainer.state.fn == TrainerFn.FITTING
         loaded, self.callback.report = _as_lightning_checkpoint(
             self.trainer.lightning_module, checkpoint, fit=fit, **self.callback.load_options()

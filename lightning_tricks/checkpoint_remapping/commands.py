@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks import checkpoint_remapping  # its names load what they need
@@ -158,19 +159,16 @@ def _align(arguments: argparse.Namespace) -> int:
 
 
 def _alignment_values(alignment: checkpoint_remapping.Alignment) -> dict[str, Any]:
-    of_match = ("sources", "targets", "transpose", "shape", "sizes", "reason", "strength")
-    of_mismatch = ("source", "source_shape", "target", "target_shape")
-    counts = ("loaded", "total", "loaded_parameters", "total_parameters")
-    lists = ("missing", "computed", "unexpected", "ambiguous", "diagnosis")
+    lists = ("matches", "suggested", "mismatched")
+    others = ("loaded", "total", "loaded_parameters", "total_parameters", "missing", "computed", "unexpected")
     return {
-        **{name: getattr(alignment, name) for name in counts},
-        **{
-            kind: [{name: getattr(match, name) for name in of_match} for match in getattr(alignment, kind)]
-            for kind in ("matches", "suggested")
-        },
-        "mismatched": [{name: getattr(each, name) for name in of_mismatch} for each in alignment.mismatched],
-        **{name: getattr(alignment, name) for name in lists},
+        **{name: getattr(alignment, name) for name in (*others, "ambiguous", "diagnosis")},
+        **{name: [_without_private(asdict(each)) for each in getattr(alignment, name)] for name in lists},
     }
+
+
+def _without_private(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not name.startswith("_")}
 
 
 def _remap(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import os
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -20,8 +19,6 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import torch
 
-from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.read_budget import read_yaml
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
@@ -32,12 +29,8 @@ _MODULE_KEYS = ("hparams", "module_arguments", "hyper_parameters")  # the last o
 ARGUMENT_KEYS = (*_MODULE_KEYS, "datamodule_hyper_parameters", "hparams_type")
 
 
-def saved_arguments(checkpoint: Checkpoint, hparams: Mapping[str, Any]) -> tuple[dict[str, Any], Placeholder | None]:
+def saved_arguments(checkpoint: Checkpoint) -> tuple[dict[str, Any], Placeholder | None]:
     """Return the hyper-parameters of a module in a checkpoint, or the object without items that they are.
-
-    Args:
-        checkpoint: What `read_checkpoint` returned.
-        hparams: Those of a file beside the checkpoint, which replace the checkpoint's.
 
     Raises:
         CheckpointError: If they are not names and values.
@@ -46,7 +39,7 @@ def saved_arguments(checkpoint: Checkpoint, hparams: Mapping[str, Any]) -> tuple
     for key in _MODULE_KEYS:
         values = checkpoint.metadata.get(key)
         if isinstance(values, Placeholder):
-            if not (values.items or hparams):
+            if not values.items:
                 return {}, values
             values = values.items
         if not isinstance(values, Mapping | None):
@@ -54,7 +47,7 @@ def saved_arguments(checkpoint: Checkpoint, hparams: Mapping[str, Any]) -> tuple
                 f"{checkpoint.source} has a {type(values).__name__} as {key} instead of names and values."
             )
         saved.update(clone_mapped_tensors(values or {}))
-    return saved | dict(hparams), None
+    return saved, None
 
 
 def arguments_by_name(
@@ -121,27 +114,6 @@ def _parameters(module: type) -> tuple[dict[str, bool], bool]:
     by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     return {each.name: each.default is each.empty for each in by_name}, takes_all
-
-
-def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the file `hparams.yaml` that a logger of Lightning wrote.
-
-    Raises:
-        CheckpointError: If it is not such a file, or holds other than plain values.
-    """
-    import yaml
-
-    check_path("hparams_file", path, "a file of hyper-parameters")
-    try:
-        values = read_yaml(path, max_depth=50, max_scalar_length=100_000, allow_tuples=True)
-    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"hparams_file={os.fspath(path)!r} is not a file of plain hyper-parameters: {error}. Give the arguments "
-            "themselves: load_from_checkpoint(path, name=...)."
-        ) from error
-    if not isinstance(values, dict | None) or not all(isinstance(name, str) for name in values or ()):
-        raise CheckpointError(f"hparams_file={os.fspath(path)!r} must hold names and values, got {type(values)}.")
-    return values or {}
 
 
 def clone_mapped_tensors(value: Any) -> Any:

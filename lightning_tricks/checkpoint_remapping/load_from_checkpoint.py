@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from lightning_tricks._lightning_compat.flavor import LightningModule, rank_zero_warn
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.checkpoint_remapping.core.errors import UnsafeCheckpointError
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
     arguments_by_name,
     clone_mapped_tensors,
     plain_arguments,
-    read_hparams_file,
     saved_arguments,
 )
 
@@ -38,43 +34,24 @@ class SafeStateDict(dict[str, Any]):
         self.origin = origin
 
 
-def _original_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """Move a storage to the device that it was saved from; it stays on the CPU if there is no such device."""
-    try:
-        there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
-        return there
-    except (AssertionError, RuntimeError):
-        return storage
-
-
-def read_module_checkpoint(
-    path: str | os.PathLike[str] | IO[bytes], map_location: Any, hparams_file: str | os.PathLike[str] | None
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """Read a checkpoint, and the hyper-parameters in a file beside it.
-
-    Args:
-        path: A path, a URL or a stream.
-        map_location: As in `torch.load`; None for the devices that tensors were saved from.
-        hparams_file: A file `hparams.yaml`; None for none.
+def read_module_checkpoint(path: Any, map_location: Any, hparams_file: Any) -> Checkpoint:
+    """Read a checkpoint; the arguments are those of `load_from_checkpoint`.
 
     Raises:
-        CheckpointError: If a file is unsafe or cannot be read.
+        CheckpointError: If the file is unsafe or cannot be read, or a file of hyper-parameters is given.
     """
-    hparams = {} if hparams_file is None else read_hparams_file(hparams_file)
-    location = _original_device if map_location is None else map_location
-    if isinstance(path, str | os.PathLike):
-        return read_checkpoint(path, map_location=location), hparams
-    with tempfile.TemporaryDirectory() as folder:  # on Windows, no other one can open a temporary file
-        copy = Path(folder, "stream.ckpt")
-        with copy.open("wb") as file:
-            shutil.copyfileobj(path, file)
-        return replace(read_checkpoint(copy, map_location=location, mmap=False), source="the stream"), hparams
+    if hparams_file is not None:
+        check_path("hparams_file", hparams_file, "a file of hyper-parameters")
+        raise CheckpointError(
+            f"hparams_file={os.fspath(hparams_file)!r} is not read. Give what it holds as arguments: "
+            "load_from_checkpoint(path, **yaml.safe_load(text))."
+        )
+    return read_checkpoint(path, map_location=map_location)
 
 
 def build_module(
     module: type[LightningModule],
     checkpoint: Checkpoint,
-    hparams: Mapping[str, Any],
     strict: bool | None,
     overrides: dict[str, Any],
 ) -> LightningModule:
@@ -83,14 +60,13 @@ def build_module(
     Args:
         module: The class of the module.
         checkpoint: The checkpoint that `read_module_checkpoint` returned.
-        hparams: The hyper-parameters that it returned.
         strict: As in Lightning's `load_from_checkpoint`.
         overrides: Arguments of the caller, which replace hyper-parameters and may be any objects.
 
     Raises:
         CheckpointError: If it names another class, or an argument is neither restored nor among `overrides`.
     """
-    saved, described = saved_arguments(checkpoint, hparams)
+    saved, described = saved_arguments(checkpoint)
     named, instantiator = saved.pop("_class_path", None), saved.pop("_instantiator", None)
     kind = _imported_subclass(module, named, checkpoint.source)
     given = arguments_by_name(kind, checkpoint, described or saved, overrides)

@@ -201,7 +201,7 @@ class ConformalPredictor(LightningModule):
             ValueError: If it was calibrated with other arguments.
         """
         strict, _ = kwargs.pop("strict", None), kwargs.pop("weights_only", None)  # which it always is
-        return build_module(cls, *read_module_checkpoint(checkpoint_path, map_location, None), strict, kwargs)
+        return build_module(cls, read_module_checkpoint(checkpoint_path, map_location, None), strict, kwargs)
 
     def get_extra_state(self) -> Tensor:
         """Return how many inputs a batch has, beside its target."""

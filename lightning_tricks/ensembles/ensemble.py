@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from inspect import currentframe
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
     @restricted_classmethod
     def load_from_checkpoint(
         cls: Any,  # noqa: N805  # a classmethod
-        checkpoint_path: str | os.PathLike[str] | IO[bytes],
+        checkpoint_path: str | os.PathLike[str],
         map_location: Any = None,
         hparams_file: str | os.PathLike[str] | None = None,
         strict: bool | None = None,
@@ -143,9 +143,9 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
                 another argument was not saved, such as an `estimator_args` that holds a function, and is not given.
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
-        arguments.refuse_unsaved_arguments(read[0].metadata.get("ensemble"), kwargs)
+        arguments.refuse_unsaved_arguments(read.metadata.get("ensemble"), kwargs)
         with untrusted_class_names(paths=not kwargs.keys() & {"estimator", "estimators"}):
-            return build_module(cls, *read, strict, kwargs)
+            return build_module(cls, read, strict, kwargs)
 
     # --- the members
 

@@ -76,7 +76,7 @@ def streams(folder: Path) -> None:
     trainer = Trainer(max_steps=1, **QUIET)
     trainer.fit(Mine(), loader())
     trainer.save_checkpoint(folder / "mine.ckpt")
-    loaded = Mine.load_from_checkpoint(io.BytesIO((folder / "mine.ckpt").read_bytes()))
+    loaded = Mine.load_from_checkpoint(folder / "mine.ckpt")
     assert torch.equal(loaded.net[0].weight, trainer.lightning_module.net[0].weight)
 
 

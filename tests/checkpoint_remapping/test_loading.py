@@ -436,12 +436,6 @@ def test_a_dict_without_weights_or_with_several_is_named():
         load_weights(target, {"epoch": 3})
     arrays = {name: tensor.numpy() for name, tensor in small().state_dict().items()}
     assert load_weights(target, arrays).loaded == load_weights(target, {"model": arrays}).loaded == 9
-
-    class OfAnotherLibrary:
-        __array__ = None
-
-    with pytest.raises(NotACheckpointError, match=r"Make tensors of its arrays: torch.from_numpy\(array\)"):
-        load_weights(target, {"0.weight": OfAnotherLibrary()})
     with pytest.raises(CheckpointError, match=r"without weights at key='nope'. Its weights are at student, teacher"):
         load_weights(target, both, key="nope")
     dotted = {"net.best": small().state_dict(), "net.last": small().state_dict()}
@@ -463,7 +457,7 @@ def test_one_shard_of_several_names_the_index(pattern):
     places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
     Path(index).write_text(json.dumps({"weight_map": places}))
     for number, name in enumerate(names, 1):
-        words = f"{name} is shard {number} of 2 of a model: give the index of all shards, {index}, instead"
+        words = rf"^{name} \(shard {number} of 2 of a model: give the index of all shards, {index}\)"
         with pytest.raises(CheckpointError, match=words):
             load_weights(target, name)
     assert unchanged(target, before)

@@ -149,8 +149,9 @@ def _tied():
     return net
 
 
-FINE = [Net, ReturnsNone, WithoutArguments, WithAnother, OwnLoop]
+FINE = [Net, ReturnsNone, OwnLoop]
 FAULTY = [
+    WithoutArguments, WithAnother,
     RaisesAfter, RaisesHalfWay, Renames, IgnoresAll, partial(Plain, _Stubborn), partial(Plain, _Choosy),
     _pre_hook_raises, _post_hook_raises, _state_dict_renames, _forgets_and_says_all_is_well, _expanded, _tied,
 ]  # fmt: skip

@@ -150,13 +150,18 @@ def test_nested(key):
     assert key not in found.metadata
 
 
-def test_raw_weights_come_before_averages_and_key_chooses():
+def test_lightning_says_where_the_weights_are_and_in_other_files_key_chooses():
     raw, averaged = weights(), weights()
-    torch.save({"model": raw, "ema": {"shadow": averaged}}, "w.pt")
+    torch.save({"state_dict": raw, "ema": {"shadow": averaged}, "pytorch-lightning_version": "2.6.0"}, "w.pt")
     equal(read_checkpoint("w.pt").state_dict, raw)
     equal(read_checkpoint("w.pt", key="ema.shadow").state_dict, averaged)
-    with pytest.raises(CheckpointError, match=r"key='nope'. Its weights are at model, ema.shadow"):
+    with pytest.raises(CheckpointError, match=r"key='nope'. Its weights are at state_dict, ema.shadow"):
         read_checkpoint("w.pt", key="nope")
+    for beside in ({"ema": {"shadow": averaged}}, {"step": torch.ones(1)}):
+        torch.save({"model": raw, **beside}, "w.pt")
+        with pytest.raises(CheckpointError, match=r"several sets of weights. Choose one with key=: .*'model'"):
+            read_checkpoint("w.pt")
+        equal(read_checkpoint("w.pt", key="model").state_dict, raw)
 
 
 def test_several_sets_of_weights_are_not_chosen_among():
@@ -260,23 +265,20 @@ def test_map_location(name):
         save_weights(tensors, name)
     else:
         torch.save(tensors, name, _use_new_zipfile_serialization=name == "w.pt")
-    asked = []
-    places = {
-        "cpu": "cpu",
-        torch.device("meta"): "meta",
-        "meta": "meta",
-        None: "cpu",
-        lambda storage, place: asked.append((type(storage), place)): "cpu",
-    }
-    for location, device in places.items():
+    for location, device in {"cpu": "cpu", torch.device("meta"): "meta", "meta": "meta", None: "cpu"}.items():
         found = read_checkpoint(name, map_location=location).state_dict
         assert {tensor.device.type for tensor in found.values()} == {device}
         assert found["a"].shape == (2, 3)
-    assert asked == [(torch.UntypedStorage, "cpu")] * 2
-    found = read_checkpoint(name, map_location={"cpu": "meta"}).state_dict
-    assert found["a"].is_meta
-    with pytest.raises(CheckpointError, match=r"tensors for 'cuda:7', which is unavailable: pass map_location='cpu'"):
+    with pytest.raises(CheckpointError, match=r"not read to 'cuda:7', which is unavailable: pass map_location='cpu'"):
         read_checkpoint(name, map_location="cuda:7")
+    with pytest.raises(TypeError, match="map_location must be a device or None"):
+        read_checkpoint(name, map_location={"cpu": "meta"})
+
+
+def test_storages_of_a_device_that_is_not_there_stay_on_the_cpu():
+    torch.save({"a": torch.ones(2, 3)}, "w.pt", _use_new_zipfile_serialization=False)
+    Path("w.pt").write_bytes(Path("w.pt").read_bytes().replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00xpu"))
+    assert read_checkpoint("w.pt", map_location=None).state_dict["a"].tolist() == torch.ones(2, 3).tolist()
 
 
 # Arrays of NumPy
@@ -352,22 +354,15 @@ def test_arrays_of_older_pythons_and_of_another_numpy():
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (np.array([None, "a"]), "'w' is a NumPy array of dtype 'O8'"),
-        (np.zeros(2, "f4,i4"), "'w' is a NumPy array of dtype 'V8'"),
-        (np.zeros(2, np.longdouble), "'w' is a NumPy array of dtype '[fg]16'"),
-    ],
-)
-def test_arrays_of_no_numbers_are_named(values, words, protocol):
-    for beside in ({}, {"b": np.ones(2)}):
-        Path("w.pkl").write_bytes(pickle.dumps({"w": values, **beside}, protocol=protocol))
-        with pytest.raises(NotACheckpointError, match=words):
-            read_checkpoint("w.pkl")
-    Path("w.pkl").write_bytes(pickle.dumps({"model": {"b": np.ones(2)}, "beside": values}, protocol=protocol))
-    found = read_checkpoint("w.pkl")
-    assert (list(found.state_dict), [part.location for part in found.placeholders]) == (["b"], ["beside"])
+@pytest.mark.parametrize("values", [np.array([None, "a"]), np.zeros(2, "f4,i4"), np.zeros(2, np.longdouble)])
+def test_arrays_of_no_numbers_are_placeholders(values, protocol):
+    Path("w.pkl").write_bytes(pickle.dumps({"w": values}, protocol=protocol))
+    with pytest.raises(NotACheckpointError, match="a checkpoint without weights: it holds w"):
+        read_checkpoint("w.pkl")
+    for file, place in (({"w": values, "b": np.ones(2)}, "w"), ({"model": {"b": np.ones(2)}, "x": values}, "x")):
+        Path("w.pkl").write_bytes(pickle.dumps(file, protocol=protocol))
+        found = read_checkpoint("w.pkl")
+        assert (list(found.state_dict), [part.location for part in found.placeholders]) == (["b"], [place])
 
 
 def test_arrays_beside_tensors_are_no_second_set_of_weights():
@@ -454,18 +449,23 @@ def test_calls_are_refused(container, beside_weights, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["INST", "OBJ", "REDUCE", "nested", "BUILD on a class", "extension", "dotted", "runpy", "torch.load", "numpy"],
+    ("how", "error"),
+    [
+        *((how, "Nothing of it was run") for how in ("INST", "OBJ", "REDUCE", "nested", "BUILD on a class")),
+        *((how, "Nothing of it was run") for how in ("extension", "runpy")),
+        *((how, "a pickled .*, not a state dict") for how in ("dotted", "torch.load", "numpy")),
+    ],
 )
-def test_handmade_pickles_are_refused(how):
+def test_handmade_pickles_are_refused(how, error):
     Path("evil.pkl").write_bytes(_instruction(how))
     Path("evil.py").write_text("import pathlib; pathlib.Path('pwned').touch()")
-    with pytest.raises(UnsafeCheckpointError):
+    expected = UnsafeCheckpointError if error == "Nothing of it was run" else NotACheckpointError
+    with pytest.raises(expected, match=error):
         read_checkpoint("evil.pkl")
     with zipfile.ZipFile("evil.pt", "w") as archive:
         archive.writestr("archive/data.pkl", _instruction(how))
         archive.writestr("archive/version", "3\n")
-    with pytest.raises(UnsafeCheckpointError):
+    with pytest.raises(expected, match=error):
         read_checkpoint("evil.pt")
     assert not Path("pwned").exists()
 
@@ -539,7 +539,7 @@ def test_any_bytes_give_a_checkpoint_error(data):
 @pytest.mark.parametrize("longest", [20, 100])
 def test_the_text_of_a_value_has_at_most_so_many_characters(longest):
     assert truncated_repr([123456] * 100, longest) == f"{[123456] * 100}"[: longest - 3] + "..."
-    assert truncated_repr([1, {"a": (2,)}], longest).replace(",)", ")") == "[1, {'a': (2)}]"
+    assert truncated_repr([1, {"a": (2,)}], longest) == "[1, a dict]"
 
 
 # What is no checkpoint
@@ -569,9 +569,7 @@ NOT_CHECKPOINTS = [
     (b"", "an empty file"),
     (b"<!DOCTYPE html><html><body>404</body></html>", "an HTML page"),
     (b"\n  <HTML>", "an HTML page"),
-    (b"<?xml version='1.0'?><Error/>", "an XML document"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-LFS pointer. Run `git lfs pull`"),
-    (b"\x89PNG\r\n\x1a\n0000", "a picture"),
     (gzip.compress(b"weights"), "a compressed archive. Unpack it"),
     (_archive(), "a compressed archive"),
     (_npz(), "a NumPy .npz archive"),
@@ -597,11 +595,6 @@ def _flax():
     return b"\x81\xa6params\x81\xa6kernel\xc7" + bytes([len(array)]) + b"\x01" + array
 
 
-def _table():
-    """An empty table of LevelDB, which lists the tensors of a TensorFlow checkpoint: a block and the footer."""
-    return b"\x00\x00\x00\x00\x01\x00\x00\x00\x00" + bytes(40) + bytes.fromhex("57fb808b247547db")
-
-
 def _keras():
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
@@ -615,14 +608,10 @@ OTHER_FRAMEWORKS = [
     ("weights.bin", _onnx(), "an ONNX model"),
     ("flax_model.msgpack", _flax(), "a msgpack file, as Flax writes them. Read it with flax.serialization"),
     ("weights.bin", _flax(), "a msgpack file, as Flax writes them"),
-    ("model.ckpt-1.index", _table(), "a checkpoint of TensorFlow. Read it with tf.train.load_checkpoint"),
-    ("checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n', "a list of TensorFlow's checkpoints"),
     ("saved_model.pb", b"\x08\x01\x12\x02\x0a\x00", "a SavedModel of TensorFlow. Load it with tf.saved_model"),
     ("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(88), "an HDF5 file, as Keras writes them. Convert it to .safetensors"),
-    ("model.keras", _keras(), "a model of Keras. Convert it to .safetensors"),
-    ("model.tflite", b"\x1c\x00\x00\x00TFL3" + bytes(56), "a TensorFlow Lite model. Take the .safetensors"),
+    ("model.keras", _keras(), r"a zip archive without a checkpoint in it .*model.weights.h5"),
     ("model.gguf", b"GGUF\x03\x00\x00\x00" + bytes(16), "a GGUF file, whose weights are quantized. Take the"),
-    ("ggml-model.bin", b"tjgg\x03\x00\x00\x00" + bytes(16), "a GGML file, whose weights are quantized. Take the"),
 ]
 
 
@@ -631,14 +620,6 @@ def test_files_of_other_frameworks_are_named(name, data, words):
     Path(name).write_bytes(data)
     with pytest.raises(NotACheckpointError, match=f"^{name} is {words}"):
         read_checkpoint(name)
-
-
-@pytest.mark.parametrize(("name", "words"), [("saved_model.pb", "a SavedModel"), ("manifest.ocdbt", "of Orbax")])
-def test_directories_of_other_frameworks_are_named(name, words):
-    Path("folder").mkdir()
-    Path("folder", name).touch()
-    with pytest.raises(NotACheckpointError, match=words):
-        read_checkpoint("folder")
 
 
 @pytest.mark.trap("checkpoints: an HTML page, a git-LFS pointer, ... advise weights_only=False")

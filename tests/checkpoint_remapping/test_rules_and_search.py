@@ -118,13 +118,15 @@ def test_a_compiled_model_and_a_submodule(target_name):
     assert_loaded(on_meta, source)
 
 
-def test_a_tensor_that_only_wrappers_tell_from_a_pinned_one_is_left_over():
+def test_a_tensor_that_only_wrappers_tell_from_a_pinned_one_is_asked_about():
     source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
     file = source.state_dict() | {f"module.mu.{leaf}": torch.ones(2, 6)[: 1 + i] for i, leaf in enumerate("ab")}
     with pytest.raises(CheckpointError, match=r"2 tensors are left over in the file: mu.a, mu.b"):
         load_weights(target, file, rules=[("bar", "mu"), ("foo", "logvar")])
     file = source.state_dict() | {"module.mu.weight": torch.ones(2, 6), "module.mu.bias": torch.ones(2)}
-    report = load_weights(target, file, rules=[("bar", "mu"), ("foo", "logvar")], allow_unexpected="module.mu.*")
+    with pytest.raises(CheckpointError, match=r"would both become 'mu.weight': drop or rename one of them"):
+        load_weights(target, file, rules=[("bar", "mu"), ("foo", "logvar")])
+    report = load_weights(target, file, rules=[("module.mu", None), ("bar", "mu"), ("foo", "logvar")])
     assert report.loaded == 8
     assert_loaded(target, source)
 

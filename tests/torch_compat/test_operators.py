@@ -25,14 +25,6 @@ def test_negative_views():
     assert tensors.negative_view(tensor).data_ptr() == tensor.data_ptr()
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_the_storage_in_a_typed_one():
-    typed = torch.ones(2).storage()
-    assert type(tensors.untyped_storage(typed)) is torch.UntypedStorage
-    assert tensors.untyped_storage(typed).data_ptr() == typed.data_ptr()
-    assert tensors.untyped_storage(untyped := torch.UntypedStorage(4)) is untyped
-
-
 def test_nested_containers():
     assert tensors.tree_map(str, {"a": (1, [2])}) == {"a": ("1", ["2"])}
     assert tensors.tree_map_only(int, str, {"a": (1, [2.5])}) == {"a": ("1", [2.5])}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -53,7 +51,7 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, befor
             state = OrderedDict(part)
             set_state_dict_versions(state, state_dict_versions(module.state_dict()))
             try:
-                result = _load_state_dict(module, is_assigned)(state)
+                result = module.load_state_dict(state, strict=False, **({"assign": True} if is_assigned else {}))
             except Exception as error:
                 if before is None:
                     raise
@@ -70,16 +68,6 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, befor
                     "hook or a method of the module drops or renames tensors in one of the two alone. The module was "
                     "not modified. Give both the same names, or load into a part with submodule=...."
                 )
-
-
-def _load_state_dict(module: nn.Module, assign: bool) -> Callable[[Any], Any]:
-    """Return the module's `load_state_dict` if it takes torch's arguments, else torch's."""
-    arguments: dict[str, Any] = {"strict": False} | ({"assign": True} if assign else {})
-    try:
-        inspect.signature(module.load_state_dict).bind({}, **arguments)
-    except TypeError:
-        return partial(nn.Module.load_state_dict, module, **arguments)
-    return partial(module.load_state_dict, **arguments)
 
 
 def _tie_again(module: nn.Module, groups: list[list[str]], loaded: Collection[str]) -> None:

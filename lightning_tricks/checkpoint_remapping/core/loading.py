@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -91,7 +90,7 @@ def load_weights(
             grid of the model's patches, or to a square where the model does not say it.
         accept: Patterns of names of the model whose suggestions are taken: matches that are likely, and that the error
             shows, such as those of a list that two projects may count from either end.
-        map_location: Where the file's tensors go first, as in `torch.load`; None reads them as the model needs them.
+        map_location: The device that the file's tensors go to first; None leaves them on the CPU.
         assign: Whether tensors replace the model's instead of being copied into them; None replaces only tensors on
             the meta device. Tensors that replace others stay mapped from the file: never write into it.
         key: As in `read_checkpoint`.
@@ -208,7 +207,7 @@ class LoadPlan:
         patterns: Mapping[str, Sequence[Pattern]],
     ) -> None:
         self.module, self.patterns = module, patterns
-        self.source = checkpoint.source or "the checkpoint"
+        self.source = _described(checkpoint.source)
         self.model_tensors = tensors_of(module.state_dict(keep_vars=True))
         lazy = [name for name, tensor in self.model_tensors.items() if nn.parameter.is_lazy(tensor)]
         if lazy:
@@ -305,10 +304,9 @@ class LoadPlan:
             NothingLoadedError: If no tensor would load.
             CheckpointError: If something that does not fit is not allowed, has no values, or differs in tied tensors.
         """
-        with _explaining_shards(self.source):
-            self._check_names_and_shapes()
-            self._check_values()
-            self._check_tied()
+        self._check_names_and_shapes()
+        self._check_values()
+        self._check_tied()
 
     def _check_names_and_shapes(self) -> None:
         found, model = self.alignment, type(self.module).__name__
@@ -418,21 +416,14 @@ _MOST_PATTERNS = 4  # of one argument that a message shows
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(\w+)")
 
 
-@contextmanager
-def _explaining_shards(source: str) -> Iterator[None]:
-    """Add to an error that a file is one shard of several, with the name of the index that lists them all."""
-    try:
-        yield
-    except CheckpointError as error:
-        name = source.rpartition("/")[2]
-        shard = _SHARD.fullmatch(name)
-        if not shard or int(shard[3]) < 2:
-            raise
-        index = f"{source.removesuffix(name)}{shard[1]}.{shard[4]}.index.json"
-        raise type(error)(
-            f"{name} is shard {int(shard[2])} of {int(shard[3])} of a model: give the index of all shards, {index}, "
-            f"instead. {error}"
-        ) from error
+def _described(source: str) -> str:
+    """Return the source of a checkpoint; of one shard of several, with the name of the index that lists them all."""
+    name = source.rpartition("/")[2]
+    shard = _SHARD.fullmatch(name)
+    if not shard or int(shard[3]) < 2:
+        return source or "the checkpoint"
+    index = f"{source.removesuffix(name)}{shard[1]}.{shard[4]}.index.json"
+    return f"{name} (shard {int(shard[2])} of {int(shard[3])} of a model: give the index of all shards, {index})"
 
 
 def _problem(

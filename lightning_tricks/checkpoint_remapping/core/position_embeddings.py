@@ -62,16 +62,13 @@ def _square(count: int) -> int:
 
 def _grids_of(module: nn.Module, name: str) -> list[tuple[int, int]]:
     """Return the grids of patches that modules around a tensor say, as timm's and those of transformers do."""
-    path = name.rpartition(".")[0]
-    while True:
-        try:
-            around = module.get_submodule(path)
-        except AttributeError:  # not the name of a module
-            around = nn.Module()
-        found = [size for inside in around.modules() for size in _grid_said_by(inside)]
-        if found or not path:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parts = name.split(".")
+    for length in reversed(range(len(parts))):
+        around = modules.get(".".join(parts[:length]), nn.Module())
+        if found := [size for inside in around.modules() for size in _grid_said_by(inside)]:
             return list(dict.fromkeys(found))
-        path = path.rpartition(".")[0]
+    return []
 
 
 def _grid_said_by(module: nn.Module) -> list[tuple[int, int]]:

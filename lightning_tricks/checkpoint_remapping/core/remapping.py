@@ -292,7 +292,7 @@ def apply_rules(
 ) -> AppliedRules:
     """Apply rules to the tensors of a file.
 
-    Rules see the names in the file or, if they fit better, those without wrappers' parts, which messages show.
+    Rules see the names without wrappers' parts, which messages show, or those in the file if a rule names such a part.
 
     Raises:
         CheckpointError: If none of the names that a rule makes is one of the model, and the rest is matched; and as
@@ -300,11 +300,10 @@ def apply_rules(
     """
     steps, search = _steps_of(rules)
     known = {*model_names, *(new for new in strip_wrappers(model_names).values() if new)}
+    if search and steps and steps[0] != "wrappers" and not _names_wrappers(steps):
+        adds = any(old != new for old, new in strip_wrappers(tensors).items())
+        steps = ["wrappers"] * adds + steps
     remapped = remap_keys(tensors, steps)
-    if search and steps and steps[0] != "wrappers" and _misfits(remapped, known):
-        again = remap_keys(tensors, ["wrappers", *steps])
-        if _misfits(again, known) < _misfits(remapped, known):
-            steps, remapped = ["wrappers", *steps], again
     if search:
         _check_targets(remapped, known)
     pinned = frozenset(name for name in remapped.rules_of if name in known) if search else frozenset()
@@ -331,10 +330,10 @@ def _steps_of(rules: RulesArgument) -> tuple[list[Any], bool]:
     return steps, steps[-1:] != ["only"]
 
 
-def _misfits(remapped: Remapped, known: set[str]) -> int:
-    """Return the number of rules that match nothing, and of names that rules make and the model does not have."""
-    unmatched = [rule for rule in remapped.unmatched if rule != "wrappers"]
-    return len(unmatched) + len(remapped.rules_of.keys() - known)
+def _names_wrappers(steps: Iterable[Any]) -> bool:
+    """Whether a rule names what wrappers add to names."""
+    sources = [source for step in steps if isinstance(step, list) for rule in step for source in rule.sources]
+    return any(part in (*WRAPPERS, *_COUNTERS) for source in sources for part in re.split(r"\W+", source))
 
 
 def _check_targets(remapped: Remapped, known: set[str]) -> None:

@@ -15,7 +15,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     NotACheckpointError,
 )
-from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import is_array, refuse_other_arrays, tensor_of
+from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import is_array, tensor_of
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
     Global,
@@ -25,12 +25,10 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     is_container,
     is_flat,
 )
-from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation, at_location
+from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 
 KeyPath = tuple[str, ...]
 
-_RAW = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights", "params")
-_AVERAGED = ("state_dict_ema", "model_ema", "ema", "ema_state_dict", "ema_model", "params_ema", "averaged_model")
 _NOT_WEIGHTS = ("optim", "sched", "scaler", "callback", "loops", "hyper_param", "hparam", "rng", "args", "config")
 _DEEPEST_WEIGHTS = 3  # dicts inside each other in which weights are searched for
 
@@ -85,11 +83,7 @@ def checkpoint_of_file(
     if not tensors:
         raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
     _check_names(tensors)
-    refuse_other_arrays(_items(_value_at(value, key_path)) or {})
-    tensors = {
-        name: at_location(tensor_of(part), map_location, budget) if is_array(part) else part
-        for name, part in tensors.items()
-    }
+    tensors = {name: tensor_of(part).to(map_location) if is_array(part) else part for name, part in tensors.items()}
     metadata = {**header, **(_without_weights(value, key_path) if isinstance(value, dict) and key_path else {})}
     return Checkpoint(
         state_dict=tensors,
@@ -105,34 +99,18 @@ def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoi
     """Return the weights among values in memory, such as `torch.load` returns, and the others beside them.
 
     Args:
-        values: Tensors by name, or a dict with weights or modules in it.
+        values: Tensors by name, or a dict with those or modules in it.
         key: As in `read_checkpoint`.
 
     Raises:
         CheckpointError: If there are no weights, or several and no `key`.
     """
-    if key is None and any(isinstance(value, torch.Tensor) for value in values.values()):
-        return Checkpoint({name: tensor_of(value) for name, value in values.items()}, "state_dict", {})
     try:
-        key_path, tensors = _find_weights(_with_state_dicts(values), key, Budget(sys.maxsize))
+        key_path, tensors = _find_weights(dict(values), key, Budget(sys.maxsize))
     except CheckpointError as error:
-        arrays = any(hasattr(value, "__array__") for value in values.values())
-        remedy = " Make tensors of its arrays: torch.from_numpy(array)." * arrays
-        raise type(error)(f"The dict of weights is {error}{remedy}") from error
+        raise type(error)(f"The dict of weights is {error}") from error
     tensors = {name: tensor_of(value) for name, value in tensors.items()}
     return Checkpoint(tensors, "nested" if key_path else "state_dict", {}, key=".".join(key_path))
-
-
-def _with_state_dicts(values: Mapping[Any, Any], depth: int = 0) -> dict[Any, Any]:
-    """Return nested dicts as they are, with the state dicts of modules in place of these."""
-    return {
-        name: value.state_dict()
-        if isinstance(value, torch.nn.Module)
-        else _with_state_dicts(value, depth + 1)
-        if isinstance(value, Mapping) and depth < _DEEPEST_WEIGHTS
-        else value
-        for name, value in values.items()
-    }
 
 
 def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, dict[str, Any]]:
@@ -152,19 +130,11 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
                 f"a checkpoint without weights at key={key!r}. Its weights are at {key_paths or 'no key'}."
             )
         return key_path, tensors
-    with_tensors = {path: tensors for path, tensors in found.items() if not all(map(is_array, tensors.values()))}
-    for known in (_RAW, _AVERAGED):
-        top = {path: tensors for path, tensors in found.items() if path and path[0] in known}
-        if len({path[0] for path in top}) > 1:
-            raise CheckpointError(_several_candidates(top))
-        if top:
-            found = top
-            break
-        found = with_tensors or found  # arrays beside tensors, such as means of the data, are no weights
-        if () in found:
-            return (), found[()]
+    if _is_of_lightning(value) and ("state_dict",) in found:
+        return ("state_dict",), found["state_dict",]
+    # arrays beside tensors, such as means of the data, are no weights
+    found = {path: tensors for path, tensors in found.items() if not all(map(is_array, tensors.values()))} or found
     if not found:
-        refuse_other_arrays(_items(value) or {})
         raise NotACheckpointError(_describe_other(value))
     if len(found) > 1:
         raise CheckpointError(_several_candidates(found))
@@ -193,9 +163,13 @@ def _kind(value: Any, key_path: KeyPath, container: str) -> str:
     inside = _value_at(value, key_path)
     if isinstance(inside, Placeholder) and not inside.items:
         return "model"
-    if key_path == ("state_dict",) and isinstance(value, dict) and "pytorch-lightning_version" in value:
+    if key_path == ("state_dict",) and _is_of_lightning(value):
         return "lightning"
     return "nested" if key_path else "state_dict"
+
+
+def _is_of_lightning(value: Any) -> bool:
+    return isinstance(value, dict) and "pytorch-lightning_version" in value
 
 
 def _without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]:
@@ -231,11 +205,10 @@ def _find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
 
 
 class _Search:
-    """A search for state dicts, which visits each dict once."""
+    """A search for state dicts."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self.known: dict[int, dict[str, Any] | None] = {}
 
     def candidates(self, value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
         """Yield the paths of keys to weights, at most three keys long, and the tensors there."""
@@ -247,18 +220,13 @@ class _Search:
             return
         for name, part in items.items():
             self.budget.spend(8)
-            if isinstance(name, str) and isinstance(part, dict | Placeholder):
+            if isinstance(name, str) and isinstance(part, dict | Placeholder | torch.nn.Module):
                 self.budget.spend(128 + len(name))
-                if not any(word in name.lower() for word in _NOT_WEIGHTS):
+                if not (name.endswith("_extra_state") or any(word in name.lower() for word in _NOT_WEIGHTS)):
                     yield from self.candidates(part, (*key_path, name))
 
     def tensors(self, value: Any) -> dict[str, Any] | None:
         """Return the tensors of a state dict or of a pickled module; None for other values."""
-        if id(value) not in self.known:
-            self.known[id(value)] = self._collect(value)
-        return self.known[id(value)]
-
-    def _collect(self, value: Any) -> dict[str, Any] | None:
         if isinstance(value, Placeholder) and isinstance(_attributes(value), dict) and not value.items:
             return dict(self._of_module(value)) or None
         items = _items(value)
@@ -307,7 +275,9 @@ class _Search:
 
 
 def _items(value: Any) -> dict[Any, Any] | None:
-    """Return the entries of a dict, or of a placeholder that is like one; None for other values."""
+    """Return the entries of a dict, of a placeholder that is like one, or of a module; None for other values."""
+    if isinstance(value, torch.nn.Module):
+        return value.state_dict()
     items = value.items if isinstance(value, Placeholder) else value
     return items if isinstance(items, dict) else None
 

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,20 @@ import torch
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import array_constructors
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
+    BEGINNINGS,
     DOWNLOAD_AGAIN,
-    UNPACK_IT,
+    SHORT_BEGINNINGS,
     describe_archive,
     describe_other,
-    refuse_other_formats,
-    refuse_short_beginnings,
+    refuse_formats,
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import check_tensor, describe_value
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
     FileStorages,
-    InMemoryStorages,
     MapLocation,
     TypedStorage,
-    at_location,
-    storage_dtype,
     storage_key,
     tensor_constructors,
 )
@@ -65,19 +62,18 @@ def read_container(
     storages = FileStorages(path, map_location, mmap, budget)
     with open_file(path) as stream:
         head = stream.read(1024)
-        stream.seek(max(storages.length - 8, 0))
-        end = stream.read(8)
     budget.add(storages.length)
     if not head:
         raise NotACheckpointError(f"an empty file. {DOWNLOAD_AGAIN}")
-    refuse_other_formats(head)
+    refuse_formats(BEGINNINGS, head)
     if head.startswith(b"PK"):
-        return _read_zip(storages)
+        with open_file(path) as stream, zipfile.ZipFile(stream) as archive:
+            return _read_zip(archive, storages)
     if head[8:9] == b"{" and head[7] == 0:
         return _read_safetensors(storages, head)
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and not shard:
         return _read_index(storages)
-    refuse_short_beginnings(head, end)
+    refuse_formats(SHORT_BEGINNINGS, head)
     try:
         return _read_pickles(storages)
     except NotACheckpointError as error:
@@ -87,18 +83,8 @@ def read_container(
 # Zip archives of torch.save and TorchScript, whose records are not compressed
 
 
-def _read_zip(storages: FileStorages) -> Contents:
+def _read_zip(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     """Read what torch.save or TorchScript wrote."""
-    try:
-        with storages.open() as stream, zipfile.ZipFile(stream) as archive:
-            return _read_archive(archive, storages)
-    except (EOFError, NotImplementedError, zipfile.BadZipFile, zipfile.LargeZipFile, struct.error) as error:
-        raise NotACheckpointError(
-            f"a zip archive that is corrupt or truncated ({str(error)[:200]}). {DOWNLOAD_AGAIN}"
-        ) from error
-
-
-def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     names = archive.namelist()
     pickles = [name for name in names if name.count("/") <= 1 and name.rpartition("/")[2] == "data.pkl"]
     if not pickles:
@@ -132,8 +118,6 @@ def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
         info = archive.getinfo(name)
     except KeyError as error:
         raise NotACheckpointError(f"a checkpoint without the data of a tensor ({name}). {DOWNLOAD_AGAIN}") from error
-    if info.flag_bits & 1:
-        raise NotACheckpointError(f"an encrypted zip archive. {UNPACK_IT}")
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise NotACheckpointError(
             "a zip archive with compressed records, which torch does not write. Unpack it, and pack it again without "
@@ -162,10 +146,11 @@ def _read_pickles(storages: FileStorages) -> Contents:
         """Read a storage as `pickle.dump` keeps it: as a whole file of torch.save."""
         cursor = Cursor(data)
         check_tensor(isinstance(data, bytes) and _is_legacy(read_pickle(cursor, budget)))
-        return _read_legacy(cursor, InMemoryStorages(data, storages.map_location, budget))[0]
+        inside = FileStorages(storages.path, storages.map_location, False, budget)
+        return _read_legacy(cursor, inside)[0]
 
     constructors = {**tensor_constructors(budget), "torch.storage._load_from_bytes": nested_storage}
-    with storages.mapped_bytes() as data:
+    with open_file(storages.path) as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
         cursor = Cursor(data)
         first = read_pickle(cursor, budget, constructors)
         return _read_legacy(cursor, storages) if _is_legacy(first) else (first, "pickle", {})
@@ -182,51 +167,35 @@ def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
     system = read_pickle(cursor, budget)
     if not system["little_endian"]:
         raise NotACheckpointError("a checkpoint of a machine with the other byte order.")
-    start = cursor.position
-    ranges = _storage_ranges(cursor, storages)
+    counts: dict[str, int] = {}  # elements of the storages, whose bytes follow all pickles
+
+    def empty(key: str, dtype: torch.dtype) -> torch.UntypedStorage:
+        size = counts[key] * dtype.itemsize
+        check_tensor(0 <= size <= storages.length)
+        budget.spend(size)
+        return torch.UntypedStorage(size)
 
     def persistent(identifier: Any) -> Any:
         if identifier[0] == "module":
             return identifier[1]
-        _, kind, key, location, _, view = identifier
+        _, kind, key, location, count, view = identifier
+        check_tensor(type(count) is int)
         if view is not None:
             raise NotACheckpointError("a checkpoint of torch before 0.4. Save it again with a newer one.")
-        return storages.get(kind, key, location, lambda key, _: storages.part(*ranges[key]))
+        counts.setdefault(storage_key(key), count)
+        return storages.get(kind, key, location, empty)
 
-    cursor.position = start
-    return read_pickle(cursor, budget, tensor_constructors(budget), persistent), "legacy", {}
-
-
-def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[int, int]]:
-    """Return where the bytes of each storage start, and how many they are.
-
-    They stand behind the pickle of the values, which is read twice: first for the sizes of the elements alone.
-    """
-    widths: dict[str, int] = {}
-
-    def note_width(identifier: Any) -> Any:
-        if identifier[0] == "module":
-            return identifier[1]
-        widths[storage_key(identifier[2])] = storage_dtype(identifier[1]).itemsize
-        return None
-
-    budget = storages.budget
-    left = budget.left
-    without_tensors = dict.fromkeys(tensor_constructors(budget), lambda *_: None) | array_constructors(budget)
-    read_pickle(cursor, budget, without_tensors, note_width)
-    budget.refund(left)
-    ranges: dict[str, tuple[int, int]] = {}
+    value = read_pickle(cursor, budget, tensor_constructors(budget), persistent)
     for key in map(storage_key, read_pickle(cursor, budget)):
-        count = cursor.read(8)
-        if len(count) < 8:
+        storage = storages.known[key]
+        if struct.unpack("<q", cursor.read(8)) != (counts[key],):
+            raise NotACheckpointError("a checkpoint that is corrupt or truncated")
+        data = bytearray(cursor.read(storage.nbytes()))
+        if len(data) < storage.nbytes():
             raise NotACheckpointError("a checkpoint that is truncated")
-        size = struct.unpack("<q", count)[0] * widths[key]
-        check_tensor(size >= 0)
-        ranges[key] = cursor.position, size
-        cursor.position += size
-    if cursor.position > storages.length:
-        raise NotACheckpointError("a checkpoint that is truncated")
-    return ranges
+        if data:
+            storage.copy_(torch.frombuffer(data, dtype=torch.uint8).untyped_storage())
+    return value, "legacy", {}
 
 
 # Files in the safetensors format
@@ -234,27 +203,21 @@ def _storage_ranges(cursor: Cursor, storages: FileStorages) -> dict[str, tuple[i
 
 def _read_safetensors(storages: FileStorages, head: bytes) -> Contents:
     """Read a .safetensors; `head` is its beginning."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     storages.budget.spend(12 * min(int.from_bytes(head[:8], "little"), storages.length))  # what its JSON takes
-    try:
-        with safe_open(storages.path, framework="pt", device="cpu") as file:
-            tensors = {name: _tensor_at_location(file, name, storages) for name in file.keys()}  # noqa: SIM118  # not a dict
-            return tensors, "safetensors", dict(file.metadata() or {})
-    except SafetensorError as error:
-        problem = str(error)[:200]
-        raise NotACheckpointError(
-            f"a safetensors file that is corrupt or truncated ({problem}). {DOWNLOAD_AGAIN}"
-        ) from error
+    with safe_open(storages.path, framework="pt", device="cpu") as file:
+        tensors = {name: _tensor_at_location(file, name, storages) for name in file.keys()}  # noqa: SIM118  # not a dict
+        return tensors, "safetensors", dict(file.metadata() or {})
 
 
 def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.Tensor:
     storages.budget.spend(1024)
     tensor: torch.Tensor = file.get_tensor(name)  # mapped from the file
-    if not (storages.mmap or storages.on_meta):
+    if not storages.mmap:
         storages.budget.spend(tensor.nbytes)
         tensor = tensor.clone()
-    return at_location(tensor, storages.map_location, storages.budget)
+    return tensor if storages.map_location is None else tensor.to(storages.map_location)
 
 
 # Indexes of shards
@@ -265,7 +228,7 @@ def _read_index(storages: FileStorages) -> Contents:
     folder, budget = storages.path.parent, storages.budget
     names: dict[str, list[str]] = defaultdict(list)
     try:
-        with storages.open() as stream:
+        with open_file(storages.path) as stream:
             budget.spend(2 * storages.length)
             index = parse_json(stream.read(), budget)
         for key, file in index["weight_map"].items():

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
-from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     Constructor,
     Placeholder,
@@ -24,7 +23,6 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
 
 ARRAY = "numpy.ndarray"  # the name of the placeholder of an array
 _NUMBERS = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
-_TEXT = ("S", "U", "M", "m")  # the kinds of dtypes of text and of time, which are no weights
 
 
 def array_constructors(budget: Budget) -> dict[str, Constructor]:
@@ -96,20 +94,3 @@ def tensor_of(value: Any) -> Any:
     if not is_array(value):
         return value
     return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"]))
-
-
-def refuse_other_arrays(values: dict[Any, Any]) -> None:
-    """Refuse weights among which is an array of objects, of records, or of numbers that NumPy does not know itself.
-
-    Raises:
-        NotACheckpointError: If there is one; the message continues "it is".
-    """
-    for name, value in values.items():
-        if isinstance(value, Placeholder) and value.name == ARRAY:
-            parts = value.state[2:3] if isinstance(value.state, tuple) else value.args[1:2]
-            code = _code(*parts) if parts else "none"
-            if not code.startswith(_TEXT):
-                raise NotACheckpointError(
-                    f"a checkpoint whose {describe_value(name)} is a NumPy array of dtype {describe_value(code)}, "
-                    "which holds objects, records or numbers that torch does not have. Save arrays of numbers there."
-                )

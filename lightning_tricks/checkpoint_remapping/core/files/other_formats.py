@@ -11,8 +11,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointErro
 DOWNLOAD_AGAIN = "Download it again."
 UNPACK_IT = "Unpack it, and give the file inside."
 _TAKE_SAFETENSORS = "Take the .safetensors or .pt of the same model."
-_READ_TENSORFLOW = f"Read it with tf.train.load_checkpoint and make a dict of tensors of it, or: {_TAKE_SAFETENSORS}"
-_CONVERT_KERAS = "Convert it to .safetensors where Keras is installed."
 _ONNX = (
     "an ONNX model. Make a dict of tensors of it: "
     "{i.name: torch.tensor(onnx.numpy_helper.to_array(i)) for i in graph.initializer}."
@@ -21,59 +19,37 @@ _FLAX = (
     "a msgpack file, as Flax writes them. Read it with flax.serialization.msgpack_restore and make a dict of tensors "
     "of it, or give the PyTorch weights."
 )
-_SAVED_MODEL = "a SavedModel of TensorFlow. Load it with tf.saved_model.load."
-_TENSORFLOW = f"a checkpoint of TensorFlow. {_READ_TENSORFLOW}"
 
 # Files that are often taken for checkpoints: patterns of their first bytes, and what they are
-_BEGINNINGS = (
+BEGINNINGS = (
     (rb"version https://git-lfs", "a git-LFS pointer. Run `git lfs pull` where it was cloned."),
-    (rb"\x89PNG|\xff\xd8\xff|GIF8", "a picture."),
-    (rb"%PDF", "a PDF document."),
     (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!|.{257}ustar", f"a compressed archive. {UNPACK_IT}"),
-    (rb"\x89HDF", f"an HDF5 file, as Keras writes them. {_CONVERT_KERAS}"),
+    (rb"\x89HDF", "an HDF5 file, as Keras writes them. Convert it to .safetensors where Keras is installed."),
     (rb"GGUF", f"a GGUF file, whose weights are quantized. {_TAKE_SAFETENSORS}"),
-    (rb"lmgg|tjgg", f"a GGML file, whose weights are quantized. {_TAKE_SAFETENSORS}"),
-    (rb".{4}TFL3", f"a TensorFlow Lite model. {_TAKE_SAFETENSORS}"),
-    (rb"model_checkpoint_path:", f"a list of TensorFlow's checkpoints. {_READ_TENSORFLOW}"),
-    (rb"\x93NUMPY", "a NumPy array. Save a dict of tensors: {name: torch.from_numpy(array)}."),
-    (rb"\x7fELF", "an executable program."),
     (
         rb"(?i:(?:\xef\xbb\xbf|\s)*<(?:!doctype html|html|head|body|script))",
         "an HTML page. Take the address of the file itself, not of the page that shows it.",
     ),
-    (
-        rb"(?i:(?:\xef\xbb\xbf|\s)*<(?:\?xml|!--))",
-        f"an XML document, as servers send in place of a file. {DOWNLOAD_AGAIN}",
-    ),
 )
 # Those that are too short to be looked for before files of torch and safetensors are recognized
-_SHORT_BEGINNINGS = (
-    (rb"\x08\x01\x12", f"{_SAVED_MODEL} {_TAKE_SAFETENSORS}"),  # schema version 1, then a graph
+SHORT_BEGINNINGS = (
+    (
+        rb"\x08\x01\x12",
+        f"a SavedModel of TensorFlow. Load it with tf.saved_model.load. {_TAKE_SAFETENSORS}",
+    ),  # schema version 1, then a graph
     # a protobuf message whose first field is the version, and whose next is one of those of an ONNX model
     (rb"\x08[\x02-\x1f][\x12\x1a\x22\x28\x32\x3a\x42]", _ONNX),
     # a map with few items, or with up to 65,535, whose first key is text
     (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[\w./]", _FLAX),
 )
-_TENSORFLOW_END = bytes.fromhex("57fb808b247547db")  # of the table that lists the tensors of a TensorFlow checkpoint
 
 
-def refuse_other_formats(head: bytes) -> None:
+def refuse_formats(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
     """Refuse a file with the beginning of another format.
 
     Raises:
         NotACheckpointError: If it is one; the message continues "it is".
     """
-    _refuse(_BEGINNINGS, head)
-
-
-def refuse_short_beginnings(head: bytes, end: bytes) -> None:
-    """Do the same where files of torch and safetensors are recognized already, whose bytes could begin in this way."""
-    _refuse(_SHORT_BEGINNINGS, head)
-    if end == _TENSORFLOW_END:
-        raise NotACheckpointError(_TENSORFLOW)
-
-
-def _refuse(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
     for pattern, what in beginnings:
         if re.match(pattern, head, re.DOTALL):
             raise NotACheckpointError(what)
@@ -101,10 +77,6 @@ def describe_directory(path: Path) -> str:
         return f"a directory of torch.distributed.checkpoint. Make one file of it: {tool}"
     if "zero_to_fp32.py" in files:
         return f"a DeepSpeed directory. Make one file of it: python {path / 'zero_to_fp32.py'} {path} weights.pt"
-    if "saved_model.pb" in files:
-        return _SAVED_MODEL.rstrip(".") + ", or take the .safetensors of the model."
-    if files & {"_CHECKPOINT_METADATA", "manifest.ocdbt"}:
-        return "a directory of Orbax, as Flax writes them. Restore it there, and give a dict of tensors."
     weights = sorted(
         (file for file in files if file.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json"))),
         key=lambda file: (not file.endswith(".index.json"), not file.endswith(".safetensors"), file),
@@ -116,9 +88,5 @@ def describe_archive(names: list[str]) -> str:
     """Say what a zip archive is without a checkpoint in it."""
     if names and all(name.endswith(".npy") for name in names):
         return "a NumPy .npz archive. Make a dict of tensors of it: {name: torch.from_numpy(array), ...}."
-    if "model.weights.h5" in names:
-        return "a model of Keras. Convert it to .safetensors where Keras is installed."
-    if any(name.endswith("model.json") for name in names):
-        return "a torch.export program. Load it with torch.export.load, and save its state_dict."
     shown = ", ".join(name[:80] for name in names[:3])
     return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK_IT}"

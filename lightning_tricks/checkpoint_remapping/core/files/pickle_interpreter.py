@@ -12,7 +12,6 @@ frames and its readers of lengths would all be replaced, and what is left of it 
 from __future__ import annotations
 
 import pickletools
-import struct
 import sys
 import warnings
 from collections import OrderedDict
@@ -89,18 +88,9 @@ def read_pickle(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about escape sequences in strings of protocol 0
             value = _Machine(cursor, Calls(constructors or {}, budget), persistent, budget).run()
-    except (CheckpointError, OverBudgetError):
+    except (CheckpointError, OSError, OverBudgetError):
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
+    except Exception as error:  # of an instruction that does not fit what is on the stack, or of wrong arguments
         raise NotACheckpointError(f"a pickle that is corrupt or truncated ({str(error)[:200]})") from error
     check_nesting(value, budget)
     return value

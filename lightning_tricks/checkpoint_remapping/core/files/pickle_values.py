@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -74,28 +75,16 @@ def describe_value(value: Any, longest: int = 80) -> str:
 
 
 def truncated_repr(value: Any, longest: int = 100) -> str:
-    """Return the beginning of the `repr` of a value, without computing the rest."""
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > longest:
-            return text[: longest - 3] + "..."
-    return text
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    if not is_container(value):
-        yield repr(value) if isinstance(value, Placeholder) else describe_value(value, 100)
-        return
-    opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
-    yield opening
-    for number, (key, part) in enumerate(children(value)):
-        yield ", " if number else ""
-        if isinstance(value, dict):
-            yield from _pieces(key)
-            yield ": "
-        yield from _pieces(part)
-    yield closing
+    """Return the beginning of the `repr` of a value; of the containers in it only their types."""
+    if is_container(value):
+        opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+        keys = isinstance(value, dict)
+        parts = islice(children(value), longest)
+        inside = ", ".join(f"{describe_value(key)}: " * keys + describe_value(part) for key, part in parts)
+        text = f"{opening}{inside}{closing}"
+    else:
+        text = repr(value) if isinstance(value, Placeholder) else describe_value(value, longest)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -247,10 +236,7 @@ def plain_constructors(budget: Budget) -> dict[str, Constructor]:
         "torch.Size": torch.Size,
         "torch.device": _device,
         # TorchScript's lists, and the types that it stores with dicts and lists
-        "torch.jit._pickle.build_boollist": list,
-        "torch.jit._pickle.build_doublelist": list,
-        "torch.jit._pickle.build_intlist": list,
-        "torch.jit._pickle.build_tensorlist": list,
+        **{f"torch.jit._pickle.build_{kind}list": list for kind in ("bool", "double", "int", "tensor")},
         "torch.jit._pickle.restore_type_tag": lambda value, _: value,
     }
 
@@ -271,17 +257,8 @@ def _device(kind: str, *index: int) -> torch.device:
     return torch.device(kind, *index)
 
 
-# Functions with lower-case names that build objects which are common among hyper-parameters; Python 3.11 stores the
+# Standard modules that act on the system, and what of them is common among hyper-parameters; Python 3.11 stores the
 # members of an enumeration by getattr
-_HARMLESS_CALLS = frozenset(
-    """
-    argparse.Namespace array._array_reconstructor array.array builtins.getattr builtins.object builtins.range
-    builtins.xrange builtins.slice collections.defaultdict collections.deque datetime.date datetime.datetime
-    datetime.time datetime.timedelta datetime.timezone functools.partial logging.getLogger
-    numpy.dtype operator.attrgetter operator.itemgetter re._compile zoneinfo.ZoneInfo._unpickle
-    """.split()  # noqa: SIM905  # a list of words
-)
-# Standard modules whose classes can act on the system
 _SYSTEM = frozenset(
     """
     _ctypes _io _pickle _posixsubprocess _thread asyncio bdb builtins cProfile code codeop concurrent ctypes
@@ -291,20 +268,15 @@ _SYSTEM = frozenset(
     telnetlib tempfile threading timeit trace types unittest urllib venv webbrowser xmlrpc zipfile zipimport
     """.split()  # noqa: SIM905  # a list of words
 )
-_LIBRARIES = {"jsonargparse", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchvision"}
+_HARMLESS = {
+    *(f"builtins.{name}" for name in ("getattr", "object", "range", "slice", "xrange")),
+    *("types.MappingProxyType", "types.SimpleNamespace"),
+}
 
 
 def _is_never_needed(function: Global) -> bool:
     """Whether no checkpoint needs this call. It decides only what is refused: no call is made in either case."""
-    package = function.module.partition(".")[0]
-    if str(function) in _HARMLESS_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
-        return False
-    looks_like_a_function = function.name.lstrip("_")[:1].islower()
-    if package in sys.stdlib_module_names:
-        known = {"SimpleNamespace", "MappingProxyType"} if package == "types" else set()
-        in_system = package in _SYSTEM and function.name not in known
-        return in_system or looks_like_a_function or "." in function.name
-    return package in _LIBRARIES and looks_like_a_function
+    return function.module.partition(".")[0] in _SYSTEM and str(function) not in _HARMLESS
 
 
 class Calls:
@@ -332,8 +304,8 @@ class Calls:
             raise TypeError(f"it calls {function} without a tuple of arguments")
         self.charge(arguments)
         name = str(function)
-        if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):
-            return self.call(arguments[0], self._constructor_arguments(function.name, arguments[1:]))
+        if name == "copyreg._reconstructor":  # of a class, its base and the state of this
+            return self.call(arguments[0], tuple(part for part in arguments[2:] if part is not None))
         make = self.constructors.get(name)
         if make is not None:
             for part in arguments:
@@ -348,11 +320,3 @@ class Calls:
         """Charge a copy of a value: one value of the memo can be an argument of any number of calls."""
         if type(value) in _SIZED and len(value) > 32:
             self.budget.spend(sys.getsizeof(value))
-
-    def _constructor_arguments(self, function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        if function == "__newobj__":
-            return arguments
-        if function == "__newobj_ex__":
-            self.charge(arguments[0])
-            return (*arguments[0], arguments[1])
-        return tuple(part for part in arguments[1:] if part is not None)  # _reconstructor(class, base, state of base)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoi
 from lightning_tricks.checkpoint_remapping.core.files.containers import read_container
 from lightning_tricks.checkpoint_remapping.core.files.download import download
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import describe_directory
-from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
+from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation, is_available
 
 
 def read_checkpoint(
@@ -41,8 +40,8 @@ def read_checkpoint(
     Args:
         path: A local file, the index of a sharded model, or a URL (`https://...`, or one that fsspec opens), which is
             downloaded first: at most 64 GiB, with a timeout of one minute.
-        map_location: Where tensors go, as in `torch.load`: a device, a dict or a function; None for the device that
-            they were saved from.
+        map_location: The device that tensors go to; None for those that they were saved from, as far as they are
+            there.
         mmap: Whether tensors are mapped from the file, so that they take no memory before they are used.
         key: The entry that holds the weights (`"model.ema"` for an entry inside an entry); None searches for it.
 
@@ -62,6 +61,8 @@ def read_checkpoint(
         >>> checkpoint.state_dict["weight"].shape, checkpoint.metadata
         (torch.Size([2, 2]), {'epoch': 3})
     """
+    if not isinstance(map_location, str | torch.device | None):
+        raise TypeError(f"map_location must be a device or None, got {map_location!r}: move the tensors after reading.")
     name = os.fspath(check_path("path", path, "a checkpoint", takes_address=True))
     if "://" not in name:
         return _read_file(Path(name).expanduser(), name, map_location, mmap, key)
@@ -75,6 +76,8 @@ def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key
     with _explaining_errors(path, name):
         if path.is_dir():
             raise NotACheckpointError(describe_directory(path))
+        if map_location is not None and not is_available(map_location):
+            raise CheckpointError(f"not read to {str(map_location)!r}, which is unavailable: pass map_location='cpu'.")
         budget = Budget(0)
         contents = read_container(path, map_location, mmap, budget)
         return checkpoint_of_file(*contents, key, budget, name, map_location)
@@ -114,8 +117,6 @@ def _explaining_errors(path: Path, name: str) -> Iterator[None]:
     except (ImportError, torch.OutOfMemoryError):
         raise
     except OSError as error:
-        if error.errno == errno.EINVAL:  # an impossible offset
-            raise NotACheckpointError(f"{name} is corrupt or truncated. Download it again.") from error
         raise CheckpointError(f"{name} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # corrupt bytes: offsets beyond the file, invalid names
         raise NotACheckpointError(f"{name} is corrupt or truncated ({str(error)[:200]}). Download it again.") from error

@@ -5,22 +5,19 @@ A file names the functions of torch that construct tensors over storages. Ours s
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 
-from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget
-from lightning_tricks._torch_compat.tensors import negative_view, untyped_storage
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
+from lightning_tricks._torch_compat.tensors import negative_view
+from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import array_constructors
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import DOWNLOAD_AGAIN
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
@@ -32,7 +29,7 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     describe_value,
 )
 
-MapLocation = str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
+MapLocation = str | torch.device | None
 
 
 @dataclass
@@ -48,7 +45,7 @@ class FileStorages:
 
     Args:
         path: Path of the file.
-        map_location: As in `torch.load`.
+        map_location: As in `read_checkpoint`.
         mmap: Whether storages are mapped from the file instead of read.
         budget: Limits on memory and time.
     """
@@ -76,7 +73,7 @@ class FileStorages:
         self.budget.spend(192)
         if key not in self.known:
             self.budget.spend(512)
-            self.known[key] = restore(read(key, dtype), location, self.map_location)
+            self.known[key] = _restored(read(key, dtype), location, self.map_location)
         return TypedStorage(self.known[key], dtype)
 
     @cached_property
@@ -97,83 +94,29 @@ class FileStorages:
             raise NotACheckpointError(
                 f"truncated: it has {length:,} bytes, but needs at least {start + size:,}. {DOWNLOAD_AGAIN}"
             )
-        if self.on_meta:
-            return torch.UntypedStorage(size, device="meta")
         if self.mmap and size and start % 16 == 0:
             return cast(torch.UntypedStorage, self.mapped[start : start + size])
         self.budget.spend(size)
-        storage = torch.UntypedStorage(size)
-        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
-        with self.open() as stream:
-            stream.seek(start)
-            if size and stream.readinto(memory) != size:  # type: ignore[attr-defined]
-                raise NotACheckpointError(f"truncated. {DOWNLOAD_AGAIN}")
-        return storage
-
-    def open(self) -> IO[bytes]:
-        """Open the file."""
-        return open_file(self.path)
-
-    @contextmanager
-    def mapped_bytes(self) -> Iterator[mmap]:
-        """Give the bytes of the file as long as the context lasts."""
-        with self.open() as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
-            yield data
-
-    @property
-    def on_meta(self) -> bool:
-        """Whether tensors go to the meta device, without values."""
-        return str(self.map_location) == "meta"
+        data = np.fromfile(self.path, np.uint8, size, offset=start)
+        if len(data) != size:
+            raise NotACheckpointError(f"truncated. {DOWNLOAD_AGAIN}")
+        return torch.from_numpy(data).untyped_storage()
 
 
-class InMemoryStorages(FileStorages):
-    """The storages of a file that is embedded in another one."""
-
-    def __init__(self, data: bytes, map_location: MapLocation, budget: Budget) -> None:
-        super().__init__(Path(), map_location, mmap=False, budget=budget)
-        self.data = data
-        self.length = len(data)
-
-    def open(self) -> IO[bytes]:
-        """Open the file."""
-        return io.BytesIO(self.data)
-
-
-def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
-    """Move a storage that was saved at `location` to where `map_location` says, as `torch.load` does.
-
-    Raises:
-        CheckpointError: If the device is not available.
-    """
-    if storage.device.type == "meta":
-        return storage
-    if callable(map_location):
-        placed: Any = map_location(storage, location)
-        if placed is not None:
-            return untyped_storage(placed)
-    elif isinstance(map_location, Mapping):
-        location = map_location.get(location, location)
-    elif map_location is not None:
-        location = str(map_location)
+def is_available(device: str | torch.device) -> bool:
+    """Whether there is such a device."""
     try:
-        there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
-        return there
-    except (AssertionError, RuntimeError) as error:
-        raise CheckpointError(
-            f"a checkpoint with tensors for {describe_value(location)}, which is unavailable: pass map_location='cpu'."
-        ) from error
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
 
 
-def at_location(tensor: torch.Tensor, map_location: MapLocation, budget: Budget) -> torch.Tensor:
-    """Return a tensor of the CPU where `map_location` says."""
-    if str(map_location) == "meta":
-        return tensor.to("meta")
-    storage = tensor.untyped_storage()
-    placed = restore(storage, "cpu", map_location)
-    if placed is storage:
-        return tensor
-    typed = TypedStorage(placed, tensor.dtype)
-    return strided_tensor(budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+def _restored(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
+    """Move a storage to `map_location`, which is available, or to where it was saved; to the CPU if that is not."""
+    place = (location if is_available(location) else "cpu") if map_location is None else str(map_location)
+    there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, place)
+    return there
 
 
 _DTYPES = {
