@@ -83,7 +83,6 @@ ARCHITECTURES: dict[str, dict[str, Builder]] = {
     },
     "DenseNet": {"torchvision": _torchvision(models.densenet121), "timm": _timm("densenet121")},
     # more, of the sorts that differ by a reshape, a transposition or the order of blocks
-    "VGG-11": {"torchvision": _torchvision(models.vgg11), "timm": _timm("vgg11")},
     "MobileNetV3": {
         "torchvision": _torchvision(models.mobilenet_v3_small),
         "timm": _timm("mobilenetv3_small_100", bn_eps=1e-3),

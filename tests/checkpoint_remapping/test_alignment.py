@@ -43,7 +43,7 @@ from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized,
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
 
 
-_SUGGESTED = ("RegNet", "VGG-11", "MobileNetV3")  # what is loaded where it is accepted alone
+_SUGGESTED = ("RegNet", "MobileNetV3")  # what is loaded where it is accepted alone
 
 
 @cache
@@ -273,8 +273,8 @@ def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shap
     if fits:
         assert align(net, file).renamed == dict(zip(file, net, strict=True))
     else:
-        with pytest.raises(AmbiguousAlignmentError):
-            align(net, file)
+        assert align(net, file).suggested
+        assert "trunk.weight" in align(net, file).renamed
 
 
 def test_gate_and_input_of_metas_llama_are_told_by_what_leads_back():
@@ -544,11 +544,8 @@ _ONE, _OTHER = ("query", "key", "value"), ("q_proj", "k_proj", "v_proj")
 
 
 def test_weak_evidence_is_told_with_what_it_rests_on():
-    file = {"fc.weight": torch.zeros(5, 8, 3, 3), "fc.bias": torch.zeros(5)}
-    flattened = align(nn.Sequential(nn.Linear(8 * 9, 5)), file, accept="*")
-    assert "1 of 2 matches are accepted suggestions: max_output_difference shows" in flattened.diagnosis
-    assert _doubts(flattened)["0.weight"].endswith("its elements are taken to be in the same order")
     alone = align(nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.LayerNorm(5)}), _renamed_layers(), accept="b.*")
+    assert "2 of 4 matches are accepted suggestions: max_output_difference shows" in alone.diagnosis
     assert {name: reason.partition("; ")[2] for name, reason in _doubts(alone).items()} == dict.fromkeys(
         ("b.weight", "b.bias"), "nothing but its size says so"
     )

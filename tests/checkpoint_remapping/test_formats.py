@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from lightning_tricks import load_weights, read_checkpoint, remap_keys
-from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, CheckpointError, RemapRule
+from lightning_tricks import load_weights, read_checkpoint
+from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, CheckpointError
 from tests.checkpoint_remapping.models import module_of, randomized
 
 ORDERS = ("as registered", "shuffled")
@@ -267,26 +267,3 @@ def test_what_may_be_left_over_is_loaded_if_the_model_has_it():
     net = {"conv.weight": (4, 3, 3, 3), "head.weight": (2, 4), "head.bias": (2,)}
     file = {name: torch.randn(shape) for name, shape in net.items()}
     assert equal(loaded(net, file, allow_unexpected=["head.*", "conv.*"]), file)
-
-
-def test_names_of_tensorflow():
-    file = {
-        f"bert/layer_{i}/{name}/{leaf}": torch.randn(shape)
-        for i in range(2)
-        for name, sizes in {"query": (6, 6), "dense": (6, 9)}.items()
-        for leaf, shape in {"kernel": sizes, "bias": sizes[1:]}.items()
-    }
-    file["bert/word_embeddings"] = torch.randn(11, 6)
-    words = {"kernel": "weight", "layer_": "layer.", "/": "."}
-    truth = {}
-    for name, tensor in file.items():
-        new = name.removeprefix("bert/") + ".weight" * name.endswith("embeddings")
-        for old, word in words.items():
-            new = new.replace(old, word)
-        truth[new] = tensor.T if name.endswith("kernel") else tensor
-    shapes = {name: tensor.shape for name, tensor in truth.items()}
-    with pytest.raises(CheckpointError, match="TensorFlow or Flax") as error:
-        loaded(shapes, file)
-    advice = re.search(r"load (remap_keys\(.*\)) instead", str(error.value))[1]
-    renamed = eval(advice, {"tensors": file, "remap_keys": remap_keys, "RemapRule": RemapRule})
-    assert equal(loaded(shapes, renamed), truth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import Naming
-from lightning_tricks.checkpoint_remapping.core.matching.element_orders import HALVES, NEIGHBORS
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import HALVES, NEIGHBORS
 
 _HUGGING_FACE_ENDS = """
     /

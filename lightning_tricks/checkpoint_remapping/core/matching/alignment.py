@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
 from lightning_tricks._shared.text import format_shape, format_si, list_names
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     CONVERSION,
     FUSED,
-    MOST_STARS,
     Match,
     Matching,
     Mismatch,
@@ -238,10 +234,9 @@ def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = N
     more = f" (and {len(cases) - 1} more such cases)" if len(cases) > 1 else ""
     rules = (alignment.proposals.for_layers(*case) for case in cases[:8])
     rule = next((rule for rule in rules if rule), None)
-    hint = "".join(f"; {words}" for words in _tensorflow_names(alignment.clean_names_in_file))
     return (
         f"it is ambiguous which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
-        f"model{more}{hint}. Say which is which with a rule{f': {in_words(rule)}' if rule else ''}. If a part of the "
+        f"model{more}. Say which is which with a rule{f': {in_words(rule)}' if rule else ''}. If a part of the "
         "model is meant, give submodule=..."
     )
 
@@ -263,7 +258,7 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
     """
     targets = [name for match in suggested for name in match.targets]
     patterns = suggested_patterns(targets, known=())  # which may match what is evidence too
-    rules = _rules_for(suggested, alignment.clean_names_in_file)
+    rules = _rules_for(alignment, suggested)
     more = [f" and {len(found) - _MOST_SHOWN} more" * (len(found) > _MOST_SHOWN) for found in (patterns, rules)]
     count = "1 tensor has" if len(targets) == 1 else f"{len(targets)} tensors of the model have"
     return (
@@ -273,29 +268,23 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
     )
 
 
-def _rules_for(matches: Sequence[Match], names_in_file: Sequence[str]) -> list[Proposal]:
-    """Return rules that do the same as matches: one for all blocks of a list where their numbers are equal."""
-    plain: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+def _rules_for(alignment: Alignment, suggested: Sequence[Match]) -> list[Proposal]:
+    """Return rules that do the same as matches: one for all blocks of a list where these are numbered alike."""
+    plain = {m.ruled[0]: m.targets[0] for m in suggested if len(m.ruled) == len(m.targets) == 1}
     rules: list[Proposal] = []
-    for match in matches:
-        rule = _rule(match)
-        if isinstance(rule.source, str) and isinstance(rule.target, str) and not (rule.transpose or rule.shape):
-            names = rule.source, rule.target
-            (path, _, leaf), (new, _, new_leaf) = (name.rpartition(".") for name in names)
-            pair = (path, new) if path and new and leaf == new_leaf else names
-            pairs = plain[LIST_NUMBER.sub("*", pair[0]), LIST_NUMBER.sub("*", pair[1])]
-            pairs += [pair] * (pair not in pairs)
-        else:
-            rules.append(rule.as_dict())
-    for (wide, new), pairs in plain.items():
-        same = all(LIST_NUMBER.findall(one) == LIST_NUMBER.findall(other) for one, other in pairs)
-        sources = {name for match in matches for name in match.ruled}
-        matched = [name for name in names_in_file if Pattern(f"{wide}.*").matches(name)]
-        if len(pairs) > 1 and same and wide.count("*") < MOST_STARS and matched and sources.issuperset(matched):
-            rules.append((f"{wide}.*", f"{new}.*"))
-        else:
-            rules += pairs
+    for match in suggested:
+        layers = [names[0].rpartition(".")[0] for names in (match.ruled, match.targets)]
+        rule = alignment.proposals.for_layers(layers[:1], layers[1:]) if all(layers) else None
+        if not isinstance(rule, tuple) or match.transpose or match.shape or not _does(rule, match, plain):
+            rule = _rule(match).as_dict()
+        rules += [rule] * (rule not in rules)
     return rules
+
+
+def _does(rule: tuple[str, str], match: Match, plain: Mapping[str, str]) -> bool:
+    """Whether a rule does what a match does, and of the other matches nothing else."""
+    made = remap_keys({name: name for name in plain}, [rule])
+    return all(new == plain[old] for new, old in made.items() if new != old) and match.targets[0] in made
 
 
 def ambiguous_cases(alignment: Alignment, missing: Iterable[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -336,7 +325,6 @@ def diagnose(
         )
     if found.matches and target:
         said.append(f"the model holds what was saved as `{target}`")
-    said += _tensorflow_names(source_shapes)
     if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
         said += _other_names(found)
     if not found.matches and not found.ambiguous:
@@ -351,16 +339,6 @@ def diagnose(
     if computed:
         said.append(f"{list_names(computed)} are computed by the model itself and keep their values")
     return "; ".join(said or ["all names are the model's own"]) + "."
-
-
-def _tensorflow_names(names: Iterable[str]) -> Iterable[str]:
-    """Say how names of TensorFlow and Flax are made names of torch."""
-    if sum(re.search("[^.]/[^.]", name) is not None for name in names) > 1:
-        yield (
-            "the names are those of TensorFlow or Flax: load "
-            'remap_keys(tensors, [("re:/", "."), RemapRule("re:[.]kernel$", ".weight", transpose=True), '
-            '("re:_embeddings$", "_embeddings.weight")]) instead'
-        )
 
 
 def _other_names(found: Matching) -> Iterable[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignment
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
-from lightning_tricks.checkpoint_remapping.core.matching.element_orders import describe_orders
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     CONVERSION,
     Match,
@@ -32,11 +30,10 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
     match_by_name,
     refuse_against_rules,
-    replace_prefix,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.orientation import turn_squares
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import find_resized, match_by_structure
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import describe_orders, is_computed
 from lightning_tricks.checkpoint_remapping.core.remapping import (
     AppliedRules,
     RulesArgument,
@@ -294,21 +291,9 @@ class AlignmentSearch:
         # Some names are equal by chance, and say nothing unless they fit half of the model
         if 2 * len(by_names.targets()) < len(targets):
             return by_structure
-        both = self._completed(named), by_structure  # of equals, max returns the first
-        return max(both, key=lambda matching: len(matching.targets()))
-
-    def _completed(self, named: NameMatching) -> Matching:
-        """Return the matches by names, and those by structure of the rest.
-
-        A number is not evidence if other numbers behind the same words are found to differ: they count from elsewhere.
-        """
-        trusted = named.matching
-        rest = self._match_structure(trusted, named)
-        shifted = _shifted_starts(rest, named.prefixes)
-        if shifted:
-            trusted = Matching([match for match in trusted.matches if not _begins(match.targets[0], shifted)])
-            rest = self._match_structure(trusted, named)
-        return Matching(trusted.matches + rest.matches, rest.ambiguous)
+        rest = self._match_structure(by_names, named)
+        both = Matching(by_names.matches + rest.matches, rest.ambiguous), by_structure
+        return max(both, key=lambda matching: len(matching.targets()))  # of equals the first
 
     def _match_structure(self, matched: Matching, named: NameMatching) -> Matching:
         """Match what is left; an equal name of another size, unless of another rank, is not offered to other names."""
@@ -391,20 +376,3 @@ class AlignmentSearch:
     def _mismatch(self, source: str, target: str) -> Mismatch:
         shapes = self.source_shapes[source], self.target_shapes[target]
         return Mismatch(source, shapes[0], self.model_names[target], shapes[1])
-
-
-def _shifted_starts(found: Matching, prefixes: Prefixes) -> tuple[str, ...]:
-    """Return the beginnings of matched names that differ in the number behind the beginning."""
-    starts = set()
-    for match in found.matches:
-        other = re.split(r"(\d+)", match.targets[0])
-        one = re.split(r"(\d+)", replace_prefix(match.sources[0], *prefixes))
-        differ = next((i for i, parts in enumerate(zip(one, other, strict=False)) if parts[0] != parts[1]), 0)
-        if differ % 2:
-            starts.add("".join(other[:differ]))
-    return tuple(starts)
-
-
-def _begins(name: str, starts: tuple[str, ...]) -> bool:
-    """Whether a name is one of these beginnings with a number behind it."""
-    return any(name.startswith(start) and name[len(start) : len(start) + 1].isdecimal() for start in starts)

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from lightning_tricks.checkpoint_remapping.core import conversions
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
-from lightning_tricks.checkpoint_remapping.core.matching.element_orders import describe_families
 from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching, Shape
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import describe_families, is_computed
 
 _LEAVES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "scale": "weight"}
 _PLACEHOLDER = re.compile(r"\{([a-z]+)([+-]\d+)?\}")

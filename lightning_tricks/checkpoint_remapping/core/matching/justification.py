@@ -24,7 +24,6 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     last_word,
     number_below,
     numbers_go_together,
-    parts_of,
     words_in,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES
@@ -71,6 +70,8 @@ class Justification:
         self._numbers_of_block = cache(self._find_numbers_of_block)
         self._are_matched_apart = cache(self._find_whether_matched_apart)
         self._is_of_own_size = cache(self._find_whether_of_own_size)
+        self._sizes_rise = cache(self._find_whether_sizes_rise)
+        self._rise_together = cache(self._find_whether_numbers_rise)
         self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
         self._numbers_go_together = cache(lambda source, target: numbers_go_together(self._series[source, target]))
 
@@ -122,8 +123,6 @@ class Justification:
             in_context: Whether layers beside it were matched, and it was found by them.
         """
         match, weakest = self.matched[layer], self._weakest.get(layer)
-        if layer.signature != match.signature:
-            return "its elements are taken to be in the same order"
         in_context = in_context or (self.source.holds_in_trunk(layer) and self.target.holds_in_trunk(match))
         if weakest is None and not in_context and not layer.has_distinctive_size and not layer.words & match.words:
             return "nothing but its size says so"
@@ -155,22 +154,25 @@ class Justification:
             return evidence == Evidence.NAMES
         source = self.source.fork(one, other)
         target = self.target.fork(self.matched[one], self.matched[other])
-        if evidence == Evidence.NUMBERS and self._is_order_known(source, target):
+        if evidence == Evidence.NUMBERS and self._is_order_known(one, other, source, target):
             return True
         if evidence == Evidence.NEIGHBORS and any(map(self._holds_a_size_of_its_own, source.branches)):
             return True
         beside = evidence == Evidence.NEIGHBORS or self._norms(one, other)
         return beside and self._are_at_trunk(source, target)
 
-    def _is_order_known(self, source: Fork, target: Fork) -> bool:
+    def _is_order_known(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
         """Whether two lists are counted from the same end: names or sizes say so, or both are in the trunk."""
         containers = source.container, target.container
         have_one_name = containers[0] == containers[1] and source.numbers == target.numbers
         if have_one_name or self._sizes_rise(*containers):
             return True
+        have_one_word = last_word(containers[0]) == last_word(containers[1])
         if not (self.source.is_in_trunk(containers[0]) and self.target.is_in_trunk(containers[1])):
             # `conv1` and `conv2` of one module are names
-            return last_word(containers[0]) == last_word(containers[1]) and all(map(_are_layers, (source, target)))
+            return have_one_word and all(map(_are_layers, (source, target)))
+        if not have_one_word and self._are_parallel(one, other, source):
+            return False
         lengths = self.source.num_branches(containers[0]), self.target.num_branches(containers[1])
         return lengths[0] == lengths[1] or self._rise_together(*containers)
 
@@ -242,14 +244,6 @@ class Justification:
             if layer.signature not in sizes[others]
         )
 
-    def _are_halves(self, one: Layer, other: Layer) -> bool:
-        """Whether the two are gate and input of a gated layer: the layer that leads back stands beside both."""
-        siblings = [layer for layer in self.source.siblings(one) if layer.has_matrix]
-        if other not in siblings or len(siblings) != 3:
-            return False
-        back = [size for layer in siblings if layer not in (one, other) for size in layer.matrix_sizes]
-        return bool(one.matrix_sizes) and back == [size[::-1] for size in one.matrix_sizes]
-
     def _are_of_many_norms(self, one: Layer, other: Layer) -> bool:
         """Whether the two are norms of one block of three or more: some number those before and behind, or in order."""
         if one.has_matrix or "running_mean" in one.tensors:
@@ -271,14 +265,10 @@ class Justification:
 
     def _numbers_tell_apart(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
-        if source.numbers is None or target.numbers is None or self._are_gated(source, target):
+        if source.numbers is None or target.numbers is None or self._are_gated(one, other, source, target):
             return False
         if _words_without_number(source) != _words_without_number(target):
             return False  # `norm_in` and `norm_out` beside `norm1`
-        if last_word(source.container) != last_word(target.container) and self._are_parallel(
-            one, other, source, target
-        ):
-            return False
         rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
         alike = rising and self._count_the_same_way(source.container, target.container)
         return alike and all(
@@ -286,51 +276,27 @@ class Justification:
             for layer in (one, other)
         )
 
-    def _are_gated(self, fork: Fork, target: Fork) -> bool:
-        """Whether the two are gate and input of a gated layer, which numbers call by either name.
+    def _are_gated(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
+        """Whether the two are gate and input of a gated layer, which numbers call by either name; of w1 and w3 not."""
+        lengths = self.source.num_branches(source.container), self.target.num_branches(target.container)
+        is_chain = min(lengths) > 2 and any(len({*size}) == 1 for size in one.matrix_sizes)  # of square layers
+        return not is_chain and not source.numbers == target.numbers == (1, 3) and self._are_halves(one, other)
 
-        Beside both is the layer that leads back. In a chain of layers, another one would follow.
-        """
-        layers = _layers_at(self.source, fork)
-        sizes = [layer.matrix_sizes for layer in layers]
-        if len(sizes) != 2 or not sizes[0] or sizes[0] != sizes[1]:
-            return False
-        beside = [
-            size
-            for layer in self.source.siblings(layers[0])
-            for size in layer.matrix_sizes
-            if {*size} == {*sizes[0][0]}
-        ]
-        if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
-            return False
-        if self._leads_back_between(layers[0], layers[1], source=fork, target=target):
-            return False
-        # Three square ones are a chain if all are numbered
-        is_square = len({*sizes[0][0]}) == 1
-        return (
-            not is_square
-            or min(self.source.num_branches(fork.container), self.target.num_branches(target.container)) < 3
-        )
+    def _are_halves(self, one: Layer, other: Layer) -> bool:
+        """Whether the two are gate and input of a gated layer: the layer that leads back stands beside both."""
+        siblings, wide = self.source.siblings(one), one.matrix_sizes[:1]
+        sizes = [size for layer in siblings for size in layer.matrix_sizes if wide and {*size} == {*wide[0]}]
+        return other in siblings and sorted(sizes) == sorted([*wide, *wide, *(size[::-1] for size in wide)]) != []
 
-    def _leads_back_between(self, one: Layer, other: Layer, *, source: Fork, target: Fork) -> bool:
-        """Whether the two are w1 and w3 on both sides, and w2 leads back: then w1 is the gate."""
-        numbers = [
-            number_below(container, layer)
-            for layer in self.source.siblings(one)
-            if layer not in (one, other) and layer in self.matched
-            for container, layer in ((source.container, layer), (target.container, self.matched[layer]))
-            if parts_of(layer.path)[: len(container)] == container
-        ]
-        return source.numbers == target.numbers == (1, 3) and numbers == [2, 2]
-
-    def _are_parallel(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
-        """Whether the two are the only ones of their size in their module, and none can follow the other.
+    def _are_parallel(self, one: Layer, other: Layer, fork: Fork) -> bool:
+        """Whether two numbered parts hold one matrix each, the only two of their size, and none can follow the other.
 
         Such are the two halves of a split, or the mean and the variance: projects have either first.
         """
-        matches = self.matched[one], self.matched[other]
-        sides = (self.source, (one, other), source), (self.target, matches, target)
-        return all(_are_two_branches(side, *layers, fork) for side, layers, fork in sides)
+        alike = [layer for layer in self.source.branches[fork.container] if layer.signature == one.signature]
+        if fork.first[1:] != fork.second[1:] or len(alike) != 2 or not _changes_width(one):
+            return False
+        return [sum(layer.has_matrix for layer in self.source.branches[branch]) for branch in fork.branches] == [1, 1]
 
     def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
         if self.target.counts_backwards(target):
@@ -340,7 +306,21 @@ class Justification:
         numbers = self._numbers_below(source, target, [layer for layer in layers if layer.has_matrix] or layers)
         return _never_falls(numbers) and not self._is_reversed_beside(source, target)
 
-    def _sizes_rise(self, source: Parts, target: Parts) -> bool:
+    def _is_reversed_beside(self, source: Parts, target: Parts) -> bool:
+        """Whether sizes match the numbered parts beside two containers in reverse order.
+
+        The outputs of a pyramid are counted as its lateral convolutions are, from the finest or from the coarsest.
+        """
+        beside = self.target.containers_beside(target)
+        for container in self.source.containers_beside(source):
+            distinct = self._distinct(container)
+            for other in beside:
+                numbers = sorted(self._numbers_below(container, other, distinct))
+                if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):
+                    return True
+        return False
+
+    def _find_whether_sizes_rise(self, source: Parts, target: Parts) -> bool:
         """Whether sizes that one numbered part alone has are in the same places, and not in the same from the end."""
         places = [
             {number: place for place, number in enumerate(sorted(set(numbers)))}
@@ -351,7 +331,7 @@ class Justification:
         is_lopsided = any(one != len(places[0]) - 1 - one for one, _ in found)
         return is_lopsided and all(one == other for one, other in found)
 
-    def _rise_together(self, source: Parts, target: Parts) -> bool:
+    def _find_whether_numbers_rise(self, source: Parts, target: Parts) -> bool:
         """Whether the numbers of sizes that one numbered part alone has rise on both sides, from other starts."""
         numbers = self._numbers_below(source, target, self._distinct(source))
         first, last = min(numbers, default=(0, 0)), max(numbers, default=(0, 0))
@@ -374,20 +354,6 @@ class Justification:
         layers = self.source.branches[container]
         sizes = Counter(layer.signature for layer in layers)
         return [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
-
-    def _is_reversed_beside(self, source: Parts, target: Parts) -> bool:
-        """Whether sizes match the numbered parts beside two containers in reverse order.
-
-        The outputs of a pyramid are counted as its lateral convolutions are, from the finest or from the coarsest.
-        """
-        beside = self.target.containers_beside(target)
-        for container in self.source.containers_beside(source):
-            distinct = self._distinct(container)
-            for other in beside:
-                numbers = sorted(self._numbers_below(container, other, distinct))
-                if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):
-                    return True
-        return False
 
 
 def _pairs(layers: list[Layer]) -> Iterator[tuple[Layer, Layer]]:
@@ -437,21 +403,6 @@ def _words_without_number(fork: Fork) -> tuple[str, ...] | None:
 
 def _never_falls(numbers: set[tuple[int, int]]) -> bool:
     return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
-
-
-def _layers_at(side: Side, fork: Fork) -> list[Layer]:
-    """Return the two layers of a fork, if their numbers are the last part of their paths."""
-    paths = [(*fork.container, *rest) for rest in (fork.first, fork.second) if len(rest) == 1]
-    return [layer for path in paths for layer in side.branches[path] if parts_of(layer.path) == path]
-
-
-def _are_two_branches(side: Side, one: Layer, other: Layer, fork: Fork) -> bool:
-    """Whether two numbered parts hold one matrix each, of a size that no third one has, and that cannot repeat."""
-    if fork.first[1:] != fork.second[1:] or not _changes_width(one):
-        return False
-    matrices = [[layer for layer in side.branches[branch] if layer.has_matrix] for branch in fork.branches]
-    alike = [layer for layer in side.branches[fork.container] if layer.signature == one.signature]
-    return matrices == [[one], [other]] and len(alike) == 2
 
 
 def _changes_width(layer: Layer) -> bool:

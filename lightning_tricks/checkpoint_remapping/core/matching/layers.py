@@ -11,9 +11,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lightning_tricks._shared.patterns import LIST_NUMBER
-from lightning_tricks.checkpoint_remapping.core.matching.element_orders import element_order
 from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, Shape
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import element_order, words_of
 
 _GATES_AND_INPUTS = "taken to be the gate and the input of each expert, one after another"
 
@@ -254,11 +253,7 @@ def _sort_naturally(layers: list[Layer]) -> None:
 
 def _keep_layouts(layers: list[Layer], others: list[Layer]) -> None:
     """Tell layers of one size apart by where their sizes are one, if both models have as many of each layout."""
-    groups: dict[object, tuple[list[Layer], list[Layer]]] = defaultdict(lambda: ([], []))
-    for side, some in enumerate((layers, others)):
-        for layer in some:
-            groups[layer.signature][side].append(layer)
-    for group in groups.values():
+    for group in equal_groups(layers, others, lambda layer: layer.signature):
         ours, theirs = (Counter(map(_ones, side)) for side in group)
         if ours == theirs and len(ours) > 1:
             for layer in (*group[0], *group[1]):

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
 from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.matching.element_orders import (
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
     describe_fused,
     describe_orders,
     orders_differ,
+    words_of,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 from lightning_tricks.checkpoint_remapping.core.remapping import FUSION, remap_keys
 from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
 

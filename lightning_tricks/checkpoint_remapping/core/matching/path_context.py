@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import pairwise, permutations, starmap
@@ -273,50 +273,18 @@ def words_in(parts: Parts) -> tuple[str, ...]:
     return tuple(word for part in parts if not (word := part.removeprefix(".")).isdecimal())
 
 
-# Numbers of series
-
-_Slot = tuple[str, bool]  # the word before a number, and whether the number is written at its end
-
-
 def numbers_go_together(pairs: list[tuple[Layer, Layer]]) -> bool:
-    """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
+    """Whether the numbers of a series depend on those of the other side or these on them, from the outermost inward.
 
-    So do those inside each of them: three blocks of two layers and two lists of three layers are not blocks of one
-    order, wherever they are.
+    Three blocks of two layers and two lists of three layers are not blocks of one order, wherever they are.
     """
-    columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
-    slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
-    varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
-    if min(map(len, varying)) < 2:
-        return True
-    related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
-    outer, other = varying[0][0], varying[1][0]
-    if outer not in {i for i, _ in related} or other not in {j for _, j in related}:
-        return False
-    named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
-    if not all(pair in related or _column_repeats(slots, pair) for pair in named):
-        return False
-    inside: dict[tuple[int, int], list[tuple[Layer, Layer]]] = defaultdict(list)
-    for pair in pairs if (outer, other) in related else ():
-        inside[pair[0].numbers[outer], pair[1].numbers[other]].append(pair)
-    return all(map(numbers_go_together, inside.values()))
-
-
-def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:
-    """Whether the word before a number is before another one too."""
-    return any(side.count(side[position]) > 1 for side, position in zip(slots, pair, strict=True))
-
-
-def _slots(path: str) -> list[_Slot]:
-    """Return the word before each number of a path, and whether the number is written at its end."""
-    found = re.finditer(r"([^\W\d_]*)([._]?)\d+", path)
-    return [(match[1], bool(match[1]) and not match[2]) for match in found]
-
-
-def _depends_on_either(first: Sequence[Hashable], second: Sequence[Hashable]) -> bool:
-    """Whether the values of one column say those of the other."""
-    both = len(set(zip(first, second, strict=True)))
-    return both in (len(set(first)), len(set(second)))
+    columns = [[*zip(*(layer.numbers for layer in side), strict=True)] for side in zip(*pairs, strict=True)]
+    varying = [[column for column in side if len({*column}) > 1] for side in columns]
+    for depth in range(1, min(map(len, varying))):
+        one, other = ([*zip(*side[:depth], strict=True)] for side in varying)
+        if len({*zip(one, other, strict=True)}) not in (len({*one}), len({*other})):
+            return False
+    return True
 
 
 # Norms and their convolutions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
@@ -53,7 +52,7 @@ class _StructureMatcher:
         # Matrices first: their sizes say more than those of the vectors of a norm or a bias, which then follow them
         self._pair_until_stable(_PAIRINGS, lambda layer: layer.has_matrix)
         by_context = (self._norms_of_convolutions, self._in_containers)
-        self._pair_until_stable((*by_context, *_PAIRINGS, _pair_flattened), lambda _: True)
+        self._pair_until_stable((*by_context, *_PAIRINGS), lambda _: True)
         self._pair(_pair_last, lambda _: True)
         justification = Justification(*self.sides, self.matched)
         left = equal_groups(self.source_layers, self.target_layers, lambda layer: layer.signature)
@@ -255,23 +254,6 @@ _PAIRINGS: tuple[_Pairing, ...] = (
     _by_size,
     _by_number,
 )
-
-
-def _pair_flattened(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
-    """Pair a Linear on flattened features with the convolution that computes the same, as in VGG's classifier."""
-
-    def key(layer: Layer) -> object:
-        if "weight" not in layer.tensors:
-            return layer
-        shape = layer.tensors["weight"][1]
-        return tuple(sorted(layer.tensors)), shape[:1], math.prod(shape)
-
-    for sources, targets in equal_groups(source_layers, target_layers, key):
-        if len(sources) == len(targets) == 1:
-            shapes = sorted((layer[0].tensors["weight"][1] for layer in (sources, targets)), key=len)
-            # the channels of an image, of which there are few, are in different orders
-            if list(map(len, shapes)) == [2, 4] and shapes[1][1] > 4:
-                yield sources[0], targets[0], "a linear layer on flattened features is this convolution"
 
 
 def _pair_last(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
