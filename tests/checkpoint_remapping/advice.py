@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tricks import remap_keys
+from lightning_tricks import align, remap_keys
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
 from tests.checkpoint_remapping.perturbations import Architecture, File
 
 RIGHT, WRONG, LOOPS, STUCK = ENDS = ("right", "WRONG", "loops", "stuck")
 MOST_STEPS = 60
-_ARGUMENT = re.compile(r"(rules|allow_missing|allow_unexpected|allow_mismatched)=(\[.*?\])(?= (?:takes|allows))")
+_ARGUMENT = re.compile(
+    r"(rules|accept|allow_missing|allow_unexpected|allow_mismatched)=(\[.*?\])"
+    r"(?= (?:with patterns for [\d,]+ more )?(?:takes|allows))"
+)
 
 
 def follow(model: Architecture, file: File) -> tuple[str, int, str]:
@@ -61,14 +64,25 @@ def _known(
     model: Architecture, file: File, message: str, argument: str, values: list[Any], given: list[Any]
 ) -> list[Any]:
     """Return what somebody takes of an advice who knows which tensor is which."""
+    if argument == "accept":
+        return values if _are_true(model, file, given) else []
     if argument == "rules":
-        return [rule for source, target in values if (rule := _true_rule(file, message, source, target, given))]
+        pairs = [value for value in values if isinstance(value, tuple)]
+        return [rule for source, target in pairs if (rule := _true_rule(file, message, source, target, given))]
     if argument == "allow_missing":
         absent = model.tensors.keys() - file.truth.values()
         return [pattern for pattern in values if _matching(pattern, model.tensors) <= absent]
     if argument == "allow_mismatched":
         return [pattern for pattern in values if _matching(pattern, model.tensors) <= file.resized]
     return []  # each tensor of a file is one of the model's
+
+
+def _are_true(model: Architecture, file: File, rules: list[Any]) -> bool:
+    """Return whether all that is suggested is true."""
+    tensors = {name: _tensor(model, file, old) for name, old in file.truth.items()}
+    found = align(dict(model.tensors), tensors, rules or "auto")
+    pairs = [(tuple(map(found.name_in_file, match.sources)), match.targets) for match in found.suggested]
+    return all(tuple(map(file.truth.get, names)) == targets for names, targets in pairs)
 
 
 def _matching(pattern: str, names: Any) -> set[str]:

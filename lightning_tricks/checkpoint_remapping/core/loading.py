@@ -350,11 +350,11 @@ class LoadPlan:
             *_problem("left over in the file", {name: name for name in unexpected}, "allow_unexpected", in_file),
         ]
         rule = found.proposals.for_the_rest() if missing or wrong else None
-        problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
+        proposed = [f"if one of them is another's, {in_words(rule)}"] if rule else []
         reordered = found.proposals.with_other_orders() if missing else ""
-        problems = [reordered, *problems] if reordered else problems
+        problems = [reordered, *proposed, *problems] if reordered else [*problems, *proposed]
         if not self.loaded:
-            others = "; ".join(problems[-1:] if rule else problems[:1]) if wrong or rule else ""
+            others = "; ".join(proposed or problems[:1]) if wrong or rule else ""
             others = f" {others[:1].upper()}{others[1:]}." if others else ""
             raise NothingLoadedError(f"No tensor of {self.source} fits {model}: {found.diagnosis}{others}")
         if problems:
