@@ -44,6 +44,7 @@ CASES = (
             "allow_unexpected": ["ema.*"],
             "allow_mismatched": ["head.*"],
             "interpolate": ["pos_embed"],
+            "accept": ["decoder.*"],
             "clean_on_save": True,
         },
         kind="observer",

@@ -258,8 +258,8 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
     """
     targets = [name for match in suggested for name in match.targets]
     patterns = suggested_patterns(targets, known=())  # which may match what is evidence too
-    rules = _rules_for(alignment, suggested)
-    more = [f" and {len(found) - _MOST_SHOWN} more" * (len(found) > _MOST_SHOWN) for found in (patterns, rules)]
+    rules = _first_rules(alignment, suggested)
+    more = [" and others" * (len(found) > _MOST_SHOWN) for found in (patterns, rules)]
     count = "1 tensor has" if len(targets) == 1 else f"{len(targets)} tensors of the model have"
     return (
         f"{count} a likely match, which may be wrong: {suggested[0].reason}. If they are right, "
@@ -268,23 +268,27 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
     )
 
 
-def _rules_for(alignment: Alignment, suggested: Sequence[Match]) -> list[Proposal]:
-    """Return rules that do the same as matches: one for all blocks of a list where these are numbered alike."""
+def _first_rules(alignment: Alignment, suggested: Sequence[Match]) -> list[Proposal]:
+    """Return the first rules that do the same as matches: one for all blocks of a list where these are numbered alike.
+
+    There is one more than a message shows, if there are so many.
+    """
     plain = {m.ruled[0]: m.targets[0] for m in suggested if len(m.ruled) == len(m.targets) == 1}
     rules: list[Proposal] = []
+    done: set[str] = set()
     for match in suggested:
+        if match.ruled[0] in done or len(rules) > _MOST_SHOWN:
+            continue
         layers = [names[0].rpartition(".")[0] for names in (match.ruled, match.targets)]
         rule = alignment.proposals.for_layers(layers[:1], layers[1:]) if all(layers) else None
-        if not isinstance(rule, tuple) or match.transpose or match.shape or not _does(rule, match, plain):
-            rule = _rule(match).as_dict()
-        rules += [rule] * (rule not in rules)
+        made = remap_keys({name: name for name in plain}, [rule]) if isinstance(rule, tuple) else {}
+        takes = {old: new for new, old in made.items() if new != old}
+        is_true = match.ruled[0] in takes and all(new == plain[old] for old, new in takes.items())
+        if rule is None or match.transpose or match.shape or not is_true:
+            rule, takes = _rule(match).as_dict(), {}
+        done |= takes.keys()
+        rules.append(rule)
     return rules
-
-
-def _does(rule: tuple[str, str], match: Match, plain: Mapping[str, str]) -> bool:
-    """Whether a rule does what a match does, and of the other matches nothing else."""
-    made = remap_keys({name: name for name in plain}, [rule])
-    return all(new == plain[old] for new, old in made.items() if new != old) and match.targets[0] in made
 
 
 def ambiguous_cases(alignment: Alignment, missing: Iterable[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
