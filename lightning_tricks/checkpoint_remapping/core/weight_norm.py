@@ -61,7 +61,8 @@ def normed_as_in(
         if wanted:
             made |= zip(names, (tensors[length], tensors[direction]), strict=True)
         else:
-            made[weight] = torch._weight_norm(tensors[direction], tensors[length], dim)
+            lengths = torch.norm_except_dim(tensors[direction], 2, dim)
+            made[weight] = tensors[direction] * (tensors[length] / lengths)
     used = {name for normed in given.values() for name in (normed.length, normed.direction)}
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     return rest | made, [] if wanted else [f"{len(given)} tensors were computed of the file's weight norm"]
