@@ -38,7 +38,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     norms_as_registered,
     norms_by_name,
 )
-from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized, without_initial_values
+from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, module_of, randomized, without_initial_values
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
 
@@ -566,7 +566,7 @@ def test_a_list_beside_the_trunk_is_suggested_whatever_it_is_called(fusion, plac
     assert found.loaded == 4, "the trunk and the head"
     assert {name for match in found.suggested for name in match.targets} == {name for name in net if "fusion" in name}
     assert "SUGGESTED" in render_text(found.report())
-    module = _module_of(net)
+    module = module_of(net)
     with pytest.raises(AmbiguousAlignmentError, match=r"4 tensors of the model have a likely match") as raised:
         load_weights(module, file)
     accept = re.search(r"accept=(\[.*?\]) takes", str(raised.value))[1]
@@ -598,19 +598,6 @@ def test_lists_whose_sizes_say_the_order_are_evidence():
     file, net = ({**{f"{a}.{n}": s for n, s in trunk.items()}, **{f"{b}.{n}": s for n, s in sizes.items()}} for a, b in
                  (("blocks", "decoder.up"), ("layer", "neck.fuse")))  # fmt: skip
     assert not align(_zeros(net), _zeros(file)).suggested
-
-
-def _module_of(tensors):
-    module = nn.Module()
-    for name, tensor in tensors.items():
-        *path, leaf = name.split(".")
-        owner = module
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(leaf, nn.Parameter(tensor))
-    return module
 
 
 def _renamed_layers():
