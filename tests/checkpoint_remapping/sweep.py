@@ -119,8 +119,8 @@ def _is_followed(file: str, every: int) -> bool:
 # The result
 
 
-def as_tables(records: Iterable[Record], most_wrong: int) -> str:
-    """Return the result as Markdown."""
+def as_tables(records: Iterable[Record], most_wrong: int, sample: str = "") -> str:
+    """Return the result as Markdown; of a sample, with how it was taken."""
     records = sorted(records, key=lambda record: record["name"])
     built = list(_distinct(records))
     cases, accepted = (
@@ -134,6 +134,7 @@ def as_tables(records: Iterable[Record], most_wrong: int) -> str:
         "# What `make sweep` found",
         "",
         f"{len(built)} architectures with names and shapes of their own, {len(cases)} files; {versions}.",
+        *[sample][: bool(sample)],
         f"**{counts[WRONG]} wrong, {counts[RIGHT]} right ({_share(counts)}), {counts[REFUSED]} refused.**",
         f'With all that is suggested accepted (`accept="*"`): {all_counts[WRONG]} wrong, {all_counts[RIGHT]} right '
         f"({_share(all_counts)}), {all_counts[REFUSED]} refused.",
@@ -257,7 +258,8 @@ def main() -> None:
             with arguments.records.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         _say(f"{number}/{len(left)}", record)
-    tables = as_tables((records[name] for name in names), arguments.wrong)
+    sample = f"A sample: `--limit {arguments.limit}`, evenly spread over the names." if arguments.limit else ""
+    tables = as_tables((records[name] for name in names), arguments.wrong, sample)
     if arguments.result:
         arguments.result.write_text(tables)
     distinct = _distinct(records[name] for name in names)
