@@ -125,7 +125,7 @@ def test_writes_a_report_that_agrees(two_runs):
     assert two_runs[1].stdout.splitlines()[-1].endswith(str(page.resolve())), "the last line is where to look"
     assert {path.name for path in (out / "logs").iterdir()} == {"version_0", "version_1"}
     (checkpoint,) = (out / "logs" / "version_0" / "checkpoints").iterdir()
-    with pytest.warns(UserWarning, match="The tricks in the checkpoint name files or folders"):
+    with pytest.warns(UserWarning, match="These tricks are off, as a checkpoint must not decide"):
         loaded = demo.DigitsClassifier.load_from_checkpoint(checkpoint, weights_only=True)
     assert loaded.tricks.seeding == 42
 
