@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.patterns import Pattern, as_patterns
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
@@ -91,12 +91,10 @@ def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern
     """Return the patterns that an argument holds.
 
     Raises:
-        TypeError: If it is not a pattern or a list of patterns.
+        TypeError, ValueError: As in `as_patterns`; but any iterable will do.
     """
-    patterns = (patterns,) if isinstance(patterns, str) else patterns
-    if not isinstance(patterns, Iterable):
-        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {patterns!r}.")
-    return [Pattern(pattern) for pattern in patterns]
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    return as_patterns(argument, list(patterns) if several else patterns)  # type: ignore[arg-type]
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:

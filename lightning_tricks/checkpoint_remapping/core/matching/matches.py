@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any, Literal
 
-from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
+from lightning_tricks._shared.patterns import LIST_NUMBER, MAX_REPEATS, Pattern
 from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
@@ -106,7 +106,6 @@ class Matching:
 
 Proposal = tuple[str, str] | dict[str, Any]
 _MOST_TRIED = 8  # pairs of layers for which a rule is tried
-MOST_STARS = 3  # that a file of rules may have
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,9 @@ class Proposals:
     def _widest(self, source: str, target: str) -> Proposal | None:
         """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
         glob = [LIST_NUMBER.sub("*", name) for name in (source, target)]
-        if LIST_NUMBER.findall(source) == LIST_NUMBER.findall(target) and 0 < glob[0].count("*") <= MOST_STARS:
+        if LIST_NUMBER.findall(source) == LIST_NUMBER.findall(target) and 0 < glob[0].count("*") <= MAX_REPEATS:
             end = "" if source in self.sources or source.endswith("*") else ".*"
-            if glob[0].count("*") < MOST_STARS or not end:
+            if glob[0].count("*") < MAX_REPEATS or not end:
                 wide = glob[0] + end, glob[1] + end
                 if self._fits(*wide):
                     return wide

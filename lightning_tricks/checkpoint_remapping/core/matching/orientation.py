@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from lightning_tricks._shared.patterns import LIST_NUMBER
+from lightning_tricks._shared.patterns import LIST_NUMBER, MAX_REPEATS
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching, Shape
@@ -14,7 +14,6 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_comp
 
 Shapes = Mapping[str, Shape]
 _MOST_KINDS = 4  # of matrices for which a message shows rules
-_MOST_STARS = 3  # that a file of rules may have
 
 
 def is_turned(source: str, target: str, sources: Shapes, targets: Shapes) -> bool:
@@ -137,6 +136,6 @@ def _kinds(name: str) -> Iterator[str]:
 def _glob(source: str, target: str) -> tuple[str, str]:
     """Return the names with a star for each number of a list, where one rule does for all blocks."""
     numbers = LIST_NUMBER.findall(source)
-    if numbers != LIST_NUMBER.findall(target) or len(numbers) > _MOST_STARS:
+    if numbers != LIST_NUMBER.findall(target) or len(numbers) > MAX_REPEATS:
         return source, target
     return LIST_NUMBER.sub("*", source), LIST_NUMBER.sub("*", target)

@@ -228,13 +228,16 @@ class Side:
 
     def _holds_convolutional_blocks(self, container: Parts) -> bool:
         """Whether two numbered parts of a container hold several convolutions each, unlike those of a stem."""
-        branches = {(*container, part) for part in self._numbered(container)}
-        return sum(sum(_has_kernels([layer]) for layer in self.branches[path]) > 1 for path in branches) > 1
+        return sum(sum(_has_kernels([layer]) for layer in part) > 1 for part in self._parts(container)) > 1
 
     def _blocks(self, container: Parts) -> set[object]:
         """Return the sizes in each numbered part of a container."""
-        branches = {(*container, part) for part in self._numbered(container)}
-        return {frozenset(Counter(layer.signature for layer in self.branches[path]).items()) for path in branches}
+        return {frozenset(Counter(layer.signature for layer in part).items()) for part in self._parts(container)}
+
+    def _parts(self, container: Parts) -> list[list[Layer]]:
+        """Return the layers in each numbered part of a container."""
+        branches = {(*container, number) for number in self._numbered(container)}
+        return [self.branches[path] for path in branches]
 
 
 def _has_kernels(layers: list[Layer]) -> bool:
