@@ -41,29 +41,6 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys as remap_keys
     from lightning_tricks.checkpoint_remapping.core.rules import RemapRule as RemapRule
     from lightning_tricks.checkpoint_remapping.core.rules import read_rules as read_rules
-
-    __all__ = [
-        "Alignment",
-        "AmbiguousAlignmentError",
-        "Checkpoint",
-        "CheckpointError",
-        "CheckpointRemapping",
-        "LoadReport",
-        "MissingCheckpointError",
-        "NotACheckpointError",
-        "NothingLoadedError",
-        "Placeholder",
-        "RemapRule",
-        "UnsafeCheckpointError",
-        "align",
-        "load_weights",
-        "max_output_difference",
-        "read_checkpoint",
-        "read_rules",
-        "remap_keys",
-        "replace_head",
-        "save_weights",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -20,7 +20,6 @@ from lightning_tricks.checkpoint_remapping import (
     NotACheckpointError,
     read_rules,
 )
-from lightning_tricks.checkpoint_remapping.core.files import download as downloading
 from lightning_tricks.checkpoint_remapping.core.files import reading
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
 from tests.checkpoint_remapping import fuzz, hostile
@@ -215,9 +214,6 @@ class Answers(http.server.BaseHTTPRequestHandler):
     def do_file(self):
         self.head(302, Location="file:///etc/passwd")
 
-    def do_ftp(self):
-        self.head(302, Location="ftp://127.0.0.1/f")
-
     def do_nonsense(self):
         self.wfile.write(b"hello\r\n\r\n")
 
@@ -248,17 +244,6 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         self.connection.close()
 
-    def do_large(self):
-        self.head(Content_Length=1 << 40)
-
-    def do_endless(self):
-        self.head()
-        try:
-            while True:
-                self.wfile.write(bytes(1 << 16))
-        except OSError:
-            pass
-
     def log_message(self, *arguments):
         pass
 
@@ -288,23 +273,19 @@ def root():
         ("broken", MissingCheckpointError, "cannot be downloaded: HTTP Error 500"),
         ("loop", MissingCheckpointError, "cannot be downloaded: .*infinite loop"),
         ("file", MissingCheckpointError, "cannot be downloaded: .*not allowed"),
-        ("ftp", MissingCheckpointError, "cannot be downloaded: .*(not allowed|unknown url type)"),
         ("nonsense", MissingCheckpointError, "cannot be downloaded: hello"),
         ("nothing", MissingCheckpointError, "cannot be downloaded: Remote end closed"),
         ("silent", MissingCheckpointError, "cannot be downloaded: .*timed out"),
-        ("short", CheckpointError, "broke off after 2 of 1,000 bytes|IncompleteRead"),
+        ("short", CheckpointError, "is .*truncated"),
         ("chunks", MissingCheckpointError, "cannot be downloaded: "),
-        ("length", MissingCheckpointError, "cannot be downloaded: .*'many'"),
+        ("length", NotACheckpointError, "an empty file. Download it again"),
         ("headers", MissingCheckpointError, "cannot be downloaded: got more than 100 headers"),
-        ("reset", CheckpointError, "cannot be downloaded|broke off"),
-        ("large", NotACheckpointError, "has more than 1,000,000 bytes. Download it yourself"),
-        ("endless", NotACheckpointError, "has more than 1,000,000 bytes. Download it yourself"),
+        ("reset", CheckpointError, "cannot be downloaded|truncated"),
     ],
 )
 def test_bad_answers(root, path, error, words, monkeypatch):
-    monkeypatch.setattr(downloading, "MAX_DOWNLOAD_BYTES", 1_000_000)
     if path == "silent":
-        monkeypatch.setattr(downloading, "TIMEOUT", 0.2)
+        monkeypatch.setattr(reading, "TIMEOUT", 0.2)
     with pytest.raises(error, match=f"{root}/{path} .*({words})"):
         read_checkpoint(f"{root}/{path}")
 

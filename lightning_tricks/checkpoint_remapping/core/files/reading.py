@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 
@@ -22,9 +24,10 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint, checkpoint_of_file
 from lightning_tricks.checkpoint_remapping.core.files.containers import read_container
-from lightning_tricks.checkpoint_remapping.core.files.download import download
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import describe_directory
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation, is_available
+
+TIMEOUT = 60.0  # seconds in which a server must answer, or send the next bytes
 
 
 def read_checkpoint(
@@ -39,7 +42,7 @@ def read_checkpoint(
 
     Args:
         path: A local file, the index of a sharded model, or a URL (`https://...`, or one that fsspec opens), which is
-            downloaded first: at most 64 GiB, with a timeout of one minute.
+            downloaded first, with a timeout of one minute.
         map_location: The device that tensors go to; None for those that they were saved from, as far as they are
             there.
         mmap: Whether tensors are mapped from the file, so that they take no memory before they are used.
@@ -68,8 +71,28 @@ def read_checkpoint(
         return _read_file(Path(name).expanduser(), name, map_location, mmap, key)
     with tempfile.TemporaryDirectory(prefix="lightning_tricks_") as folder:
         target = Path(folder) / "checkpoint"
-        download(name, target)
+        _download(name, target)
         return _read_file(target, name, map_location, False, key)
+
+
+def _download(address: str, target: Path) -> None:
+    """Download a URL (`https://...`, `http://...`, or one that fsspec opens) to a file.
+
+    Raises:
+        MissingCheckpointError: If it cannot be downloaded, whatever the reason.
+    """
+    try:
+        if address.lower().startswith(("https://", "http://")):
+            opened = urlopen(address, timeout=TIMEOUT)  # noqa: S310  # of these schemes
+        else:
+            import fsspec
+
+            opened = fsspec.open(address, "rb")
+        with opened as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+    except Exception as error:  # of the network, HTTP, TLS, the address itself, or one of fsspec's many libraries
+        text = " ".join(str(error).split())[:200]
+        raise MissingCheckpointError(f"{address} cannot be downloaded: {text or type(error).__name__}.") from error
 
 
 def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
