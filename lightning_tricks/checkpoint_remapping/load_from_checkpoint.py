@@ -16,9 +16,8 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, U
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
-    arguments_by_name,
     clone_mapped_tensors,
-    plain_arguments,
+    module_arguments,
     saved_arguments,
 )
 
@@ -69,10 +68,10 @@ def build_module(
     saved, described = saved_arguments(checkpoint)
     named, instantiator = saved.pop("_class_path", None), saved.pop("_instantiator", None)
     kind = _imported_subclass(module, named, checkpoint.source)
-    given = arguments_by_name(kind, checkpoint, described or saved, overrides)
-    token = IS_BUILT_OF_FILE.set(IS_BUILT_OF_FILE.get() or bool(given))
+    given = module_arguments(kind, checkpoint, described or saved, overrides, bool(named or instantiator))
+    token = IS_BUILT_OF_FILE.set(IS_BUILT_OF_FILE.get() or bool(given.keys() - overrides.keys()))
     try:
-        made = kind(**plain_arguments(kind, checkpoint, given, overrides, of_cli=bool(named or instantiator)))
+        made = kind(**given)
         IS_BUILT_OF_FILE.set(True)  # hooks get all of the file
         made.configure_model()
         values = {**clone_mapped_tensors(checkpoint.metadata), "state_dict": checkpoint.state_dict}

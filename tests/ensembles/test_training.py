@@ -432,7 +432,7 @@ def test_a_checkpoint_builds_nothing_else(tmp_path):
     of_cli = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
     evil = {"class_path": "pathlib.Path.touch", "init_args": {}}
     for more, words in (
-        ({**of_cli, "criterion": evil}, r"path, criterion=\.\.\.\).*: criterion "),
+        ({**of_cli, "criterion": evil}, r"path, estimator=\.\.\., criterion=\.\.\.\).* criterion "),
         ({**of_cli, "estimator_args": {"hidden": evil}}, r"estimator_args=\.\.\."),
         ({"estimator": "os:system"}, "does not name an imported class of modules"),
         ({"estimator": ["victim.pt"], "estimator_args": None}, r"other files \('victim.pt'\), which are not read"),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NewType
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -260,9 +260,6 @@ class Options:
     folder: Path | None = None
 
 
-Named = NewType("Named", str)
-
-
 class FromCli(Net):
     def __init__(
         self,
@@ -272,9 +269,9 @@ class FromCli(Net):
         layers: dict[str, list[Mode]] | None = None,
         lr: float | str = 0.1,
         place: str | Path = "here",
-        table: dict[int, Path] | None = None,
         exact: Decimal | None = None,
-        named: Named = Named("n"),
+        names: dict[str, list[int]] | None = None,
+        choice: Literal["a", "b"] = "a",
         name: str = "net",
         part: torch.nn.Module | None = None,
         function: Callable | None = None,
@@ -288,32 +285,30 @@ class FromCli(Net):
         self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
 
 
-def test_plain_values_come_back_as_the_annotations_say():
-    saved = {
-        "mode": "EXACT",
-        "options": {"width": 4, "modes": ["FAST"], "folder": "data"},
-        "sizes": [3, 4],
-        "layers": {"a": ["FAST", "EXACT"]},
+def test_plain_values_come_back_and_others_are_given():
+    plain = {
         "lr": "auto",
+        "names": {"a": [1, 2]},
+        "choice": "b",
         "name": "torch.nn.ReLU",
         "anything": {"a": [1, "b"]},
         "bare": "os.system",
         "extra": 7,
-        "place": "there",
-        "table": {"1": "x"},
-        "named": "m",
+        "tricks": {"seeding": 3},
+        "mode": None,
     }
-    arguments = FromCli.load_from_checkpoint(file_of({**_OF_CLI, **saved})).arguments
-    assert arguments["mode"] is Mode.EXACT
-    assert arguments["options"] == Options(4, (Mode.FAST,), Path("data"))
-    assert arguments["sizes"] == (3, 4)
-    assert arguments["layers"] == {"a": [Mode.FAST, Mode.EXACT]}
-    assert [arguments[name] for name in ("lr", "name", "anything", "bare")] == [
-        saved[name] for name in ("lr", "name", "anything", "bare")
-    ]
-    assert arguments["more"] == {"extra": 7}
-    assert (arguments["place"], arguments["table"]) == (Path("there"), {1: Path("x")})
-    assert arguments["named"] == "m"
+    others = {"mode": "EXACT", "options": {"width": 4}, "sizes": [3, 4], "layers": {"a": ["FAST"]}, "place": "there"}
+    loaded = FromCli.load_from_checkpoint(file_of({**_OF_CLI, **plain}))
+    more = loaded.arguments.pop("more")
+    assert {name: loaded.arguments[name] for name in plain if name != "extra"} | more == plain
+    assert loaded.tricks == Tricks(seeding=3)
+    path = file_of({**_OF_CLI, **plain, **others})
+    with pytest.raises(CheckpointError, match=r"path, mode=..., options=..., sizes=..., layers=..., place=...\)"):
+        FromCli.load_from_checkpoint(path)
+    given = {"mode": Mode.EXACT, "options": Options(4), "sizes": (3, 4), "layers": {"a": [Mode.FAST]}, "place": Path()}
+    arguments = FromCli.load_from_checkpoint(path, **given).arguments
+    assert {name: arguments[name] for name in given} == given
+    assert FromCli.load_from_checkpoint(file_of(others)).arguments["sizes"] == [3, 4]  # not written by LightningCLI
 
 
 _EVIL = {"class_path": "evil_module.Evil", "init_args": {"x": 1}}
