@@ -17,8 +17,6 @@ import lightning_tricks
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import rank_zero_warn
 from lightning_tricks._shared.checks import check_choice, check_names, check_path, suggests_argument_names
-from lightning_tricks._shared.patterns import check_repeats
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import children
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import IS_BUILT_OF_FILE
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
@@ -146,12 +144,7 @@ class Tricks:
             raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) beside it.")
 
     def _forget_paths(self) -> None:
-        """Switch off the fields that name a file or a folder: a module is being built of what a file says.
-
-        Raises:
-            ValueError: If a regular expression could take very long to match.
-        """
-        _check_patterns(self)
+        """Switch off the fields that name a file or a folder: a module is being built of what a file says."""
         off = []
         for trick in fields(self):
             value = getattr(self, trick.name)
@@ -265,15 +258,6 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
     if isinstance(value, Mapping) and trick.name not in specs and not _is_first_argument(takes, value):
         check_names(f"Tricks({trick.name}={value!r}): {takes.__name__}", value, parameters)  # a spec checks its own
     return value
-
-
-def _check_patterns(value: Any) -> None:
-    """Raise an error for a regular expression, at any depth of a value, that could take very long to match."""
-    if isinstance(value, str) and value.startswith("re:"):
-        check_repeats(value[3:])
-    for key, part in children(vars(value) if is_dataclass(value) else value):
-        _check_patterns(key)
-        _check_patterns(part)
 
 
 def _copied(value: Any) -> Any:

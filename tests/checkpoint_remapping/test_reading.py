@@ -35,7 +35,7 @@ from lightning_tricks.checkpoint_remapping import (
     NotACheckpointError,
     UnsafeCheckpointError,
 )
-from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
+from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import truncated_repr
 from lightning_tricks.checkpoint_remapping.core.files.storages import FileStorages
 
@@ -518,14 +518,14 @@ VALUES = st.recursive(
 @given(VALUES, st.sampled_from(range(6)))
 @settings(max_examples=200, deadline=None)
 def test_plain_values_are_those_of_pickle(value, protocol):
-    assert read_pickle(Cursor(pickle.dumps(value, protocol=protocol)), Budget(0)) == value
+    assert read_pickle(io.BytesIO(pickle.dumps(value, protocol=protocol)), Budget(0)) == value
 
 
 def test_plain_values_are_charged_before_they_fill_the_memory():
     """A few bytes that ask for much are stopped before a few hundred KiB more are made."""
     many = b"\x80\x02]q\x00(" + b"h\x00" * 30_000_000 + b"e."
     with pytest.raises(OverBudgetError, match="takes more than 41,943,040 bytes of memory"):
-        read_pickle(Cursor(many), Budget(0))
+        read_pickle(io.BytesIO(many), Budget(0))
 
 
 @given(st.binary(max_size=200))

@@ -153,15 +153,6 @@ def test_the_caller_may_name_files():
         assert Decided.load_from_checkpoint(path, config={"tricks": _FILES}).tricks == Tricks()
 
 
-def test_patterns_of_a_checkpoint_are_quick():
-    slow = r"re:(\w+\.?)+!$"
-    for tricks in ({"gradient_clipping": {"groups": {slow: 1.0}}}, {"optimizer": {"groups": {slow: {"lr": 0.1}}}}):
-        path = file_of({"tricks": tricks})
-        with pytest.raises(ValueError, match="repeats a group, which can take very long"):
-            Net.load_from_checkpoint(path)
-        assert Net.load_from_checkpoint(path, tricks=tricks).tricks == Tricks(**tricks)
-
-
 def test_what_is_loaded_within_a_module_of_a_file_names_no_files_either():
     class Student(Net):
         def __init__(self, teacher):

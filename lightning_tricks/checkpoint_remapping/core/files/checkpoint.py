@@ -18,12 +18,9 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import is_array, tensor_of
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
-    Global,
     Placeholder,
-    children,
     describe_value,
-    is_container,
-    is_flat,
+    find_placeholders,
 )
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 
@@ -79,6 +76,7 @@ def checkpoint_of_file(
         CheckpointError: If there are no weights, several and no `key`, or what no model has; the message continues
             "it is".
     """
+    placeholders = find_placeholders(value, budget)
     key_path, tensors = _find_weights(value, key, budget)
     if not tensors:
         raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
@@ -89,7 +87,7 @@ def checkpoint_of_file(
         state_dict=tensors,
         kind=_kind(value, key_path, container),
         metadata=metadata,
-        placeholders=tuple(_find_placeholders(value, budget)),
+        placeholders=tuple(placeholders),
         key=".".join(key_path),
         source=source,
     )
@@ -179,29 +177,6 @@ def _without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]
     if others and isinstance(inner, dict):
         return {**value, first: _without_weights(inner, tuple(others))}
     return {name: part for name, part in value.items() if name != first}
-
-
-def _find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
-    """Yield the objects that were not constructed, with their locations; not those inside another one."""
-    seen: set[int] = set()
-    stack: list[tuple[str, Any]] = [("", value)]
-    while stack:
-        location, part = stack.pop()
-        if isinstance(part, Global):
-            budget.spend(512)
-            yield Placeholder(str(part), location=location)
-        elif isinstance(part, Placeholder) and id(part) not in seen:
-            part.location = location
-            yield part
-        elif is_container(part) and id(part) not in seen:
-            inner = []
-            for name, inside in () if is_flat(part) else children(part):
-                if isinstance(inside, Global | Placeholder) or (is_container(inside) and not is_flat(inside)):
-                    text = name[:MAX_NAME_LENGTH] if isinstance(name, str) else describe_value(name)
-                    inner.append((f"{location}.{text}".lstrip("."), inside))
-                    budget.spend(256 + len(location) + len(text))
-            stack.extend(reversed(inner))
-        seen.add(id(part))
 
 
 class _Search:

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
+from io import BytesIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
     describe_other,
     refuse_formats,
 )
-from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import Cursor, read_pickle
+from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import check_tensor, describe_value
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
     FileStorages,
@@ -108,7 +109,7 @@ def _read_zip(archive: zipfile.ZipFile, storages: FileStorages) -> Contents:
     info = _stored(archive, pickles[0])
     storages.budget.spend(info.file_size)
     constructors = tensor_constructors(storages.budget)
-    value = read_pickle(Cursor(archive.read(info)), storages.budget, constructors, persistent)
+    value = read_pickle(BytesIO(archive.read(info)), storages.budget, constructors, persistent)
     return value, "torchscript" if f"{prefix}constants.pkl" in archive.NameToInfo else "zip", {}
 
 
@@ -144,27 +145,27 @@ def _read_pickles(storages: FileStorages) -> Contents:
 
     def nested_storage(data: Any) -> Any:
         """Read a storage as `pickle.dump` keeps it: as a whole file of torch.save."""
-        cursor = Cursor(data)
-        check_tensor(isinstance(data, bytes) and _is_legacy(read_pickle(cursor, budget)))
+        check_tensor(isinstance(data, bytes))
+        stream = BytesIO(data)
+        check_tensor(_is_legacy(read_pickle(stream, budget)))
         inside = FileStorages(storages.path, storages.map_location, False, budget)
-        return _read_legacy(cursor, inside)[0]
+        return _read_legacy(stream, inside)[0]
 
     constructors = {**tensor_constructors(budget), "torch.storage._load_from_bytes": nested_storage}
     with open_file(storages.path) as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
-        cursor = Cursor(data)
-        first = read_pickle(cursor, budget, constructors)
-        return _read_legacy(cursor, storages) if _is_legacy(first) else (first, "pickle", {})
+        first = read_pickle(data, budget, constructors)
+        return _read_legacy(data, storages) if _is_legacy(first) else (first, "pickle", {})
 
 
 def _is_legacy(first: Any) -> bool:
     return type(first) is int and first == _LEGACY_MAGIC
 
 
-def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
+def _read_legacy(stream: Any, storages: FileStorages) -> Contents:
     """Read the format of torch before 1.6: pickles, one of them with the names of the storages, and their bytes."""
     budget = storages.budget
-    read_pickle(cursor, budget)  # the version of the protocol
-    system = read_pickle(cursor, budget)
+    read_pickle(stream, budget)  # the version of the protocol
+    system = read_pickle(stream, budget)
     if not system["little_endian"]:
         raise NotACheckpointError("a checkpoint of a machine with the other byte order.")
     counts: dict[str, int] = {}  # elements of the storages, whose bytes follow all pickles
@@ -185,12 +186,12 @@ def _read_legacy(cursor: Cursor, storages: FileStorages) -> Contents:
         counts.setdefault(storage_key(key), count)
         return storages.get(kind, key, location, empty)
 
-    value = read_pickle(cursor, budget, tensor_constructors(budget), persistent)
-    for key in map(storage_key, read_pickle(cursor, budget)):
+    value = read_pickle(stream, budget, tensor_constructors(budget), persistent)
+    for key in map(storage_key, read_pickle(stream, budget)):
         storage = storages.known[key]
-        if struct.unpack("<q", cursor.read(8)) != (counts[key],):
+        if struct.unpack("<q", stream.read(8)) != (counts[key],):
             raise NotACheckpointError("a checkpoint that is corrupt or truncated")
-        data = bytearray(cursor.read(storage.nbytes()))
+        data = bytearray(stream.read(storage.nbytes()))
         if len(data) < storage.nbytes():
             raise NotACheckpointError("a checkpoint that is truncated")
         if data:

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial, partialmethod
 from itertools import islice
-from mmap import mmap
 from typing import Any
 
 import torch
@@ -37,33 +36,13 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     Constructor,
     Global,
     Placeholder,
-    check_nesting,
     describe_value,
     fill,
 )
 
 
-class Cursor:
-    """The bytes of a file, and the position of the next one that is read."""
-
-    def __init__(self, data: bytes | mmap) -> None:
-        self.data = data
-        self.position = 0
-
-    def read(self, size: int) -> bytes:
-        """Return the next bytes, fewer where the file ends."""
-        start = self.position
-        self.position = min(start + size, len(self.data))
-        return self.data[start : self.position]
-
-    def readline(self) -> bytes:
-        """Return the bytes up to the end of the line."""
-        end = self.data.find(b"\n", self.position)
-        return self.read((end + 1 or len(self.data)) - self.position)
-
-
 def read_pickle(
-    cursor: Cursor,
+    stream: Any,
     budget: Budget,
     constructors: dict[str, Constructor] | None = None,
     persistent: Callable[[Any], Any] | None = None,
@@ -71,13 +50,13 @@ def read_pickle(
     """Read one pickle of any protocol, without importing or calling anything that it names.
 
     Args:
-        cursor: The bytes, which are read from its position to the end of the pickle.
+        stream: A `BytesIO` or a `mmap`, which is read from its position to the end of the pickle.
         budget: Limits on memory and time.
         constructors: Our functions by the qualified names of the functions that they stand for.
         persistent: Converts a persistent id into a value; None refuses persistent ids.
 
     Returns:
-        Plain values; everything else as `Global` and `Placeholder`. No container contains itself or is nested deeply.
+        Plain values; everything else as `Global` and `Placeholder`. Containers may contain themselves.
 
     Raises:
         UnsafeCheckpointError: If it asks for a call that no checkpoint needs.
@@ -87,13 +66,11 @@ def read_pickle(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about escape sequences in strings of protocol 0
-            value = _Machine(cursor, Calls(constructors or {}, budget), persistent, budget).run()
+            return _Machine(Calls(constructors or {}, budget), persistent, budget).run(stream)
     except (CheckpointError, OSError, OverBudgetError):
         raise
     except Exception as error:  # of an instruction that does not fit what is on the stack, or of wrong arguments
         raise NotACheckpointError(f"a pickle that is corrupt or truncated ({str(error)[:200]})") from error
-    check_nesting(value, budget)
-    return value
 
 
 # Instructions that push the value of their argument
@@ -117,7 +94,6 @@ _COSTS = {
     **dict.fromkeys(("EMPTY_SET", "FROZENSET"), 256),
     **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), 512),
 }
-_OPCODES: dict[bytes, Any] = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _MOST_KEPT_IN_A_STATE = 32  # values of the memo that the state of an array adds
 
@@ -125,8 +101,7 @@ _MOST_KEPT_IN_A_STATE = 32  # values of the memo that the state of an array adds
 class _Machine:
     """The stack, the memo, and one method for each instruction or family of them."""
 
-    def __init__(self, cursor: Cursor, calls: Calls, persistent: Callable[[Any], Any] | None, budget: Budget) -> None:
-        self.cursor = cursor
+    def __init__(self, calls: Calls, persistent: Callable[[Any], Any] | None, budget: Budget) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # where MARK was
         self.memo: dict[int, Any] = {}
@@ -134,26 +109,24 @@ class _Machine:
         self.persistent = persistent
         self.budget = budget
 
-    def run(self) -> Any:
-        handlers: dict[bytes, tuple[int, Callable[..., None], Callable[[Any], Any] | None]] = {}
-        cursor, spend = self.cursor, self.budget.spend
-        while (code := cursor.read(1)) != b".":  # STOP
-            if code not in handlers:
-                handlers[code] = self._handler_of(code)
-            cost, handle, read_argument = handlers[code]
-            spend(cost)
-            if read_argument is None:
+    def run(self, stream: Any) -> Any:
+        handlers: dict[str, tuple[int, Callable[..., None]]] = {}
+        for opcode, argument, _ in pickletools.genops(stream):
+            name = opcode.name
+            if name == "STOP":
+                break
+            if name not in handlers:
+                handlers[name] = self._handler_of(_SAME.get(name, name))
+            cost, handle = handlers[name]
+            self.budget.spend(cost)
+            if argument is None:
                 handle()
             else:
-                handle(read_argument(cursor))
+                handle(argument)
         return self.stack.pop()
 
-    def _handler_of(self, code: bytes) -> tuple[int, Callable[..., None], Callable[[Any], Any] | None]:
-        """Return the cost of an instruction, the function that executes it, and the reader of its argument."""
-        opcode = _OPCODES.get(code)
-        if opcode is None:
-            raise NotACheckpointError("a pickle that is corrupt or truncated")
-        name = _SAME.get(opcode.name, opcode.name)
+    def _handler_of(self, name: str) -> tuple[int, Callable[..., None]]:
+        """Return the cost of an instruction, and the function that executes it."""
         handler: Callable[..., None] | None = getattr(self, f"_{name.lower()}", None)
         if name in _LITERALS:
             handler = self._literal
@@ -163,7 +136,7 @@ class _Machine:
             handler = partial(self._empty, _EMPTY[name])
         if handler is None:
             raise UnsafeCheckpointError(f"a pickle with the instruction {name}, which no checkpoint needs")
-        return _COSTS.get(name, 64), handler, opcode.arg.reader if opcode.arg is not None else None
+        return _COSTS.get(name, 64), handler
 
     def _literal(self, value: Any) -> None:
         self.budget.spend(sys.getsizeof(value))

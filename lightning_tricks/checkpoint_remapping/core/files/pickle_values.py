@@ -20,7 +20,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointErro
 MAX_NAME_LENGTH = 1000  # characters of a qualified name, of a tensor or of a class
 Constructor = Callable[..., Any]
 MAX_NESTING = 200  # containers in each other; pickle.dump itself gives up at some hundred
-_MAX_SHARED_PARTS = 1_000_000  # parts that only repeat others
 _MAX_DIMENSIONS = 64
 _MAX_KEY_PARTS = 64  # parts of a tuple that is a key
 
@@ -108,49 +107,45 @@ def is_container(value: Any) -> bool:
     return isinstance(value, dict | list | tuple | set | frozenset)
 
 
-def check_nesting(value: Any, budget: Budget) -> None:
-    """Refuse containers that contain themselves, are nested too deeply, or are shared too often.
+def find_placeholders(value: Any, budget: Budget) -> list[Placeholder]:
+    """Return the objects that were not constructed, with their locations; not those inside another one.
 
-    Twenty lists that each hold the one before twice are a million lists for code that copies or prints them.
-    Placeholders may refer to each other in circles, as objects do; nesting is counted from each of them.
+    Each container is charged wherever it is: twenty lists that each hold the one before twice are a million lists for
+    code that copies or prints them. Objects may refer to each other in circles; nesting is counted from each of them.
 
     Raises:
-        NotACheckpointError: If there are such containers.
+        NotACheckpointError: If containers are nested too deeply, as those that contain themselves are.
     """
-    known: dict[int, tuple[int, int] | None] = {}  # what `measure` returned; None while it walks
-    roots: list[Any] = [(value,)]  # grows by the values in each placeholder
-    distinct = 0
+    found: list[Placeholder] = []
+    known: dict[int, Placeholder] = {}
+    queue: list[tuple[Any, str | None]] = [(value, "")]  # grows by what is in objects, which has no location
 
-    def measure(container: Any, depth: int) -> tuple[int, int]:
-        """Return the height of a container, and the number of its parts, where shared ones count each time."""
-        nonlocal distinct
-        found = known.get(id(container), (0, len(container)))
-        if found is None:
-            raise NotACheckpointError("a checkpoint with a list or dict that contains itself.")
-        height, parts = found
-        if depth + height > MAX_NESTING:  # before it is entered, so that the recursion ends
-            raise NotACheckpointError(f"a checkpoint with lists or dicts that are nested more than {MAX_NESTING} deep.")
-        if id(container) in known:
-            return found
-        budget.spend(112 + 8 * len(container))
-        distinct += len(container)
-        known[id(container)] = None
-        for _, part in () if is_flat(container) else children(container):
-            if is_container(part):
-                inner_height, inner_parts = measure(part, depth + 1)
-                height, parts = max(height, inner_height + 1), parts + inner_parts
-            elif isinstance(part, Placeholder) and id(part) not in known:
-                budget.spend(112)
-                known[id(part)] = 0, 0
-                roots.append((part.args, part.state, part.items, part.elements))
-        known[id(container)] = height, parts
-        return height, parts
+    def walk(part: Any, location: str | None, depth: int) -> None:
+        if isinstance(part, Global):
+            part = Placeholder(str(part))
+        if isinstance(part, Placeholder):
+            if id(part) in known:
+                return
+            known[id(part)] = part
+            queue.append(((part.args, part.state, part.items, part.elements), None))
+            if location is not None:
+                part.location = location
+                found.append(part)
+        elif is_container(part):
+            budget.spend(112 + 8 * len(part))
+            if depth > MAX_NESTING:
+                raise NotACheckpointError(
+                    f"a checkpoint with lists or dicts that are nested more than {MAX_NESTING} deep, or in themselves."
+                )
+            for name, inside in () if is_flat(part) else children(part):
+                if isinstance(inside, Global | Placeholder) or is_container(inside):
+                    text = name[:MAX_NAME_LENGTH] if isinstance(name, str) else describe_value(name)
+                    budget.spend(256 + len(location or "") + len(text))
+                    walk(inside, None if location is None else f"{location}.{text}".lstrip("."), depth + 1)
 
-    total = sum(measure(root, 0)[1] for root in roots)
-    if total > _MAX_SHARED_PARTS + 4 * distinct:
-        raise NotACheckpointError(
-            "a checkpoint with lists or dicts that share their parts so often that a copy would fill the memory."
-        )
+    for part, location in queue:
+        walk(part, location, 0)
+    return found
 
 
 def check_key(key: Any) -> None:

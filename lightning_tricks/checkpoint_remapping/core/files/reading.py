@@ -25,6 +25,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint, checkpoint_of_file
 from lightning_tricks.checkpoint_remapping.core.files.containers import read_container
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import describe_directory
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import find_placeholders
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation, is_available
 
 TIMEOUT = 60.0  # seconds in which a server must answer, or send the next bytes
@@ -113,7 +114,10 @@ def read_values(path: Path, *, mmap: bool = True) -> Any:
         CheckpointError: As `read_checkpoint` does.
     """
     with _explaining_errors(path, str(path)):
-        return read_container(path, "cpu", mmap, Budget(0))[0]
+        budget = Budget(0)
+        value = read_container(path, "cpu", mmap, budget)[0]
+        find_placeholders(value, budget)  # which refuses what is nested too deeply
+        return value
 
 
 @contextmanager
