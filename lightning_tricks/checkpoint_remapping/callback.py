@@ -7,15 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserted
 from lightning_tricks._lightning_compat.flavor import (
-    CheckpointIO,
     DeepSpeedStrategy,
     FSDPStrategy,
     LightningModule,
@@ -61,9 +59,9 @@ class CheckpointRemapping(TrickCallback):
         interpolate: Patterns of position embeddings that are resized.
         accept: Patterns of names of the module whose suggestions are taken, as in `load_weights`.
         clean_on_save: Whether the parts of names that `torch.compile`, DDP and thop add are removed from the
-            checkpoints that the Trainer writes. This does not apply to `trainer.save_checkpoint(path,
-            weights_only=True)` after a fit (call `save_weights` instead), nor to strategies that write files of their
-            own. Loading such a checkpoint into a compiled submodule needs this callback, which finds the names.
+            checkpoints that the Trainer writes. This does not apply to those of weights alone (`weights_only=True`,
+            call `save_weights` instead), nor to strategies that write files of their own. Loading such a checkpoint
+            into a compiled submodule needs this callback, which finds the names.
 
     Without a Trainer, call `load_weights`. A callback cannot change `load_from_checkpoint`: use `TricksMixin`, or call
     `load_weights` on the module.
@@ -116,21 +114,17 @@ class CheckpointRemapping(TrickCallback):
         self._installed = ExitStack()  # between setup and teardown
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap what reads and writes the Trainer's checkpoints."""
+        """Replace what reads the Trainer's checkpoints."""
         super().setup(trainer, pl_module, stage)
         self._installed.close()
         strategy = trainer.strategy
-        if isinstance(strategy, _WITHOUT_CHECKPOINT_IO):
-            if self.path is not None and stage == "fit" and not isinstance(strategy, ModelParallelStrategy):
-                raise MisconfigurationException(
-                    f"CheckpointRemapping(path=...) cannot reach the parameters under {type(strategy).__name__}: call "
-                    "load_weights(model, path) before the fit, or use ModelParallelStrategy."
-                )
-            load = _refuse_foreign_files(strategy.load_checkpoint, type(strategy).__name__)
-            self._installed.enter_context(overriding(strategy, load_checkpoint=load))
-        else:
-            remapping = checkpoint_io_inserted(strategy, lambda inner: _RemappingIO(inner, self, trainer))
-            self._installed.enter_context(remapping)
+        if self.path is not None and stage == "fit" and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy):
+            raise MisconfigurationException(
+                f"CheckpointRemapping(path=...) cannot reach the parameters under {type(strategy).__name__}: call "
+                "load_weights(model, path) before the fit, or use ModelParallelStrategy."
+            )
+        load = partial(self._load_checkpoint, trainer, strategy.load_checkpoint)
+        self._installed.enter_context(overriding(strategy, load_checkpoint=load))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the weights of `path`, unless the fit resumes or the Trainer has trained before."""
@@ -160,7 +154,8 @@ class CheckpointRemapping(TrickCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remove wrappers' parts from the names in a checkpoint before it is written, also after a fit."""
         if self.clean_on_save and not isinstance(trainer.strategy, _WITHOUT_CHECKPOINT_IO):
-            checkpoint["state_dict"] = _clean(checkpoint["state_dict"])
+            own = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {new: own[old] for old, new in strip_wrappers(own).items() if new is not None}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what `setup` installed."""
@@ -169,6 +164,21 @@ class CheckpointRemapping(TrickCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove what `setup` installed."""
         self._installed.close()
+
+    def _load_checkpoint(
+        self, trainer: Trainer, load: Callable[..., Any], path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return what the Trainer restores of a file, with the names of its module; `load` is the strategy's own."""
+        if not isinstance(trainer.strategy, _WITHOUT_CHECKPOINT_IO):
+            options = {"fit": trainer.state.fn == TrainerFn.FITTING, **self.load_options()}
+            loaded, self.report = _as_lightning_checkpoint(trainer.lightning_module, read_checkpoint(path), **options)
+            return loaded
+        if os.path.isfile(path) and read_checkpoint(path).kind != "lightning":  # noqa: PTH113
+            raise CheckpointError(
+                f"{path} is not a checkpoint of the Trainer, and {type(trainer.strategy).__name__} cannot load another "
+                "file with ckpt_path=. Pass it as CheckpointRemapping(path=...) instead."
+            )
+        return load(path, *args, **kwargs)
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments for `load_weights` that this callback was given."""
@@ -186,39 +196,6 @@ class CheckpointRemapping(TrickCallback):
 
 
 _WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these write files of their own
-
-
-class _RemappingIO(CheckpointIO):
-    """Remap the names of the checkpoints that another CheckpointIO reads and writes."""
-
-    def __init__(self, inner: CheckpointIO, callback: CheckpointRemapping, trainer: Trainer) -> None:
-        self.inner = inner
-        self.callback = callback
-        self.trainer = trainer
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        checkpoint = read_checkpoint(path, map_location="cpu" if map_location is None else map_location)
-        fit = self.trainer.state.fn == TrainerFn.FITTING
-        loaded, self.callback.report = _as_lightning_checkpoint(
-            self.trainer.lightning_module, checkpoint, fit=fit, **self.callback.load_options()
-        )
-        return loaded
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        if self.callback.clean_on_save:
-            checkpoint = {**checkpoint, "state_dict": _clean(checkpoint["state_dict"])}  # also with weights_only=True
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        self.inner.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        self.inner.teardown()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def _as_lightning_checkpoint(
@@ -273,22 +250,6 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
             f"{checkpoint.source} cannot be resumed: {inert[0].location} is a {inert[0].name}, which is not restored, "
             "as that would run code of the file. Its weights load with load_weights, or in validate, test and predict."
         )
-
-
-def _clean(state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {new: state_dict[old] for old, new in strip_wrappers(state_dict).items() if new is not None}
-
-
-def _refuse_foreign_files(load: Callable[..., Any], strategy: str) -> Callable[..., Any]:
-    def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.path.isfile(checkpoint_path) and read_checkpoint(checkpoint_path).kind != "lightning":  # noqa: PTH113
-            raise CheckpointError(
-                f"{checkpoint_path} is not a checkpoint of the Trainer, and {strategy} cannot load another file with "
-                "ckpt_path=. Pass it as CheckpointRemapping(path=...) instead."
-            )
-        return load(checkpoint_path, *args, **kwargs)
-
-    return load_checkpoint
 
 
 def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable[[], Any]) -> LoadReport | None:
