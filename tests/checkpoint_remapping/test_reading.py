@@ -582,19 +582,6 @@ NOT_CHECKPOINTS = [
 ]
 
 
-def _onnx():
-    """The beginning of a model as torch.onnx.export writes it: version 8, its producer, and a graph of one node."""
-    node = b"\x0a\x01x\x12\x01y\x22\x04Relu"
-    graph = b"\x0a" + bytes([len(node)]) + node
-    return b"\x08\x08\x12\x07pytorch\x1a\x052.6.0\x3a" + bytes([len(graph)]) + graph
-
-
-def _flax():
-    """{"params": {"kernel": <float32 array of one element>}} as flax.serialization.msgpack_serialize writes it."""
-    array = b"\x93\x91\x01\xa7float32\xc4\x04\x00\x00\x80?"
-    return b"\x81\xa6params\x81\xa6kernel\xc7" + bytes([len(array)]) + b"\x01" + array
-
-
 def _keras():
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
@@ -604,11 +591,7 @@ def _keras():
 
 
 OTHER_FRAMEWORKS = [
-    ("model.onnx", _onnx(), "an ONNX model. Make a dict of tensors of it: .*graph.initializer"),
-    ("weights.bin", _onnx(), "an ONNX model"),
-    ("flax_model.msgpack", _flax(), "a msgpack file, as Flax writes them. Read it with flax.serialization"),
-    ("weights.bin", _flax(), "a msgpack file, as Flax writes them"),
-    ("saved_model.pb", b"\x08\x01\x12\x02\x0a\x00", "a SavedModel of TensorFlow. Load it with tf.saved_model"),
+    ("model.onnx", b"\x08\x08\x12\x07pytorch\x1a\x052.6.0", "not in a format of weights that this reader knows"),
     ("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(88), "an HDF5 file, as Keras writes them. Convert it to .safetensors"),
     ("model.keras", _keras(), r"a zip archive without a checkpoint in it .*model.weights.h5"),
     ("model.gguf", b"GGUF\x03\x00\x00\x00" + bytes(16), "a GGUF file, whose weights are quantized. Take the"),

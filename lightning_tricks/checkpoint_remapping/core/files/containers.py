@@ -18,9 +18,7 @@ from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import (
-    BEGINNINGS,
     DOWNLOAD_AGAIN,
-    SHORT_BEGINNINGS,
     describe_archive,
     describe_other,
     refuse_formats,
@@ -66,7 +64,7 @@ def read_container(
     budget.add(storages.length)
     if not head:
         raise NotACheckpointError(f"an empty file. {DOWNLOAD_AGAIN}")
-    refuse_formats(BEGINNINGS, head)
+    refuse_formats(head)
     if head.startswith(b"PK"):
         with open_file(path) as stream, zipfile.ZipFile(stream) as archive:
             return _read_zip(archive, storages)
@@ -74,7 +72,6 @@ def read_container(
         return _read_safetensors(storages, head)
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and not shard:
         return _read_index(storages)
-    refuse_formats(SHORT_BEGINNINGS, head)
     try:
         return _read_pickles(storages)
     except NotACheckpointError as error:

@@ -10,47 +10,26 @@ from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointErro
 
 DOWNLOAD_AGAIN = "Download it again."
 UNPACK_IT = "Unpack it, and give the file inside."
-_TAKE_SAFETENSORS = "Take the .safetensors or .pt of the same model."
-_ONNX = (
-    "an ONNX model. Make a dict of tensors of it: "
-    "{i.name: torch.tensor(onnx.numpy_helper.to_array(i)) for i in graph.initializer}."
-)
-_FLAX = (
-    "a msgpack file, as Flax writes them. Read it with flax.serialization.msgpack_restore and make a dict of tensors "
-    "of it, or give the PyTorch weights."
-)
-
 # Files that are often taken for checkpoints: patterns of their first bytes, and what they are
-BEGINNINGS = (
+_BEGINNINGS = (
     (rb"version https://git-lfs", "a git-LFS pointer. Run `git lfs pull` where it was cloned."),
     (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!|.{257}ustar", f"a compressed archive. {UNPACK_IT}"),
     (rb"\x89HDF", "an HDF5 file, as Keras writes them. Convert it to .safetensors where Keras is installed."),
-    (rb"GGUF", f"a GGUF file, whose weights are quantized. {_TAKE_SAFETENSORS}"),
+    (rb"GGUF", "a GGUF file, whose weights are quantized. Take the .safetensors or .pt of the same model."),
     (
         rb"(?i:(?:\xef\xbb\xbf|\s)*<(?:!doctype html|html|head|body|script))",
         "an HTML page. Take the address of the file itself, not of the page that shows it.",
     ),
 )
-# Those that are too short to be looked for before files of torch and safetensors are recognized
-SHORT_BEGINNINGS = (
-    (
-        rb"\x08\x01\x12",
-        f"a SavedModel of TensorFlow. Load it with tf.saved_model.load. {_TAKE_SAFETENSORS}",
-    ),  # schema version 1, then a graph
-    # a protobuf message whose first field is the version, and whose next is one of those of an ONNX model
-    (rb"\x08[\x02-\x1f][\x12\x1a\x22\x28\x32\x3a\x42]", _ONNX),
-    # a map with few items, or with up to 65,535, whose first key is text
-    (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[\w./]", _FLAX),
-)
 
 
-def refuse_formats(beginnings: tuple[tuple[bytes, str], ...], head: bytes) -> None:
+def refuse_formats(head: bytes) -> None:
     """Refuse a file with the beginning of another format.
 
     Raises:
         NotACheckpointError: If it is one; the message continues "it is".
     """
-    for pattern, what in beginnings:
+    for pattern, what in _BEGINNINGS:
         if re.match(pattern, head, re.DOTALL):
             raise NotACheckpointError(what)
 
@@ -62,7 +41,10 @@ def describe_other(head: bytes, error: NotACheckpointError) -> str:
     if all(32 <= byte < 127 or byte in b"\t\r\n\f" for byte in head):
         first = "".join(head[:40].decode("ascii").strip().splitlines()[:1])
         return f"a text file, which begins with {first!r}."
-    return f"not in a format of weights that this reader knows. {DOWNLOAD_AGAIN}"
+    return (
+        "not in a format of weights that this reader knows, such as those of torch and safetensors. If it should be in "
+        f"one: {DOWNLOAD_AGAIN}"
+    )
 
 
 def describe_directory(path: Path) -> str:
