@@ -25,7 +25,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint, checkpoint_of_values
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
-from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
     Alignment,
     ambiguous_cases,
@@ -65,7 +64,6 @@ def load_weights(
     allow_mismatched: Patterns = (),
     interpolate: Patterns = (),
     accept: Patterns = (),
-    map_location: MapLocation = None,
     assign: bool | None = None,
     key: str | None = None,
 ) -> LoadReport:
@@ -90,7 +88,6 @@ def load_weights(
             grid of the model's patches, or to a square where the model does not say it.
         accept: Patterns of names of the model whose suggestions are taken: matches that are likely, and that the error
             shows, such as those of a list that two projects may count from either end.
-        map_location: The device that the file's tensors go to first; None leaves them on the CPU.
         assign: Whether tensors replace the model's instead of being copied into them; None replaces only tensors on
             the meta device. Tensors that replace others stay mapped from the file: never write into it.
         key: As in `read_checkpoint`.
@@ -115,7 +112,6 @@ def load_weights(
         module,
         path,
         rules,
-        map_location=map_location,
         key=key,
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
@@ -164,7 +160,6 @@ def plan_loading(
     path: Source,
     rules: RulesArgument = "auto",
     *,
-    map_location: MapLocation = None,
     key: str | None = None,
     **patterns: Patterns,
 ) -> LoadPlan:
@@ -177,7 +172,7 @@ def plan_loading(
     elif isinstance(path, Mapping):
         checkpoint = checkpoint_of_values(path, key)
     else:
-        checkpoint = read_checkpoint(path, map_location="cpu" if map_location is None else map_location, key=key)
+        checkpoint = read_checkpoint(path, key=key)
     plan = LoadPlan(module, checkpoint, rules, parsed)
     plan.check()
     return plan

@@ -231,9 +231,11 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
 
 def write_rules(path: str | os.PathLike[str], rules: Sequence[Any], comment: str) -> None:
     """Write rules to a YAML file, with a comment in its first line."""
-    lines = [f"# {comment}", *(_yaml(step) for step in rules)] + ["[]"] * (not rules)
+    import yaml
+
+    text: str = yaml.safe_dump(_plain(rules), sort_keys=False, default_flow_style=None, width=10**6)
     with atomic_write(Path(check_path("path", path, "a file of rules"))) as staged:
-        staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        staged.write_text(f"# {comment}\n{text}", encoding="utf-8")
 
 
 def _check_patterns(rule: RemapRule) -> None:
@@ -244,12 +246,8 @@ def _check_patterns(rule: RemapRule) -> None:
             raise ValueError(f"{rule}: a glob in a file has at most {MAX_REPEATS} '*', as more can take very long.")
 
 
-def _yaml(step: Any) -> str:
-    import yaml
-
-    if isinstance(step, list):
-        return "- " + ("\n  ".join(map(_yaml, step)) or "[]")
-    text: str = yaml.safe_dump(
-        step.as_dict() if isinstance(step, RemapRule) else step, sort_keys=False, default_flow_style=True, width=10**6
-    )
-    return "- " + text.removesuffix("...\n").strip()
+def _plain(rules: Any) -> Any:
+    """Return what a file holds for a step, or for a list of them."""
+    if isinstance(rules, RemapRule):
+        return rules.as_dict()
+    return [_plain(step) for step in rules] if isinstance(rules, list | tuple) else rules
