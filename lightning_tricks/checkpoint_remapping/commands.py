@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks import checkpoint_remapping  # its names load what they need
 from lightning_tricks._shared.checks import file_argument, path_argument
-from lightning_tricks._shared.console import errors_of_use, make_console, write_json
+from lightning_tricks._shared.console import errors_of_use, make_console
 from lightning_tricks._shared.text import format_bytes, format_shape, format_si
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ def add_to(commands: Any) -> None:
         tools, "show", _show, "show what is in a file: kind, tensors, sizes, metadata; no code of the file is run"
     )
     show.add_argument("file", type=file_argument, help=_FILE_HELP)
-    show.add_argument("--json", action="store_true", help="print all tensors and values as JSON")
     align = _tool(tools, "align", _align, "find which tensor of a file is which of a model")
     align.add_argument("file", type=file_argument, help=_FILE_HELP)
     align.add_argument(
@@ -46,7 +44,6 @@ def add_to(commands: Any) -> None:
         "--accept", nargs="+", default=[], metavar="PATTERN", help="names of the model whose suggestions are taken"
     )
     align.add_argument("-o", "--out", type=path_argument, metavar="RULES", help="write the rules to this file, as YAML")
-    align.add_argument("--json", action="store_true", help="print JSON")
     remap = _tool(
         tools,
         "remap",
@@ -82,39 +79,17 @@ def _show(arguments: argparse.Namespace) -> int:
     console = make_console(highlight=False)
     checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
     tensors = {n: tensor for n, tensor in checkpoint.state_dict.items() if isinstance(tensor, torch.Tensor)}
-    beside = {
-        name if isinstance(name, str) and name.isprintable() else describe_value(name): value
-        for name, value in checkpoint.metadata.items()
-    }
-    if arguments.json:
-        write_json(
-            {
-                **{name: getattr(checkpoint, name) for name in ("source", "kind", "key")},
-                "tensors": {name: _describe(tensor) for name, tensor in tensors.items()},
-                "metadata": {n: value if _is_plain(value) else truncated_repr(value) for n, value in beside.items()},
-                "placeholders": [{"location": each.location, "name": each.name} for each in checkpoint.placeholders],
-            }
-        )
-        return 0
     console.print(Group(*_lines(checkpoint, tensors)))
-    if beside:
+    if checkpoint.metadata:
         console.print("values beside the weights:", markup=False)
-        for name, value in beside.items():
-            console.print(f"  {name}: {truncated_repr(value)}", markup=False)
+        for name, value in checkpoint.metadata.items():
+            shown = name if isinstance(name, str) and name.isprintable() else describe_value(name)
+            console.print(f"  {shown}: {truncated_repr(value)}", markup=False)
     if checkpoint.placeholders:
         console.print("objects that were not constructed:", markup=False)
         for part in checkpoint.placeholders:
             console.print(f"  {part.location or 'the file'}: {part.name}", markup=False)
     return 0
-
-
-def _describe(tensor: Tensor) -> dict[str, Any]:
-    size = tensor.numel() * tensor.element_size()
-    return {"shape": [*tensor.shape], "dtype": str(tensor.dtype).removeprefix("torch."), "bytes": size}
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (bool, float, str, type(None)) or (type(value) is int and value.bit_length() < 64)
 
 
 def _lines(checkpoint: checkpoint_remapping.Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[FoldedName]:
@@ -123,13 +98,12 @@ def _lines(checkpoint: checkpoint_remapping.Checkpoint, tensors: Mapping[str, Te
     where = f" under {checkpoint.key}" if checkpoint.key else ""
     yield FoldedName(f"{checkpoint.source}: {checkpoint.kind}{where}, {_sum([*tensors.values()])}")
     for name, tensor in tensors.items():
-        described = _describe(tensor)
-        shape, size = format_shape(described["shape"]) or "scalar", format_bytes(described["bytes"])
-        yield FoldedName(f"{name}  {shape}  {described['dtype']}  {size}", indent="  ")
+        shape, dtype = format_shape(tensor.shape) or "scalar", str(tensor.dtype).removeprefix("torch.")
+        yield FoldedName(f"{name}  {shape}  {dtype}  {format_bytes(tensor.nbytes)}", indent="  ")
 
 
 def _sum(tensors: list[Tensor]) -> str:
-    size = format_bytes(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    size = format_bytes(sum(tensor.nbytes for tensor in tensors))
     words = f"{len(tensors)} tensor{'s' * (len(tensors) != 1)}"
     return f"{words}, {format_si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
 
@@ -148,27 +122,12 @@ def _align(arguments: argparse.Namespace) -> int:
     with torch.device("meta"):
         model = import_model(arguments.model, made_with)
     alignment = checkpoint_remapping.align(model, checkpoint, arguments.rules or "auto", arguments.accept)
-    console = make_console(quiet=arguments.json)
-    if arguments.json:
-        write_json(_alignment_values(alignment))
+    console = make_console()
     console.print(alignment.report())
     if arguments.out:
         alignment.save(arguments.out)
         console.print(f"rules written to {arguments.out}")
     return 0
-
-
-def _alignment_values(alignment: checkpoint_remapping.Alignment) -> dict[str, Any]:
-    lists = ("matches", "suggested", "mismatched")
-    others = ("loaded", "total", "loaded_parameters", "total_parameters", "missing", "computed", "unexpected")
-    return {
-        **{name: getattr(alignment, name) for name in (*others, "ambiguous", "diagnosis")},
-        **{name: [_without_private(asdict(each)) for each in getattr(alignment, name)] for name in lists},
-    }
-
-
-def _without_private(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not name.startswith("_")}
 
 
 def _remap(arguments: argparse.Namespace) -> int:

@@ -161,20 +161,11 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
 
 # --json
 
-_NO_LISTINGS = {"demo", "ckpt remap"}  # they make files, and say which
-_TENSOR = "shape dtype bytes"
+# They make files, and say which, or list what functions return
+_NO_LISTINGS = {"demo", "ckpt remap", "ckpt show", "ckpt align"}
 _CHECKPOINT = "file epoch batches step finished bytes written"
 # command -> arguments, and keys that its JSON must keep; those of values in lists are as if there were no list
 _JSON = {
-    "ckpt show": ("w.pt", {"": "source kind key metadata", "tensors.weight": _TENSOR, "placeholders": "location name"}),
-    "ckpt align": (
-        'nan.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1} -o out.yaml',
-        {
-            "": "loaded total loaded_parameters total_parameters missing computed unexpected ambiguous diagnosis",
-            "matches": "sources targets transpose shape sizes reason strength",
-            "mismatched": "source source_shape target target_shape",
-        },
-    ),
     "hang": ("hang", {"": "findings", "ranks": "rank world_size batches frames"}),
     "report": ("report", {"": "sort left_out", "runs": "run module status epochs steps started seconds metrics"}),
     "env": ("", {"": "python os cpu ram gpus", "packages": "lightning_tricks"}),
@@ -266,10 +257,6 @@ def test_json_has_the_values(more_files, capsys):
         main([*arguments, "--json"])
         return json.loads(capsys.readouterr().out)
 
-    shown = values("ckpt", "show", "w.pt")
-    assert shown["tensors"]["weight"] == {"shape": [1, 2], "dtype": "float32", "bytes": 8}
-    assert (shown["metadata"]["epoch"], shown["metadata"]["best"]) == (3, None), "JSON has no infinity"
-    assert [part["location"] for part in shown["placeholders"]] == ["cache"]
     whole, damaged = values("resume", "verify", "run")
     assert whole["problem"] is None
     assert damaged["problem"] == "manifest.json is damaged", "it is that of another one"
@@ -303,7 +290,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
     [
         ("lightning-tricks f", {"fit", "fingerprint", "flops"}),
         ("lightning-tricks ckpt ", {"show", "align", "remap"}),
-        ("lightning-tricks ckpt show --", {"--help", "--key", "--json"}),
+        ("lightning-tricks ckpt show --", {"--help", "--key"}),
         ("lightning-tricks ckpt show w", {"w.pt"}),
         ("lightning-tricks ckpt align --rules ru", {"rules.yaml"}),
         ("lightning-tricks resume status ", {"folder"}),
