@@ -27,6 +27,7 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.atomic_loading import load_tensors
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -40,8 +41,8 @@ from lightning_tricks.checkpoint_remapping.hyperparameters import ARGUMENT_KEYS,
 class CheckpointRemapping(TrickCallback):
     """Load weights of any file and with any names into the Trainer's module, without running code of the file.
 
-    With `path`, the weights are loaded before training starts: rank zero reads the file and sends the weights to the
-    other ranks; sharded parameters receive their shards. Nothing is loaded if the fit resumes from a checkpoint
+    With `path`, the weights are loaded before training starts, by each rank; sharded parameters receive their shards.
+    Nothing is loaded if the fit resumes from a checkpoint
     (`ckpt_path=`; of a checkpoint that `TrainableCheckpoint` made smaller, the weights are loaded before those of the
     checkpoint), if the Trainer has trained before, or if the module comes from `load_from_checkpoint` of
     `TricksMixin`. With and without `path`, `fit/validate/test/predict(ckpt_path=...)` accept weights of other
@@ -67,8 +68,7 @@ class CheckpointRemapping(TrickCallback):
     `load_weights` on the module.
 
     Attributes:
-        report: The `LoadReport` of the last file that was loaded, None before; for `path` it is None on all ranks but
-            zero.
+        report: The `LoadReport` of the last file that was loaded, None before.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -137,11 +137,10 @@ class CheckpointRemapping(TrickCallback):
             self.say(f"{self.path} is not loaded: the module comes from load_from_checkpoint")
             return
         module = self._submodule_of(pl_module)
-        self.report = _load_on_all_ranks(
-            trainer, module, lambda: plan_loading(module, self.path or "", **self.load_options())
-        )
-        if self.report is not None:
-            self.say(f"loaded {self.path}. {self.report}")
+        plan = plan_loading(module, self.path, **self.load_options())
+        load_tensors(module, _sharded_as_in(module, plan.tensors))
+        self.report = plan.report
+        self.say(f"loaded {self.path}. {self.report}")
 
     def load_pretrained(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Load the weights of `path` on this rank, where a checkpoint holds only what was trained since."""
@@ -252,46 +251,12 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
         )
 
 
-def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable[[], Any]) -> LoadReport | None:
-    """Read on rank zero, and send each tensor to all ranks; an error of rank zero is raised on all ranks."""
-    strategy = trainer.strategy
-    planned, error = None, None
-    if trainer.is_global_zero:
-        try:
-            planned = plan()
-        except (CheckpointError, OSError) as raised:
-            error = raised
-    kind, words = strategy.broadcast((type(error), str(error)) if error else (None, ""))
-    if error is not None:
-        raise error
-    if kind is not None:
-        raise kind(words)
-    values = planned.tensors if planned else {}
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        load_tensors(module, values)
-        return planned.report if planned else None
-    registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if id(value) in registered}
-    # What only load_state_dict takes, such as extra state, is sent whole
-    names, others = strategy.broadcast(
-        ([n for n in values if n in own], {n: v for n, v in values.items() if n not in own})
-    )
-    load_tensors(module, others)  # which may raise
-    with torch.no_grad():
-        for name in names:
-            _copy_from_rank_zero(own[name], values.get(name))
-    return planned.report if planned else None
+def _sharded_as_in(module: torch.nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a plan; for parameters that are sharded, the shards of this rank."""
+    placed = dict(tensors)
+    for name, own in module.state_dict(keep_vars=True).items():
+        if name in tensors and is_sharded(own):
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _copy_from_rank_zero(own: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Copy a value into a tensor, or into its shards, on all ranks; `value` is rank zero's."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    local = own.to_local() if isinstance(own, DTensor) else own
-    whole = torch.empty(own.shape, dtype=own.dtype, device=local.device)
-    if value is not None:
-        whole.copy_(value)
-    torch.distributed.broadcast(whole, src=0)
-    if isinstance(own, DTensor):
-        whole = distribute_tensor(whole, own.device_mesh, own.placements)
-    own.copy_(whole)
+            placed[name] = distribute_tensor(tensors[name], own.device_mesh, own.placements)
+    return placed

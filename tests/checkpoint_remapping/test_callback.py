@@ -354,7 +354,7 @@ def test_a_path_loads_what_only_load_state_dict_takes(strategy):
     fitter.fit(net, loader(), loader())
 
 
-def test_an_error_of_rank_zero_reaches_all_ranks():
+def test_an_error_is_raised_on_all_ranks():
     torch.save({"other": torch.zeros(3)}, "w.pt")
     with pytest.raises(Exception, match=r"No tensor of w.pt fits Evaluated"):
         trainer(CheckpointRemapping("w.pt"), strategy="ddp_fork", devices=2).fit(Evaluated(), loader(), loader())

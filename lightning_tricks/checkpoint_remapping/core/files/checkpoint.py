@@ -146,12 +146,8 @@ def _check_names(tensors: Mapping[str, Any]) -> None:
         NotACheckpointError: If there is such a name; the message continues "it is".
     """
     for name in tensors:
-        if len(name) > MAX_NAME_LENGTH:
-            raise NotACheckpointError(f"a checkpoint with a tensor whose name has {len(name):,} characters.")
-        if not name.isprintable():
-            raise NotACheckpointError(
-                f"a checkpoint with control characters in the name of a tensor, {describe_value(name)}."
-            )
+        if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise NotACheckpointError(f"a checkpoint with a tensor whose name no layer has, {describe_value(name)}.")
 
 
 def _kind(value: Any, key_path: KeyPath, container: str) -> str:
