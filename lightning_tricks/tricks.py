@@ -246,11 +246,9 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
         required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
         if required:
             example = "{" + ", ".join(f"{name!r}: ..." for name in required) + "}"
-            first = next(iter(parameters.values()))
-            alone = "" if str(first.annotation).startswith("dict") else f", or the value of {first.name} alone"
             raise TypeError(
                 f"Tricks({trick.name}=True): {takes.__name__} has no default for {' and '.join(required)}: pass a dict "
-                f"such as {example}{alone}."
+                f"such as {example}."
             )
         return {}
     if not parameters and value != {}:

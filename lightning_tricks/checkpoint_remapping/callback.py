@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -35,19 +36,19 @@ from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoi
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, load_weights, plan_loading
 from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
-from lightning_tricks.checkpoint_remapping.hyperparameters import ARGUMENT_KEYS, clone_mapped_tensors
+from lightning_tricks.checkpoint_remapping.hyperparameters import ARGUMENT_KEYS
 
 
 class CheckpointRemapping(TrickCallback):
     """Load weights of any file and with any names into the Trainer's module, without running code of the file.
 
     With `path`, the weights are loaded before training starts, by each rank; sharded parameters receive their shards.
-    Nothing is loaded if the fit resumes from a checkpoint
-    (`ckpt_path=`; of a checkpoint that `TrainableCheckpoint` made smaller, the weights are loaded before those of the
-    checkpoint), if the Trainer has trained before, or if the module comes from `load_from_checkpoint` of
-    `TricksMixin`. With and without `path`, `fit/validate/test/predict(ckpt_path=...)` accept weights of other
-    projects, names with prefixes and safetensors files, read as `read_checkpoint` reads them. A fit from a file that
-    is not a checkpoint of the Trainer starts at step 0 with new optimizers, and a log line says so.
+    Nothing is loaded if the fit resumes from a checkpoint (`ckpt_path=`; of a checkpoint that `TrainableCheckpoint`
+    made smaller, the weights are loaded before those of the checkpoint), if the Trainer has trained before, or if the
+    module comes from `load_from_checkpoint` of `TricksMixin`. With and without `path`,
+    `fit/validate/test/predict(ckpt_path=...)` accept weights of other projects, names with prefixes and safetensors
+    files, read as `read_checkpoint` reads them. A fit from a file that is not a checkpoint of the Trainer starts at
+    step 0 with new optimizers, and a log line says so.
 
     Args:
         path: A file or an address, as in `read_checkpoint`.
@@ -215,11 +216,11 @@ def _as_lightning_checkpoint(
     Raises:
         CheckpointError: If the weights do not fit, or the training state holds other than plain values.
     """
-    rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items()}
+    rest = copy.deepcopy(checkpoint.metadata)  # so that the file, which is mapped, may be overwritten
     if RECORD_KEY in rest:
         if fit:
             _refuse_placeholders(checkpoint)
-        return {**rest, "state_dict": clone_mapped_tensors(checkpoint.state_dict)}, None
+        return {**rest, "state_dict": copy.deepcopy(checkpoint.state_dict)}, None
     plan = plan_loading(module, checkpoint, **options)
     if fit and (plan.report.alignment.lacking or plan.report.unexpected):
         checkpoint = replace(checkpoint, kind="state_dict")  # its optimizers have states of other parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks import checkpoint_remapping  # its names load what they need
@@ -73,8 +74,9 @@ def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParse
 def _show(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Group
+    from rich.pretty import pretty_repr
 
-    from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value, truncated_repr
+    from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
 
     console = make_console(highlight=False)
     checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
@@ -84,7 +86,8 @@ def _show(arguments: argparse.Namespace) -> int:
         console.print("values beside the weights:", markup=False)
         for name, value in checkpoint.metadata.items():
             shown = name if isinstance(name, str) and name.isprintable() else describe_value(name)
-            console.print(f"  {shown}: {truncated_repr(value)}", markup=False)
+            text = shorten(pretty_repr(value, max_length=8, max_string=80, max_depth=2), 100, placeholder="...")
+            console.print(f"  {shown}: {text}", markup=False)
     if checkpoint.placeholders:
         console.print("objects that were not constructed:", markup=False)
         for part in checkpoint.placeholders:

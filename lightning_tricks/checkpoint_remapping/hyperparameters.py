@@ -7,13 +7,12 @@ where the annotations of the module say that it is in YAML what it is in Python.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import torch
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -44,7 +43,7 @@ def saved_arguments(checkpoint: Checkpoint) -> tuple[dict[str, Any], Placeholder
             raise CheckpointError(
                 f"{checkpoint.source} has a {type(values).__name__} as {key} instead of names and values."
             )
-        saved.update(clone_mapped_tensors(values or {}))
+        saved.update(copy.deepcopy(values or {}))  # its tensors may be mapped from the file
     return saved, None
 
 
@@ -102,17 +101,6 @@ def _check_restored(
             f"{source} lacks them or has them as objects, and to restore these would run code of the file: "
             f"{list_names((f'{name} ({what})' for name, what in why.items()), most=8)}."
         )
-
-
-def clone_mapped_tensors(value: Any) -> Any:
-    """Copy mapped tensors, so that the file may be overwritten while they are in use."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return type(value)({name: clone_mapped_tensors(part) for name, part in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(clone_mapped_tensors(part) for part in value)
-    return value
 
 
 def _object_in(value: Any, of_cli: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -16,7 +17,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, U
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
-    clone_mapped_tensors,
     module_arguments,
     saved_arguments,
 )
@@ -74,7 +74,7 @@ def build_module(
         made = kind(**given)
         IS_BUILT_OF_FILE.set(True)  # hooks get all of the file
         made.configure_model()
-        values = {**clone_mapped_tensors(checkpoint.metadata), "state_dict": checkpoint.state_dict}
+        values = {**copy.deepcopy(checkpoint.metadata), "state_dict": checkpoint.state_dict}
         values["hyper_parameters"] = {**saved, **overrides}
         made.on_load_checkpoint(values)
         strict = made.strict_loading if strict is None else strict

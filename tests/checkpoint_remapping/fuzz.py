@@ -23,8 +23,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rich.pretty import pretty_repr
+
 from lightning_tricks.checkpoint_remapping import CheckpointError, read_checkpoint, read_rules
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import truncated_repr
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, RECORDS, RULES, Files, archive, honest, number, text
 
@@ -42,7 +43,7 @@ def read(kind: str, path: Path) -> str:
         if kind == "rules":
             return f"{len(read_rules(path))} rules"
         checkpoint = read_checkpoint(path, mmap=path.stat().st_size % 2 == 0)
-        truncated_repr(checkpoint.metadata)
+        pretty_repr(checkpoint.metadata, max_length=8, max_string=80, max_depth=2)  # as `ckpt show` does
         return f"{len(checkpoint.state_dict)} tensors"
     except (CheckpointError, FingerprintRecordError) as error:
         if len(str(error)) > 5000:

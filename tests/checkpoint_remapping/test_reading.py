@@ -36,7 +36,6 @@ from lightning_tricks.checkpoint_remapping import (
     UnsafeCheckpointError,
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import truncated_repr
 from lightning_tricks.checkpoint_remapping.core.files.storages import FileStorages
 
 
@@ -536,12 +535,6 @@ def test_any_bytes_give_a_checkpoint_error(data):
         read_checkpoint("w.pt")
 
 
-@pytest.mark.parametrize("longest", [20, 100])
-def test_the_text_of_a_value_has_at_most_so_many_characters(longest):
-    assert truncated_repr([123456] * 100, longest) == f"{[123456] * 100}"[: longest - 3] + "..."
-    assert truncated_repr([1, {"a": (2,)}], longest) == "[1, a dict]"
-
-
 # What is no checkpoint
 
 
@@ -572,7 +565,7 @@ NOT_CHECKPOINTS = [
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-LFS pointer. Run `git lfs pull`"),
     (gzip.compress(b"weights"), "a compressed archive. Unpack it"),
     (_archive(), "a compressed archive"),
-    (_npz(), "a NumPy .npz archive"),
+    (_npz(), r"a zip archive without a checkpoint in it \(it holds a.npy\)"),
     (_zip(), r"a zip archive without a checkpoint in it \(it holds notes.txt\)"),
     (b"hello world, this is a readme\n", "a text file, which begins with 'hello world"),
     (b'{"error": "not found"}', "a JSON file without a weight_map"),

@@ -68,7 +68,5 @@ def describe_directory(path: Path) -> str:
 
 def describe_archive(names: list[str]) -> str:
     """Say what a zip archive is without a checkpoint in it."""
-    if names and all(name.endswith(".npy") for name in names):
-        return "a NumPy .npz archive. Make a dict of tensors of it: {name: torch.from_numpy(array), ...}."
     shown = ", ".join(name[:80] for name in names[:3])
     return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK_IT}"

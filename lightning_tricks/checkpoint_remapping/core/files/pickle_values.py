@@ -7,7 +7,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -55,6 +54,9 @@ class Placeholder:
     elements: list[Any] = field(default_factory=list)
     location: str = ""
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Placeholder:
+        return self  # chains of objects may be long
+
     def __repr__(self) -> str:
         return f"<placeholder of {self.name}{' at ' * bool(self.location)}{self.location}>"
 
@@ -71,19 +73,6 @@ def describe_value(value: Any, longest: int = 80) -> str:
     if plain or (isinstance(value, int) and value.bit_length() < 256):
         return repr(value)
     return f"a {type(value).__name__}"
-
-
-def truncated_repr(value: Any, longest: int = 100) -> str:
-    """Return the beginning of the `repr` of a value; of the containers in it only their types."""
-    if is_container(value):
-        opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
-        keys = isinstance(value, dict)
-        parts = islice(children(value), longest)
-        inside = ", ".join(f"{describe_value(key)}: " * keys + describe_value(part) for key, part in parts)
-        text = f"{opening}{inside}{closing}"
-    else:
-        text = repr(value) if isinstance(value, Placeholder) else describe_value(value, longest)
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
