@@ -16,10 +16,7 @@ from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-from lightning_tricks.checkpoint_remapping.hyperparameters import (
-    module_arguments,
-    saved_arguments,
-)
+from lightning_tricks.checkpoint_remapping.hyperparameters import module_arguments, saved_arguments
 
 # Whether a module is being built of hyper-parameters of a file: a `Tricks` that is made meanwhile names no path
 IS_BUILT_OF_FILE: ContextVar[bool] = ContextVar("a module is built of hyper-parameters of a file", default=False)

@@ -37,12 +37,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import
     parse_patterns,
     tensors_of,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.matches import (
-    Match,
-    Mismatch,
-    in_words,
-    suggested_patterns,
-)
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Mismatch, in_words, suggested_patterns
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
 from lightning_tricks.checkpoint_remapping.core.quantized_weights import describe_codes, find_codes, is_widened

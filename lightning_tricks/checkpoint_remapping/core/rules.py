@@ -73,12 +73,9 @@ class RemapRule:
         for text in (*self.sources, *self.targets):
             if not isinstance(text, str):
                 raise TypeError(f"{self}: a source and a target must be strings, got {text!r}.")
-        for name in ("shape", "sizes"):
-            sizes = getattr(self, name)
-            if sizes is not None and not (isinstance(sizes, tuple) and all(type(size) is int for size in sizes)):
-                raise TypeError(f"{self}: {name} must be whole numbers, got {sizes!r}.")
-        if type(self.dim) is not int:
-            raise TypeError(f"{self}: dim must be a whole number, got {self.dim!r}.")
+        for name, numbers in (("shape", self.shape), ("sizes", self.sizes), ("dim", (self.dim,))):
+            if numbers is not None and not (isinstance(numbers, tuple) and all(type(each) is int for each in numbers)):
+                raise TypeError(f"{self}: {name} must be whole numbers, got {getattr(self, name)!r}.")
 
     def _check_targets(self, source: str) -> None:
         """Check that the targets refer only to stars and groups that a source has."""

@@ -11,10 +11,7 @@ import torch
 
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.checkpoint_remapping.core.errors import (
-    CheckpointError,
-    NotACheckpointError,
-)
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import is_array, tensor_of
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
@@ -135,7 +132,8 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
     if not found:
         raise NotACheckpointError(_describe_other(value))
     if len(found) > 1:
-        raise CheckpointError(_several_candidates(found))
+        key_paths = _list_key_paths(repr(".".join(path)) for path in found)
+        raise CheckpointError(f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}.")
     return next(iter(found.items()))
 
 
@@ -268,11 +266,6 @@ def _value_at(value: Any, key_path: KeyPath) -> Any:
 
 def _list_key_paths(key_paths: Iterable[str]) -> str:
     return list_names((key_path[:200] for key_path in key_paths), 8)
-
-
-def _several_candidates(found: Mapping[KeyPath, Any]) -> str:
-    key_paths = _list_key_paths(repr(".".join(key_path)) for key_path in found)
-    return f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}."
 
 
 def _describe_other(value: Any) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
@@ -83,14 +82,6 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, np.ndarray})
-
-
-def is_flat(value: Any) -> bool:
-    """Whether a container holds nothing that a walk would enter; this takes no instructions for each part."""
-    return _LEAVES.issuperset(map(type, value.values() if isinstance(value, dict) else value))
-
-
 def is_container(value: Any) -> bool:
     """Whether a value can contain other values."""
     return isinstance(value, dict | list | tuple | set | frozenset)
@@ -126,7 +117,7 @@ def find_placeholders(value: Any, budget: Budget) -> list[Placeholder]:
                 raise NotACheckpointError(
                     f"a checkpoint with lists or dicts that are nested more than {MAX_NESTING} deep, or in themselves."
                 )
-            for name, inside in () if is_flat(part) else children(part):
+            for name, inside in children(part):
                 if isinstance(inside, Global | Placeholder) or is_container(inside):
                     text = name[:MAX_NAME_LENGTH] if isinstance(name, str) else describe_value(name)
                     budget.spend(256 + len(location or "") + len(text))
