@@ -222,14 +222,19 @@ def _as_tricks(tricks: Tricks | Mapping[str, Any] | None) -> Tricks:
     raise TypeError(f"tricks must be a Tricks, a dict of its fields or None, got {tricks!r} ({type(tricks).__name__}).")
 
 
-def _with_plain_tricks(value: Any) -> Any:
-    """Return a value in which each `Tricks` is a plain dict, also in dicts, lists and tuples; itself if it has none."""
+def _with_plain_tricks(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """Return a value in which each `Tricks` is a plain dict, also in dicts, lists and tuples; itself if it has none.
+
+    Args:
+        value: The value.
+        around: The containers around it, which are left as they are where they lie in themselves.
+    """
     if isinstance(value, Tricks):
         return value.as_dict()
-    if type(value) not in (dict, list, tuple):
+    if type(value) not in (dict, list, tuple) or any(value is container for container in around):
         return value
     parts = list(value.values() if type(value) is dict else value)
-    plain = [_with_plain_tricks(part) for part in parts]
+    plain = [_with_plain_tricks(part, (*around, value)) for part in parts]
     if all(new is old for new, old in zip(plain, parts, strict=True)):
         return value
     return dict(zip(value, plain, strict=True)) if type(value) is dict else type(value)(plain)
