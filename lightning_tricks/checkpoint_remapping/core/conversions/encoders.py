@@ -1,4 +1,4 @@
-"""Encoders like BERT's, decoders that attend to an encoder, and models of several such parts: DETR, CLIP, Whisper."""
+"""Decoders that attend to an encoder, and models of several such parts: DETR, CLIP, Whisper."""
 
 from __future__ import annotations
 
@@ -43,64 +43,6 @@ _FAIRSEQ_DECODER = (
     cross_norm encoder_attn_layer_norm
 """
 )
-_EMBEDDINGS = """
-    /[bert.|roberta.|electra.|distilbert.]embeddings.
-    words? word_embeddings
-    positions? position_embeddings
-    types? token_type_embeddings
-    first? LayerNorm
-"""
-_BERT = (
-    _EMBEDDINGS
-    + """
-    /[bert.|roberta.|electra.]
-    pooler? pooler.dense
-    /[bert.|roberta.|electra.][encoder.]layer.{i}.
-    q attention.self.query
-    k attention.self.key
-    v attention.self.value
-    o attention.output.dense
-    norm1 attention.output.LayerNorm
-    wide intermediate.dense
-    narrow output.dense
-    norm3 output.LayerNorm
-"""
-)
-_DISTIL_BERT = (
-    _EMBEDDINGS
-    + """
-    /[distilbert.][transformer.]layer.{i}.
-    q attention.q_lin
-    k attention.k_lin
-    v attention.v_lin
-    o attention.out_lin
-    norm1 sa_layer_norm
-    wide ffn.lin1
-    narrow ffn.lin2
-    norm3 output_layer_norm
-"""
-)
-_XLM = """
-    q attentions.{i}.q_lin
-    k attentions.{i}.k_lin
-    v attentions.{i}.v_lin
-    o attentions.{i}.out_lin
-    norm1 layer_norm1.{i}
-    wide ffns.{i}.lin1
-    narrow ffns.{i}.lin2
-    norm3 layer_norm2.{i}
-"""
-_WAV2VEC2 = """
-    /encoder.layers.{i}.
-    q attention.q_proj
-    k attention.k_proj
-    v attention.v_proj
-    o attention.out_proj
-    norm1 layer_norm
-    wide feed_forward.intermediate_dense
-    narrow feed_forward.output_dense
-    norm3 final_layer_norm
-"""
 
 
 def _both(path: str, encoder: str, decoder: str, norm: str) -> str:
@@ -251,14 +193,6 @@ _HUGGING_FACE_WHISPER = f"""
 """
 
 FAMILIES = {
-    "encoders like BERT": (
-        Naming(_BERT),
-        Naming(_DISTIL_BERT),
-        Naming(_XLM),
-        Naming(_WAV2VEC2),
-        Naming("/[sentence_encoder.]layers.{i}.\n" + _FAIRSEQ_ENCODER + "/\nnorm? layer_norm"),
-        Naming("/layers.{i}.\n" + _TORCH_ENCODER + "\n/\nnorm? norm"),
-    ),
     "decoders like BART's": (
         Naming("/layers.{i}.\n" + _FAIRSEQ_DECODER + "/\nnorm? layer_norm"),
         Naming("/layers.{i}.\n" + _TORCH_DECODER + "/\nnorm? norm"),

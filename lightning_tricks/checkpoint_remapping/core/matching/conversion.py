@@ -17,9 +17,8 @@ from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSI
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import describe_families, is_computed
 
 _LEAVES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "scale": "weight"}
-_PLACEHOLDER = re.compile(r"\{([a-z]+)([+-]\d+)?\}")
-_TEXTS = {"leaf": f"(?P<leaf>{'|'.join(_LEAVES)})", "rest": "(?P<leaf>.+)"}
-_MOST_STEPS, _MOST_PREFIXES = 8, 16
+_PLACEHOLDERS = {"{leaf}": f"(?P<leaf>{'|'.join(_LEAVES)})", "{rest}": "(?P<leaf>.+)", "{i}": "([0-9]{1,9})"}
+_MOST_PREFIXES = 16
 
 
 class Part(NamedTuple):
@@ -47,12 +46,8 @@ class Tensor(NamedTuple):
 class _Pattern(NamedTuple):
     roles: tuple[str, ...]
     expression: re.Pattern[str]
-    numbers: tuple[tuple[str, int], ...]  # the kind of each number, and what is added to it
     transposed: bool
     optional: bool
-
-
-_Found = tuple[_Pattern, re.Match[str]]
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,7 @@ class Naming:
             says that a model may lack it, `T` behind a name that its matrix is transposed. A line that begins with `/`
             has the beginning of the names below it, and that of their roles. A name stands for its weight and its bias
             (`{leaf}`, where these are not at its end), unless it ends in `=`, for a lone tensor, or has `{rest}`, for
-            any names. Text in brackets may be missing. Numbers are `{i}`, `{j}` and `{k}`, `{r}` for an `{i}` that
-            counts from the last, `{n}` for `{i}` times the number of steps plus `{j}`, and `{m}` for `{i}` + 1 times
-            this number.
+            any names. Text in brackets may be missing. Each number is `{i}`.
         order: The order of the elements in the weights, where projects differ in it; other orders are not converted.
         computed: A pattern of further tensors that a model computes for itself.
     """
@@ -92,43 +85,30 @@ class Naming:
         """The roles that every model has."""
         return frozenset(role for pattern in self._patterns if not pattern.optional for role in pattern.roles)
 
-    @cached_property
-    def _kinds(self) -> set[str]:
-        return {kind for pattern in self._patterns for kind, _ in pattern.numbers}
-
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """Yield what the names stand for, if all of them are names of this project behind one prefix.
-
-        There are several readings where the number of steps is not known.
-        """
+        """Yield what the names stand for, if all of them are names of this project behind one prefix."""
         if self.computed:
             names = [name for name in names if not re.search(self.computed, name)]
         for prefix in _prefixes(names):
-            found: list[_Found] = []
-            for name in names:
-                pair = self._find(name, len(prefix)) if name.startswith(prefix) else None
-                if pair is None:
-                    break
-                found.append(pair)
-            else:
-                yield from self._decoded(found)
+            found = list(self._read_behind(prefix, names))
+            parts = [part for tensor in found for part in tensor.parts]
+            complete = self.required <= {part.role for part in parts}
+            if len(found) == len(names) and complete and len(set(parts)) == len(parts):
+                yield found
 
-    def _find(self, name: str, start: int) -> _Found | None:
+    def _read_behind(self, prefix: str, names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield what names stand for, up to one that is not of this project."""
+        for name in names:
+            tensor = self._find(name, len(prefix)) if name.startswith(prefix) else None
+            if tensor is None:
+                return
+            yield tensor
+
+    def _find(self, name: str, start: int) -> Tensor | None:
         for pattern in self._patterns:
             if match := pattern.expression.fullmatch(name, start):
-                return pattern, match
+                return _tensor(pattern, match)
         return None
-
-    def _decoded(self, found: list[_Found]) -> Iterator[list[Tensor]]:
-        """Yield the readings in which all required roles occur and no part twice."""
-        values = [int(text) for pattern, match in found for (kind, _), text in _numbers(pattern, match) if kind == "r"]
-        last = max(values, default=0)
-        for steps in range(1, _MOST_STEPS + 1) if self._kinds & {"n", "m"} else (1,):
-            tensors = [_tensor(pattern, match, last, steps) for pattern, match in found]
-            parts = [part for tensor in tensors if tensor for part in tensor.parts]
-            complete = self.required <= {part.role for part in parts}
-            if all(tensors) and complete and len(set(parts)) == len(parts):
-                yield [tensor for tensor in tensors if tensor]
 
 
 def _parse(roles: tuple[str, ...], name: str, optional: bool, transposed: bool) -> _Pattern:
@@ -136,34 +116,19 @@ def _parse(roles: tuple[str, ...], name: str, optional: bool, transposed: bool) 
         name = name[:-1]
     elif "{leaf}" not in name and "{rest}" not in name:
         name += ".{leaf}"
-    numbers = tuple((kind, int(added or 0)) for kind, added in _PLACEHOLDER.findall(name) if kind not in _TEXTS)
-    expression = re.sub(r"[.=]", r"\\\g<0>", name).replace("[", "(?:").replace("]", ")?")
-    expression = _PLACEHOLDER.sub(lambda found: _TEXTS.get(found[1], "([0-9]{1,9})"), expression)
-    return _Pattern(roles, re.compile(expression), numbers, transposed, optional)
+    expression = name.replace(".", r"\.").replace("[", "(?:").replace("]", ")?")
+    for placeholder, text in _PLACEHOLDERS.items():
+        expression = expression.replace(placeholder, text)
+    return _Pattern(roles, re.compile(expression), transposed, optional)
 
 
-def _numbers(pattern: _Pattern, match: re.Match[str]) -> Iterator[tuple[tuple[str, int], str]]:
-    leaf = match.re.groupindex.get("leaf")
-    texts = [text for group, text in enumerate(match.groups(), 1) if group != leaf]
-    return zip(pattern.numbers, texts, strict=True)
-
-
-def _tensor(pattern: _Pattern, match: re.Match[str], last: int, steps: int) -> Tensor | None:
-    """Return what a name stands for; None where its numbers do not fit the number of steps."""
-    numbers: list[int] = []
-    for (kind, added), text in _numbers(pattern, match):
-        number = int(text) - added
-        if kind == "r":
-            numbers.append(last - number)
-        elif kind == "n":
-            numbers += divmod(number, steps)
-        elif kind == "m" and number % steps:
-            return None
-        else:
-            numbers.append(number // steps - 1 if kind == "m" else number)
-    leaf = match["leaf"] if "leaf" in match.re.groupindex else "weight"
+def _tensor(pattern: _Pattern, match: re.Match[str]) -> Tensor:
+    """Return what a name stands for."""
+    leaf_group = match.re.groupindex.get("leaf")
+    numbers = tuple(int(text) for group, text in enumerate(match.groups(), 1) if group != leaf_group)
+    leaf = match["leaf"] if leaf_group else "weight"
     leaf = _LEAVES.get(leaf, leaf)
-    parts = tuple(Part(role, tuple(numbers), leaf) for role in pattern.roles)
+    parts = tuple(Part(role, numbers, leaf) for role in pattern.roles)
     return Tensor(match.string, parts, pattern.transposed and leaf == "weight")
 
 
