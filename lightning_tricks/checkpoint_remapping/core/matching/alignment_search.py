@@ -13,10 +13,10 @@ import torch
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern, as_patterns
+from lightning_tricks.checkpoint_remapping.core.conversions.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
-from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     CONVERSION,
     Match,
@@ -30,8 +30,8 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
     match_by_name,
     refuse_against_rules,
+    turn_squares,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.orientation import turn_squares
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import describe_orders, is_computed
 from lightning_tricks.checkpoint_remapping.core.remapping import (

@@ -235,22 +235,10 @@ def _by_size(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
             yield source, target, reason
 
 
-def _by_number(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
-    """Pair layers of one size in order, where numbers say on both sides which comes first."""
-    for sources, targets in equal_groups(source_layers, target_layers, lambda layer: layer.signature):
-        if len(sources) != len(targets) or len(sources) == 1:
-            continue
-        sources, targets = (sorted(layers, key=lambda layer: layer.position) for layers in (sources, targets))
-        if are_numbered_in_order(sources) and are_numbered_in_order(targets):
-            for source, target in zip(sources, targets, strict=True):
-                yield source, target, "numbered in the same order"
-
-
 # Series come first: they are longer, so that two are less often equal by chance
 _PAIRINGS: tuple[_Pairing, ...] = (
     *(_by_series(*templates) for templates in product(TEMPLATES, repeat=2)),
     _by_size,
-    _by_number,
 )
 
 
