@@ -87,12 +87,15 @@ _HUGGING_FACE_FEED_FORWARD = """
 _HUGGING_FACE = _HUGGING_FACE_OUTSIDE + _HUGGING_FACE_ATTENTION + _HUGGING_FACE_FEED_FORWARD
 _PHI_3 = _HUGGING_FACE_OUTSIDE + "q,k,v self_attn.qkv_proj\ngate,up mlp.gate_up_proj"
 _BAICHUAN = _HUGGING_FACE_OUTSIDE + "q,k,v self_attn.W_pack" + _HUGGING_FACE_FEED_FORWARD
-_META = """
+_META_OUTSIDE = """
     /
     embed tok_embeddings
     norm norm
     head? output
     /layers.{i}.
+"""
+_META = f"""
+    {_META_OUTSIDE}
     q attention.wq
     k attention.wk
     v attention.wv
@@ -103,12 +106,8 @@ _META = """
     down feed_forward.w2
     up feed_forward.w3
 """
-_TORCHTUNE = """
-    /
-    embed tok_embeddings
-    norm norm
-    head? output
-    /layers.{i}.
+_TORCHTUNE = f"""
+    {_META_OUTSIDE}
     q attn.q_proj
     k attn.k_proj
     v attn.v_proj
@@ -205,7 +204,7 @@ _HUGGING_FACE_TEXTS = f"""
 
 # Whisper, of OpenAI and of Hugging Face
 
-_FAIRSEQ_ENCODER = """
+_HUGGING_FACE_WHISPER_LAYER = """
     q self_attn.q_proj
     k self_attn.k_proj
     v self_attn.v_proj
@@ -215,16 +214,6 @@ _FAIRSEQ_ENCODER = """
     narrow fc2
     norm3 final_layer_norm
 """
-_FAIRSEQ_DECODER = (
-    _FAIRSEQ_ENCODER
-    + """
-    cross_q encoder_attn.q_proj
-    cross_k encoder_attn.k_proj
-    cross_v encoder_attn.v_proj
-    cross_o encoder_attn.out_proj
-    cross_norm encoder_attn_layer_norm
-"""
-)
 _OPENAI_WHISPER_LAYER = """
     q attn.query
     k attn.key
@@ -262,13 +251,18 @@ _HUGGING_FACE_WHISPER = f"""
     positions embed_positions
     last layer_norm
     /[model.]encoder.layers.{{i}}.
-    {_FAIRSEQ_ENCODER}
+    {_HUGGING_FACE_WHISPER_LAYER}
     /[model.]decoder. d_
     words embed_tokens
     positions embed_positions
     last layer_norm
     /[model.]decoder.layers.{{i}}. d_
-    {_FAIRSEQ_DECODER}
+    {_HUGGING_FACE_WHISPER_LAYER}
+    cross_q encoder_attn.q_proj
+    cross_k encoder_attn.k_proj
+    cross_v encoder_attn.v_proj
+    cross_o encoder_attn.out_proj
+    cross_norm encoder_attn_layer_norm
     /
     head? proj_out
 """
