@@ -1,1 +1,1 @@
-"""Verified conversions: what the projects that share an architecture call its parts; each file adds its `FAMILIES`."""
+"""Verified conversions: what the projects that share an architecture call its parts, and how names are found there."""

@@ -13,10 +13,10 @@ import torch
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern, as_patterns
+from lightning_tricks.checkpoint_remapping.core.conversions.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
-from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     CONVERSION,
     Match,
@@ -30,9 +30,9 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
     match_by_name,
     refuse_against_rules,
+    turn_squares,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.orientation import turn_squares
-from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import find_resized, match_by_structure
+from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import describe_orders, is_computed
 from lightning_tricks.checkpoint_remapping.core.remapping import (
     AppliedRules,
@@ -317,7 +317,6 @@ class AlignmentSearch:
         equal = [pair for pair in self.pinned.items() if self.source_shapes[pair[0]] == self.target_shapes[pair[1]]]
         pinned = [Match((source,), (target,), reason="a rule") for source, target in equal]
         suggested = [match for match in found.matches if not self._is_taken(match)]
-        held = Matching(suggested)
         found = Matching([*pinned, *filter(self._is_taken, found.matches)], found.ambiguous)
         sources, targets = found.sources(), found.targets()
         mismatched = [
@@ -325,10 +324,6 @@ class AlignmentSearch:
             for pair in (*self.pinned.items(), *mismatched_names)
             if pair[0] not in sources and pair[1] not in targets
         ]
-        if prefixes is None:
-            seen = {source for source, _ in mismatched}, {target for _, target in mismatched}
-            known = sources | seen[0] | held.sources(), targets | seen[1] | held.targets()
-            mismatched += find_resized(*self._left(*known))
         unmatched_sources, unmatched_targets = self._left(
             sources | {source for source, _ in mismatched}, targets | {target for _, target in mismatched}
         )
@@ -338,7 +333,7 @@ class AlignmentSearch:
         rules_are_prefixes = not self.pinned and all(clean == name for clean, name in self.model_names.items())
         return Alignment(
             matches=self._in_model_order(found),
-            suggested=self._in_model_order(held),
+            suggested=self._in_model_order(Matching(suggested)),
             missing=tuple(self.model_names[name] for name in unmatched_targets),
             unexpected=tuple(name for name in unmatched_sources if name not in self.computed_in_file),
             mismatched=tuple(self._mismatch(*pair) for pair in mismatched),

@@ -11,10 +11,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lightning_tricks._shared.patterns import LIST_NUMBER
-from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import element_order, words_of
-
-_GATES_AND_INPUTS = "taken to be the gate and the input of each expert, one after another"
 
 
 @dataclass(eq=False)
@@ -27,7 +25,6 @@ class Layer:
     transposed: bool = False
     said: frozenset[str] = frozenset()  # words that the layers beside it give to it
     parts: dict[str, list[Shape]] = field(default_factory=dict)  # the shapes of those that a tensor is made of
-    taken_for: str = ""  # the order of its parts that is taken for granted, in words
     layout: tuple[object, ...] = ()  # where its sizes are one, if that tells it from others
 
     @property
@@ -208,14 +205,11 @@ def _all_numbers_but_the_last(layer: Layer) -> str:
 TEMPLATES: tuple[Template, ...] = (without_numbers, _numbers_between_dots, _all_numbers_but_the_last)
 
 
-# Layouts of weights that differ between projects: fused query, key and value, stacked experts, transposed matrices
+# Layouts of weights that differ between projects: fused query, key and value, transposed matrices
 
 _POSITIONS = re.compile(r"(^|[._])(pos(itions?|itional)?_?(emb|embed|embeds|embedding|embeddings)?|wpe)$")
 # What projects keep in one layer, by the word for it: the parts, in their order
 _FUSED = {"fused query, key and value": ("query", "key", "value"), "fused key and value": ("key", "value")}
-_GATED = re.compile("gate_?up|w13")
-_EXPERT = re.compile(r"(.*experts)\.(?:expert_)?(\d+)\.(\w+)")
-_Made = list[tuple[Layer, list[Layer]]]  # layers that others could be in one, and these others
 
 
 def layers_of_both(
@@ -234,7 +228,6 @@ def layers_of_both(
     # The layouts of one side depend on those of the other: the file comes first
     for layers, others in (sides, sides[::-1]):
         _unify_positions(layers, others)
-        _stack_experts(layers, others)
         _fuse_query_key_value(layers, others)
         _mark_transposed(layers)
         _name_gates(layers)
@@ -303,7 +296,7 @@ def _replace(layers: list[Layer], members: list[Layer], made: list[Layer]) -> No
         layers.remove(member)
 
 
-def _fusible(layers: list[Layer], parts: tuple[str, ...]) -> _Made:
+def _fusible(layers: list[Layer], parts: tuple[str, ...]) -> list[tuple[Layer, list[Layer]]]:
     """Return the layer that would hold these parts of each attention, with the layers of the parts."""
     siblings: dict[str, dict[str, Layer]] = defaultdict(dict)
     for layer in layers:
@@ -323,7 +316,7 @@ def _fusible(layers: list[Layer], parts: tuple[str, ...]) -> _Made:
 
 def _one_after_another(path: str, members: list[Layer]) -> Layer:
     """Return the layer that holds the tensors that all members have, along their first dimension."""
-    fused = Layer(path, members[0].position, taken_for=FUSED)
+    fused = Layer(path, members[0].position)
     for leaf in members[0].tensors:
         tensors = [part.tensors[leaf] for part in members if leaf in part.tensors]
         if len(tensors) == len(members) and len({shape[1:] for _, shape in tensors}) == 1:
@@ -331,60 +324,6 @@ def _one_after_another(path: str, members: list[Layer]) -> Layer:
             names = tuple(name for names, _ in tensors for name in names)
             fused.tensors[leaf] = names, joined_shape(fused.parts[leaf])
     return fused
-
-
-def _stack_experts(layers: list[Layer], others: list[Layer]) -> None:
-    """Replace the experts of a mixture by one layer for each of their matrices, if the other model has them in one.
-
-    Three different sizes say which dimension is that of the experts, and that no matrix is transposed.
-    """
-    wanted = {(_GATED.search(layer.name) is not None, layer.sizes) for layer in others if list(layer.tensors) == [""]}
-    for stacked, members in _stackable(layers):
-        is_distinct, is_gated = len(set(stacked.tensors[""][1])) == 3, stacked.taken_for == _GATES_AND_INPUTS
-        if is_distinct and (is_gated, stacked.sizes) in wanted and members[0] in layers:
-            _replace(layers, members, [stacked])
-
-
-def _stackable(layers: list[Layer]) -> _Made:
-    """Return the layers that would hold the matrices of all experts, gates with inputs first, and those of each."""
-    experts: dict[str, dict[str, dict[int, Layer]]] = defaultdict(lambda: defaultdict(dict))
-    for layer in layers:
-        found = _EXPERT.fullmatch(layer.path)
-        if found and list(layer.tensors) == ["weight"] and len(layer.tensors["weight"][1]) == 2:
-            experts[found[1]][found[3]][int(found[2])] = layer
-    found_layers = []
-    for path, matrices in experts.items():
-        series = {
-            name: [members[i] for i in range(len(members))]
-            for name, members in matrices.items()
-            if [*sorted(members)] == [*range(len(members))] and len({layer.sizes for layer in members.values()}) == 1
-        }
-        roles = {role: name for name in series for role in _gate_roles(name, [*series])}
-        if {"gate", "up"} <= roles.keys() and len(series[roles["gate"]]) == len(series[roles["up"]]):
-            both = [layer for pair in zip(series[roles["gate"]], series[roles["up"]], strict=True) for layer in pair]
-            found_layers.append((_stacked(f"{path}.gate_up_proj", both, len(both) // 2, _GATES_AND_INPUTS), both))
-        for name, members in series.items():
-            stacked = _stacked(f"{path}.{name}", members, len(members))
-            stacked.said = frozenset(role for role, other in roles.items() if other == name)
-            found_layers.append((stacked, members))
-    return found_layers
-
-
-def _gate_roles(name: str, names: list[str]) -> list[str]:
-    """Return the roles of a matrix in a gated layer: `w1`, beside `w2` and `w3`, is the gate."""
-    if sorted(names) == ["w1", "w2", "w3"]:
-        return [{"w1": "gate", "w2": "down", "w3": "up"}[name]]
-    return [role for role in ("gate", "up", "down") if name in (role, f"{role}_proj")]
-
-
-def _stacked(path: str, members: list[Layer], count: int, taken_for: str = "") -> Layer:
-    """Return the layer that has the matrices of so many experts in one tensor."""
-    tensors = [member.tensors["weight"] for member in members]
-    rows, *rest = joined_shape([shape for _, shape in tensors])
-    stacked = Layer(path, members[0].position, taken_for=taken_for)
-    stacked.tensors[""] = tuple(name for names, _ in tensors for name in names), (count, rows // count, *rest)
-    stacked.parts[""] = [shape for _, shape in tensors]
-    return stacked
 
 
 def _unify_positions(layers: list[Layer], others: list[Layer]) -> None:

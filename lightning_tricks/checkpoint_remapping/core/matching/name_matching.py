@@ -1,18 +1,25 @@
-"""What names say: tensors of equal names, with the best prefix on either side, and matches that rules contradict."""
+"""What names say: tensors of equal names, with the best prefix on either side, and matches that rules contradict.
+
+Also which way round matrices are: (out, in) as a Linear keeps them, or (in, out) as Paddle, Keras and a Conv1D do.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_tricks._shared.patterns import LIST_NUMBER
+from lightning_tricks._shared.patterns import LIST_NUMBER, MAX_REPEATS
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.matching.matches import SAME_NAME, Match, Matching, Prefixes, Shape
-from lightning_tricks.checkpoint_remapping.core.matching.orientation import is_turned
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 _MOST_PLACES = 64
+_MOST_KINDS = 4  # of matrices for which a message shows rules
+Shapes = Mapping[str, Shape]
 
 
 class NameMatching(NamedTuple):
@@ -47,7 +54,7 @@ def match_by_name(
         shifted = _shifted((replace_prefix(name, *used) for name in source_shapes), target_shapes)
         pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(series for series, _ in _numbers(new))]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
-    turned = [pair for pair in mismatched if search_prefixes and is_turned(*pair, source_shapes, target_shapes)]
+    turned = [pair for pair in mismatched if search_prefixes and _is_turned(*pair, source_shapes, target_shapes)]
     mismatched = [pair for pair in mismatched if pair not in turned]
     equal = [(name, new) for name, new in pairs if source_shapes[name] == target_shapes[new]]
     if rivals:
@@ -218,3 +225,122 @@ def _blocks(source: str, target: str) -> list[tuple[tuple[str, str], tuple[_Numb
 
 def _kind_and_numbers(name: str) -> tuple[str, _Numbers]:
     return LIST_NUMBER.sub("#", name), tuple(map(int, LIST_NUMBER.findall(name)))
+
+
+# Which way round matrices are
+
+
+def _is_turned(source: str, target: str, sources: Shapes, targets: Shapes) -> bool:
+    """Whether a matrix of the file is that of the model with rows and columns exchanged, which no bias denies."""
+    if not (source.endswith("weight") and target.endswith("weight")):
+        return False  # a table of another size, not the matrix of a layer
+    biases = _bias_of(source, sources), _bias_of(target, targets)
+    if None not in biases and biases[0] != biases[1]:
+        return False
+    shape = sources[source]
+    return len(shape) == 2 and shape != targets[target] == shape[::-1]
+
+
+def _bias_of(weight: str, shapes: Shapes) -> Shape | None:
+    return shapes.get(f"{weight.removesuffix('weight')}bias")
+
+
+def turn_squares(found: Matching, ruled: list[Match], sources: Shapes, targets: Shapes) -> Matching:
+    """Return the matches, those of square matrices transposed where all other matrices of their kind are.
+
+    Of the same kind are the layers of the blocks of one list or, where none of these is oblong, of the whole model. A
+    layer with a bias, which no embedding has, follows those with a bias. No square matrix is taken for a kernel of ones
+    then, nor such a kernel for it.
+
+    Args:
+        found: The matches.
+        ruled: What rules transposed, which says the same of the others.
+        sources: Shapes of the file's tensors.
+        targets: Those of the model's.
+
+    Raises:
+        AmbiguousAlignmentError: If some matrices are transposed, and those of a square one's kind do not agree.
+    """
+    oblong = [match for match in (*found.matches, *ruled) if _is_oblong(match, sources)]
+    turned = [match.sources[0] for match in oblong if match.transpose]
+    if not turned:
+        return found
+    known: _Known = defaultdict(list)
+    for match in oblong:
+        for block in _blocks_around(match.targets[0]):
+            known[block].append((_bias_of(match.targets[0], targets) is not None, match.transpose))
+    way_of = {
+        match: _way_of_square(match.targets[0], known, targets)
+        for match in found.matches
+        if _is_square(match, sources, targets)
+    }
+    unclear = [match for match, way in way_of.items() if way is None]
+    if unclear:
+        raise AmbiguousAlignmentError(_ask_for_way(unclear, turned))
+    matches = [replace(match, transpose=True) if way_of.get(match) else match for match in found.matches]
+    return Matching([match for match in matches if not _is_square_kernel(match, sources, targets)], found.ambiguous)
+
+
+_Known = dict[str, list[tuple[bool, bool]]]  # of the oblong matrices in a block: whether with a bias, and transposed
+
+
+def _is_oblong(match: Match, sources: Shapes) -> bool:
+    shape = sources[match.sources[0]]
+    return match.targets[0].endswith("weight") and len(shape) == 2 and len({*shape}) == 2
+
+
+def _is_square(match: Match, sources: Shapes, targets: Shapes) -> bool:
+    name, shape = match.targets[0], sources[match.sources[0]]
+    is_matrix = len(shape) == 2 and shape == targets[name] and shape[0] > 1
+    return is_matrix and shape[0] == shape[1] and not is_computed(name, shape)
+
+
+def _is_square_kernel(match: Match, sources: Shapes, targets: Shapes) -> bool:
+    """Whether a square matrix becomes a kernel of ones, or is made of one."""
+    matrix, kernel = sorted((sources[match.sources[0]], targets[match.targets[0]]), key=len)
+    return len(kernel) > len(matrix) == 2 and len({*matrix}) == 1 and kernel == (*matrix, *[1] * (len(kernel) - 2))
+
+
+def _way_of_square(name: str, known: _Known, targets: Shapes) -> bool | None:
+    """Whether a square matrix is transposed, as all of its kind; None if nothing says so."""
+    has_bias = _bias_of(name, targets) is not None
+    for block in _blocks_around(name) if name.endswith("weight") else ():
+        if not block and not has_bias:
+            break  # it may be an embedding
+        of_block = known.get(block, [])
+        biased = [pair for pair in of_block if pair[0]]
+        ways = {is_turned for _, is_turned in (biased if has_bias and biased else of_block)}
+        if len(ways) > 1:
+            break
+        if ways == {True} or (ways and biased):
+            return True in ways
+    return None
+
+
+def _ask_for_way(unclear: list[Match], turned: list[str]) -> str:
+    """Return the sentence that asks which of these matrices are transposed, with the rules for either answer."""
+    names = list(dict.fromkeys(_glob(match.sources[0], match.targets[0]) for match in unclear))
+    rules = [{"from": source, "to": target, "transpose": True} for source, target in names[:_MOST_KINDS]]
+    more = f" (and so on for {len(names) - _MOST_KINDS} more)" if len(names) > _MOST_KINDS else ""
+    return (
+        f"it is ambiguous whether the square {list_names(source for source, _ in names)} are transposed, as other "
+        f"matrices of the file are ({list_names(turned)}): their shapes do not say it, and what is like "
+        f"them differs or is not there. If they are, give rules={rules}{more}; instead of the rule of one that is "
+        f"not, give a pair such as {names[0]}, which takes it as it is."
+    )
+
+
+def _blocks_around(name: str) -> Iterator[str]:
+    """Yield the blocks that a tensor is in, without their numbers, from the innermost; the model is an empty one."""
+    layer = name.rpartition(".")[0]
+    ends = [found.end() for found in LIST_NUMBER.finditer(layer) if found.end() < len(layer)]
+    yield from (LIST_NUMBER.sub("#", name[:end]) for end in reversed(ends))
+    yield ""
+
+
+def _glob(source: str, target: str) -> tuple[str, str]:
+    """Return the names with a star for each number of a list, where one rule does for all blocks."""
+    numbers = LIST_NUMBER.findall(source)
+    if numbers != LIST_NUMBER.findall(target) or len(numbers) > MAX_REPEATS:
+        return source, target
+    return LIST_NUMBER.sub("*", source), LIST_NUMBER.sub("*", target)

@@ -15,7 +15,6 @@ from lightning_tricks.checkpoint_remapping.core.matching.layers import (
     Template,
     are_numbered_in_order,
     equal_groups,
-    group_layers,
     is_ordered,
     joined_shape,
     layers_of_both,
@@ -191,8 +190,7 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
         wanted = joined_shape(parts) if len(targets) > 1 else wanted
         new = None if got == wanted else wanted
         sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
-        taken_for = source.taken_for or target.taken_for
-        why = doubt or taken_for
+        why = doubt or FUSED * bool(source.parts or target.parts)  # a name such as qkv says its order
         matches.append(
             Match(
                 sources,
@@ -200,7 +198,7 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
                 transpose,
                 new,
                 f"{reason}; {why}" if why else reason,
-                "weak" if doubt or taken_for not in ("", FUSED) else "strong",  # a name such as qkv says its order
+                "weak" if doubt else "strong",
                 sizes,
             )
         )
@@ -237,22 +235,10 @@ def _by_size(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
             yield source, target, reason
 
 
-def _by_number(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
-    """Pair layers of one size in order, where numbers say on both sides which comes first."""
-    for sources, targets in equal_groups(source_layers, target_layers, lambda layer: layer.signature):
-        if len(sources) != len(targets) or len(sources) == 1:
-            continue
-        sources, targets = (sorted(layers, key=lambda layer: layer.position) for layers in (sources, targets))
-        if are_numbered_in_order(sources) and are_numbered_in_order(targets):
-            for source, target in zip(sources, targets, strict=True):
-                yield source, target, "numbered in the same order"
-
-
 # Series come first: they are longer, so that two are less often equal by chance
 _PAIRINGS: tuple[_Pairing, ...] = (
     *(_by_series(*templates) for templates in product(TEMPLATES, repeat=2)),
     _by_size,
-    _by_number,
 )
 
 
@@ -320,32 +306,3 @@ def _mutually_best(sources: list[Series], targets: list[Series], ignored: frozen
 
 def _words_in_common(source: Series, target: Series, ignored: frozenset[str] = frozenset()) -> int:
     return len((source[0].words & target[0].words) - ignored)
-
-
-def find_resized(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
-    """Return pairs of names whose tensors differ in one size alone, where there is one candidate on each side."""
-    found: list[tuple[Layer, Layer]] = []
-    for sources, targets in equal_groups(group_layers(source_shapes), group_layers(target_shapes), _kinds):
-        for source in sources:
-            fitting = [target for target in targets if _is_resized(source, target)]
-            if len(fitting) == 1 and sum(_is_resized(other, fitting[0]) for other in sources) == 1:
-                found.append((source, fitting[0]))
-    return [
-        (names[0], target.tensors[tensor][0][0])
-        for source, target in sorted(found, key=lambda pair: pair[0].position)
-        for tensor, (names, _) in source.tensors.items()
-    ]
-
-
-def _kinds(layer: Layer) -> frozenset[tuple[str, int]]:
-    """Return the names of a layer's tensors and their numbers of dimensions."""
-    return frozenset((tensor, len(shape)) for tensor, (_, shape) in layer.tensors.items())
-
-
-def _is_resized(source: Layer, target: Layer) -> bool:
-    """Whether every tensor of a layer differs in its first size, or a lone one in any one size."""
-    differ = [
-        [i for i, sizes in enumerate(zip(shape, target.tensors[tensor][1], strict=True)) if sizes[0] != sizes[1]]
-        for tensor, (_, shape) in source.tensors.items()
-    ]
-    return all(dims == [0] for dims in differ) or (len(differ) == 1 and len(differ[0]) == 1)
