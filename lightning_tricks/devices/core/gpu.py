@@ -239,9 +239,10 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         NvmlUnavailableError: If there is no working driver.
 
     Examples:
-        >>> for gpu in list_gpus():  # doctest: +SKIP
-        ...     print(gpu.index, gpu.name, gpu.utilization, gpu.fan)
-        0 NVIDIA H100 80GB HBM3 97 None
+        >>> try:
+        ...     busy = [gpu.index for gpu in list_gpus() if gpu.utilization]
+        ... except NvmlUnavailableError as error:  # this machine has no driver
+        ...     reason = str(error)
     """
     with open_nvml(nvml) as nvml:
         driver = driver_version(nvml)
