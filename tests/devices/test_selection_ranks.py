@@ -172,7 +172,7 @@ ON_FAKES = """
     import sys
     from lightning_tricks.cli import main
     from tests.devices.fake_nvml import FakeGpu, FakeNvml
-    with FakeNvml([FakeGpu(fails={"nvmlDeviceGetHandleByIndex": "GPU_IS_LOST"}), *[FakeGpu() for _ in range(3)]]):
+    with FakeNvml([FakeGpu(FIRST), FakeGpu(), FakeGpu(), FakeGpu()]):
         sys.exit(main(["gpus", *sys.argv[1:]]))
 """
 RANK = """
@@ -193,9 +193,9 @@ RANK = """
 """
 
 
-def on_fakes(*arguments):
-    """Start `lightning-tricks gpus` on a machine with four GPUs, of which the first is lost."""
-    command = [sys.executable, "-c", textwrap.dedent(ON_FAKES), *map(str, arguments)]
+def on_fakes(*arguments, first="utilization=99"):
+    """Start `lightning-tricks gpus` on a machine with four GPUs, of which the first is not free."""
+    command = [sys.executable, "-c", textwrap.dedent(ON_FAKES).replace("FIRST", first), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -239,13 +239,15 @@ PROGRAM = """
 
 
 @POSIX
-@pytest.mark.parametrize(("before", "index"), [(None, 1), ("3,2", 2)])
-def test_a_program_sees_its_gpus_alone_and_keeps_them_until_it_is_killed(before, index, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "first", "index"), [(None, f"fails={LOST}", 1), ("3,2", "utilization=99", 2)], ids=["lost", "visible"]
+)
+def test_a_program_sees_its_gpus_alone_and_keeps_them_until_it_is_killed(before, first, index, monkeypatch, tmp_path):
     if before is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM))
-    job = on_fakes("--select", 1, "--", sys.executable, script, "--", "--json")
+    job = on_fakes("--select", 1, "--", sys.executable, script, "--", "--json", first=first)
     assert "leave select_gpus out" in job.stdout.readline()
     assert job.stdout.readline() == f"{UUIDS[index]} [] ['--', '--json']\n"
     assert locked() == [index]
