@@ -182,21 +182,33 @@ RANK = """
 
     out, rank, start = Path(sys.argv[1]), os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     try:
-        select_gpus(2, fallback="cpu")
+        said = repr(select_gpus(2, fallback="cpu"))
     except RankError as error:
-        staged = out / f"{start}-{rank}"
-        staged.write_text(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], str(error)]))
-        staged.rename(staged.with_suffix(".json"))
-    while not (out / f"go{start}").exists():
+        said = str(error)
+    staged = out / f"{start}-{rank}"
+    staged.write_text(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], said]))
+    staged.rename(staged.with_suffix(".json"))
+    deadline = time.monotonic() + 60
+    while not (out / f"go{start}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     sys.exit(start == "0")
 """
 
 
-def on_fakes(*arguments, first="utilization=99"):
-    """Start `lightning-tricks gpus` on a machine with four GPUs, of which the first is not free."""
-    command = [sys.executable, "-c", textwrap.dedent(ON_FAKES).replace("FIRST", first), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def on_fakes():
+    """Starts `lightning-tricks gpus` on a machine with four GPUs, of which the first is not free."""
+
+    def start(*arguments, first="utilization=99"):
+        command = [sys.executable, "-c", textwrap.dedent(ON_FAKES).replace("FIRST", first), *map(str, arguments)]
+        jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return jobs[-1]
+
+    jobs = []
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate()
 
 
 def locked():
@@ -206,7 +218,7 @@ def locked():
 
 @POSIX
 @pytest.mark.oldest
-def test_ranks_of_torchrun_use_what_its_command_line_selects_and_keeps_through_restarts(tmp_path):
+def test_ranks_of_torchrun_use_what_its_command_line_selects_and_keeps_through_restarts(on_fakes, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(RANK))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
@@ -242,7 +254,9 @@ PROGRAM = """
 @pytest.mark.parametrize(
     ("before", "first", "index"), [(None, f"fails={LOST}", 1), ("3,2", "utilization=99", 2)], ids=["lost", "visible"]
 )
-def test_a_program_sees_its_gpus_alone_and_keeps_them_until_it_is_killed(before, first, index, monkeypatch, tmp_path):
+def test_a_program_sees_its_gpus_alone_and_keeps_them_until_it_is_killed(
+    before, first, index, on_fakes, monkeypatch, tmp_path
+):
     if before is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
     script = tmp_path / "train.py"
@@ -252,12 +266,12 @@ def test_a_program_sees_its_gpus_alone_and_keeps_them_until_it_is_killed(before,
     assert job.stdout.readline() == f"{UUIDS[index]} [] ['--', '--json']\n"
     assert locked() == [index]
     job.kill()
-    assert job.communicate()[1] == f"lightning-tricks gpus: {sys.executable} runs on GPU {index}\n"
+    assert job.stderr.read() == f"lightning-tricks gpus: {sys.executable} runs on GPU {index}\n"
     assert locked() == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_program_is_ended_by_a_broken_pipe_as_if_it_was_started_by_a_shell():
+def test_a_program_is_ended_by_a_broken_pipe_as_if_it_was_started_by_a_shell(on_fakes):
     out, _ = on_fakes("--select", 1, "--", "grep", "SigIgn", "/proc/self/status").communicate(timeout=110)
     assert not int(out.split()[1], 16) & 1 << signal.SIGPIPE - 1
 
@@ -273,9 +287,12 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("relic", [{}, {VARIABLE: f"{1 << 22}:{UUIDS[3]}"}], ids=["alone", "in a sweep that selected"])
-@pytest.mark.parametrize("launcher", LAUNCHES)
-def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, relic, monkeypatch):
+@pytest.mark.parametrize(  # "parent": elastic_launch in a script that has selected
+    ("launcher", "leader"),
+    [*((launcher, "") for launcher in LAUNCHES), ("<launcher>", "sweep"), ("torchrun", "parent")],
+)
+def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, leader, monkeypatch):
+    relic = {VARIABLE: told(UUIDS[3], leader=1 << 22 if leader == "sweep" else None)} if leader else {}
     new_process(monkeypatch, **LAUNCHES[launcher], **relic)
     with pytest.raises(
         RankError, match=rf"`lightning-tricks gpus --select 3 -- .*{launcher.split()[-1]} \.\.\.`"
