@@ -10,8 +10,6 @@ with units, sampled beside the steps, and says at the end what the run waited fo
 Caveats: NVIDIA GPUs only, as NVML tells of no others. Locks hold between processes that share their folder, which is
 /tmp/lightning-tricks-gpus or what LIGHTNING_TRICKS_LOCK_DIR names: containers have to mount it.
 Persistence and compute mode are set by the administrator of a machine, never by this package.
-
-`lightning_tricks.devices.testing.FakeNvml` stands in for NVML, to test scripts on machines without GPUs.
 """
 
 from typing import TYPE_CHECKING

@@ -112,7 +112,7 @@ TEXTS = {
     "ckpt show": {"--key"},
     "demo": {"--accelerator", "--precision"},
     "flops": {"--dtype", "model"},
-    "gpus": {"--id", "--min-free-memory", "--query"},
+    "gpus": {"--id", "--min-free-memory", "program"},
     "report": {"--sort"},
     "schedule": {"--interval", "--kind"},
 }

@@ -1,12 +1,13 @@
 """Locks of the tests' own, and no selection that an earlier test has left."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from lightning_tricks.devices.core import gpu_locks, rank_handoff, result, visible_devices
 
-_VARIABLES = ("CUDA_", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+_VARIABLES = ("CUDA_", "LOCAL_", "MASTER_", "MPI_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +15,7 @@ def lock_folder(monkeypatch, tmp_path):
     """Give a test a folder of locks of its own, and no launcher, nor CUDA, which other tests may have initialized."""
     for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for scripts that import the fake
     for module in (result, visible_devices):
         monkeypatch.setattr(module, "uuids_seen_by_cuda", lambda: None)
     monkeypatch.setenv(gpu_locks.FOLDER_VARIABLE, str(tmp_path / "locks"))

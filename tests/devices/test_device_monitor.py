@@ -20,9 +20,9 @@ from lightning_tricks.devices import device_monitor, monitored_run
 from lightning_tricks.devices.core import bottleneck, utilization
 from lightning_tricks.devices.core.device_summary import DEFAULT_KEYS
 from lightning_tricks.devices.device_monitor import DeviceMonitor
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 from tests.devices.boards import LOST
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
 HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
 LOGGED = {"host/cpu_utilization", "host/data_wait"}

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from lightning_tricks import cli
-from lightning_tricks.devices import Gpu, GpuProcess
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml, FakeProcess
+from lightning_tricks.devices import Gpu, GpuProcess, NoGpuAvailableError
+from tests.devices.fake_nvml import FakeGpu, FakeNvml, FakeProcess
 from tests.documents.blocks import blocks_of
 
 _PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
@@ -56,7 +56,8 @@ def test_command_prints_what_it_says(command, output, machine, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [command for command, output in _COMMANDS if re.match("lightning-tricks (gpus|env)", command)]
+    "command",
+    [command for command, output in _COMMANDS if re.match("lightning-tricks gpus", command) and " -- " not in command],
 )
 def test_command_runs(command, machine, capsys, monkeypatch):
     def interrupt(seconds):
@@ -67,13 +68,22 @@ def test_command_runs(command, machine, capsys, monkeypatch):
     assert capsys.readouterr().out
 
 
-def test_the_names_in_the_table_of_columns_exist(machine):
+def test_the_names_in_the_table_of_columns_exist():
     rows = [line.split(" | ") for line in re.findall(r"^\| (.*) \|$", _TEXT, re.MULTILINE)][2:]
     assert len(rows) == 15
     attributes = {field.name for field in fields(Gpu)}
     attributes |= {f"GpuProcess.{field.name}" for field in fields(GpuProcess)}
-    for title, _, ours, query in (row for row in rows if len(row) == 4 and row[0] != "CUDA Version"):
+    for title, _, ours in (row for row in rows if row[0] != "CUDA Version"):
         assert {*re.findall("`(.+?)`", ours)} <= attributes, title
-        assert cli.main(["gpus", "--query", ",".join(re.findall("`(.+?)`", query))]) == 0, title
         assert "`" in ours, title
-        assert "`" in query, title
+
+
+def test_the_error_of_a_choice_is_that_of_the_page():
+    page = _PAGE.parent / "tricks" / "devices.md"
+    code, error = re.search(
+        r"```py\n(.*?select_gpus\(2.*?)```.*?```text\n(1 of 3.*?)```", page.read_text(), re.DOTALL
+    ).groups()
+    gpus = [FakeGpu(memory_used="79GiB"), FakeGpu(utilization=98), FakeGpu()]
+    with FakeNvml(gpus), pytest.raises(NoGpuAvailableError) as raised:
+        exec(code, {})
+    assert f"{raised.value}\n" == error

@@ -1,6 +1,5 @@
-"""`lightning-tricks gpus`: GPUs as a table, as JSON values and as CSV."""
+"""`lightning-tricks gpus`: GPUs as a table and as JSON values."""
 
-import csv
 import json
 import os
 from dataclasses import fields
@@ -10,9 +9,9 @@ import psutil
 import pytest
 
 from lightning_tricks import cli
-from lightning_tricks.devices import Gpu, list_gpus
-from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from lightning_tricks.devices import Gpu
 from tests.devices.boards import CONSUMER_BOARD, LOST, MIG_ENABLED, UNIFIED_MEMORY
+from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
 
 _BUSY = FakeGpu(
     memory_used="79.2GiB",
@@ -47,13 +46,6 @@ _HOT = FakeGpu(temperature=90, throttle_reasons=0x68, compute_mode=3, ecc_errors
 
 
 _ALL = [_BUSY, _DESKTOP, FakeGpu(fails=LOST), _SHARED, _SLICED, _HOT]
-_QUERY = (
-    "index,name,uuid,pci.bus_id,memory.total,memory.used,memory.free,utilization.gpu,utilization.memory,"
-    "temperature.gpu,power.draw,power.limit,fan.speed,pstate,persistence_mode,compute_mode,display_active,"
-    "ecc.errors.uncorrected.volatile.total,clocks.sm,clocks.mem,driver_version,vbios_version,mig.mode.current,"
-    "clocks_throttle_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown"
-)
-_SMI = _QUERY.split(",")
 _OWN = [field.name for field in fields(Gpu)]
 
 
@@ -178,67 +170,6 @@ def test_text_of_others_is_shown_and_not_acted_on(text, shown, printed, monkeypa
     assert table.count(shown) == 3, "the name, the user and the command"
     assert "\x1b[2J" not in table
     assert not {"\x07", "\r", "\u202e"} & {*table}
-    rows = printed(gpus, "--csv", "--query", "name,processes")
-    rows.encode()
-    assert len(rows.splitlines()) == 2
-
-
-# Fields
-
-
-def test_names_of_nvidia_smi_have_its_units_and_spelling(printed):
-    text = printed(_ALL[:1], "--csv", "--query", _QUERY)
-    ((title, *values),) = [list(zip(*csv.reader(text.splitlines()), strict=True))]
-    assert dict([title, *values]) == {
-        "index": "0",
-        "name": "NVIDIA H100 80GB HBM3",
-        "uuid": "GPU-00000000-0000-4000-8000-000000000000",
-        "pci.bus_id": "00000000:01:00.0",
-        "memory.total [MiB]": "81920",
-        "memory.used [MiB]": "81100",
-        "memory.free [MiB]": "819",
-        "utilization.gpu [%]": "100",
-        "utilization.memory [%]": "41",
-        "temperature.gpu": "71",
-        "power.draw [W]": "690.00",
-        "power.limit [W]": "700.00",
-        "fan.speed [%]": "0",
-        "pstate": "P0",
-        "persistence_mode": "Enabled",
-        "compute_mode": "Default",
-        "display_active": "Disabled",
-        "ecc.errors.uncorrected.volatile.total": "0",
-        "clocks.sm [MHz]": "1980",
-        "clocks.mem [MHz]": "2619",
-        "driver_version": "580.65.06",
-        "vbios_version": "96.00.74.00.01",
-        "mig.mode.current": "Disabled",
-        "clocks_throttle_reasons.sw_power_cap": "Active",
-        "clocks_event_reasons.hw_slowdown": "Not Active",
-    }
-
-
-def test_what_is_not_known_is_not_available(printed):
-    names = sorted({*_OWN, *_SMI} - {"index", "driver_version", "error"})
-    (values,) = json.loads(printed([FakeGpu(fails=LOST)], "--json", "--query", ",".join(names)))
-    assert {name for name, value in values.items() if value is not None} <= {"mig_slices", "unreadable"}
-    _, row = csv.reader(printed([FakeGpu(fails=LOST)], "--csv", "--query", ",".join(names)).splitlines())
-    assert {*row} == {"[N/A]", ""}
-
-
-def test_own_names_have_plain_values(printed):
-    query = "memory_used,persistence_mode,throttle_reasons,processes,performance_state"
-    (values,) = json.loads(printed(_ALL[:1], "--json", "--query", query))
-    assert values["memory_used"] == list_gpus(nvml=FakeNvml(_ALL))[0].memory_used
-    assert (values["persistence_mode"], values["performance_state"]) == (True, 0)
-    assert values["throttle_reasons"] == ["power cap"]
-    assert values["processes"][0]["memory"] == 79 << 30
-    rows = printed(_ALL[:1], "--csv", "--query", "memory_used,energy,persistence_mode,mig_mode").splitlines()
-    assert rows[0] == "memory_used [B],energy [J],persistence_mode,mig_mode"
-    assert rows[1].endswith("Enabled,Disabled")
-    rows = printed(_ALL, "--csv", "--query", "index,throttle_reasons,mig_slices,processes").splitlines()
-    assert rows[5].startswith("4,,MIG-f1e2 0 B,")
-    assert rows[6] == "5,hardware slowdown; software thermal slowdown; hardware thermal slowdown,,"
 
 
 def test_json_is_plain(printed):
@@ -246,35 +177,15 @@ def test_json_is_plain(printed):
     assert [gpu["index"] for gpu in plain] == list(range(6))
     assert [*plain[0]] == _OWN
     assert (plain[2]["name"], plain[2]["error"]) == (None, "GPU is lost")
-    assert plain[0]["power"] == 690.0
-
-
-@pytest.mark.parametrize("name", [*_OWN, *_SMI, "timestamp", "clocks_event_reasons.sync_boost"])
-def test_every_field_is_plain_for_every_gpu(printed, name):
-    assert [*json.loads(printed(_ALL, "--json", "--query", name))[0]] == [name]
-    assert len(printed(_ALL, "--csv", "--query", name).splitlines()) == 7
-
-
-@pytest.mark.parametrize(
-    ("query", "words"),
-    [
-        ("memory.usd", "got 'memory.usd'. Did you mean 'memory.used'?"),
-        ("name,Temperature", "got 'Temperature'. Did you mean 'temperature'?"),
-        ("zzz", "got 'zzz'. Known are index, "),
-        ("", "must name at least one field, such as 'name,memory.used', got ''"),
-        (" , ", "must name at least one field"),
-    ],
-)
-def test_a_name_that_is_not_known(query, words, refused):
-    assert words in refused(_ALL, "--query", query)
-
-
-def test_query_table(printed):
-    text = printed(_ALL, "--query", "index, memory.used ,processes", width=60)
-    assert "memory.used [MiB]" in text
-    assert str(2**31 - 1) in text.replace("\n", "")
-    assert text.endswith("\nGPU 2 does not answer: GPU is lost.\n")
-    assert "answer" not in printed(_ALL[:1], "--query", "index")
+    assert (plain[0]["power"], plain[0]["throttle_reasons"]) == (690.0, ["power cap"])
+    assert plain[0]["processes"][0]["memory"] == 79 << 30
+    assert {name for name, value in plain[2].items() if value is not None} == {
+        "index",
+        "error",
+        "driver_version",
+        "mig_slices",
+        "unreadable",
+    }
 
 
 # Which GPUs
@@ -294,7 +205,7 @@ def test_query_table(printed):
     ],
 )
 def test_ids(ids, found, printed):
-    assert [gpu["index"] for gpu in json.loads(printed(_ALL, "--json", "--query", "index", "--id", ids))] == found
+    assert [gpu["index"] for gpu in json.loads(printed(_ALL, "--json", "--id", ids))] == found
 
 
 @pytest.mark.parametrize(

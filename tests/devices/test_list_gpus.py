@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from lightning_tricks.devices import Gpu, GpuProcess, list_gpus
-from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
 from tests.devices.boards import CONSUMER_BOARD, DRIVER_470, LOST, MIG_ENABLED, PASSIVELY_COOLED, UNIFIED_MEMORY
+from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
 
 # What each function tells
 _FIELDS = {
@@ -415,7 +415,7 @@ def test_no_cuda_context_and_no_torch():
     code = """
 import sys
 from lightning_tricks.devices import list_gpus
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 assert list_gpus(nvml=FakeNvml([FakeGpu()]))
 assert not {"torch", "lightning"} & {*sys.modules}
 """

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices import NvmlUnavailableError, list_gpus
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
 
 @pytest.mark.parametrize(

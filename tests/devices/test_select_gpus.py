@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.devices import NoGpuAvailableError, select_gpus
-from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
 from tests.devices.boards import LOST, MIG_ENABLED, UNIFIED_MEMORY
+from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
 
 
 def selected(gpus, n=1, **arguments):
@@ -292,7 +292,7 @@ ASK = """
     import ctypes, os
     ctypes.CDLL(os.environ["FAKE_DRIVER"])
     from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
     selection = select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu(memory_used="1GiB"), FakeGpu(memory_used="0")]))
     print(selection.devices, selection.gpus[0].index, os.environ.get("CUDA_DEVICE_ORDER"))
 """

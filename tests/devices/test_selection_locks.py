@@ -20,7 +20,7 @@ from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, Selectio
 from lightning_tricks.devices.core import gpu_locks
 from lightning_tricks.devices.core.gpu_locks import FOLDER_VARIABLE, LOCKS, choosing, lock_path
 from lightning_tricks.devices.core.result import state
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml, FakeProcess
+from tests.devices.fake_nvml import FakeGpu, FakeNvml, FakeProcess
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or has users")
 ROOT = pytest.mark.skipif(getattr(os, "getuid", int)() != 0, reason="only root can become another user")
@@ -69,7 +69,7 @@ def in_fork(function):
 
 HOLD = """
     from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
     print(select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()])).devices[0], flush=True)
     input()
 """
@@ -77,7 +77,7 @@ RACE = """
     import os, sys, time
     from pathlib import Path
     from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(0.001)
@@ -225,7 +225,7 @@ def test_a_forked_child_leaves_the_lock_to_its_parent(act):
     code = f"""
         import os, sys
         from lightning_tricks.devices import select_gpus
-        from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+        from tests.devices.fake_nvml import FakeGpu, FakeNvml
         selection = select_gpus(nvml=FakeNvml([FakeGpu()]))
         child = os.fork()
         if child == 0:
@@ -250,7 +250,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent():
     code = """
         import os, signal, sys
         from lightning_tricks.devices import select_gpus
-        from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+        from tests.devices.fake_nvml import FakeGpu, FakeNvml
         select_gpus(nvml=FakeNvml([FakeGpu()]))
         read, write = os.pipe()
         if os.fork() == 0:
@@ -432,7 +432,7 @@ INTERRUPT = """
     from lightning_tricks.devices import select_gpus
     from lightning_tricks.devices.core import gpu_locks
     from lightning_tricks.devices.core.result import state
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
     FILES = ("select.py", "gpu_locks.py", "file_locks.py", "result.py", "rank_handoff.py", "visible_devices.py")
     lost = FakeGpu(fails={"nvmlDeviceGetHandleByIndex": "GPU_IS_LOST"})
@@ -599,19 +599,27 @@ WINDOWS = """
     sys.platform = "win32"
     from lightning_tricks.devices import select_gpus
     from lightning_tricks.devices.core.gpu_locks import is_locked, lock_folder, lock_path
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
     assert select_gpus(fallback="cpu", nvml=FakeNvml(init_error="LIBRARY_NOT_FOUND")).devices == 1
     selection = select_gpus(nvml=FakeNvml([FakeGpu()]))
     path = lock_path(lock_folder(), selection.gpus[0].uuid)
     assert is_locked(path)
+    os.environ["LOCAL_RANK"] = "0"
+    selection = select_gpus(nvml=FakeNvml([FakeGpu(utilization=50)]))
+    assert selection.devices == [0]
     selection.release()
     assert not is_locked(path) and not held
-    os.environ.update(LOCAL_RANK="0")
-    select_gpus(nvml=FakeNvml([FakeGpu()]))
-    from lightning_tricks.devices.core.rank_handoff import await_choice, find_launch
-    del os.environ["LIGHTNING_TRICKS_SELECTED_GPUS"]
-    assert await_choice(find_launch(os.environ), 0) == [selection.gpus[0].uuid]
+    os.environ.pop("LOCAL_RANK"), os.environ.pop("LIGHTNING_TRICKS_SELECTED_GPUS")
+
+    def call(command, env):
+        assert is_locked(path) and env["CUDA_VISIBLE_DEVICES"] == path.stem and command[1:] == ["-V"]
+        return 3
+
+    subprocess.call = call
+    from lightning_tricks.cli import main
+    with FakeNvml([FakeGpu()]):
+        assert main(["gpus", "--select", "1", "--", sys.executable, "-V"]) == 3
     print("done")
 """
 

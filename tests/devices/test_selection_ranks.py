@@ -1,20 +1,23 @@
-"""The ranks of one run use one selection: really launched by Lightning and torchrun, by srun and mpirun in words."""
+"""Ranks that Lightning launches use the selection of the first; those of others use what their command line selects."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
-from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankError, select_gpus
-from lightning_tricks.devices.core import gpu_locks, rank_handoff
-from lightning_tricks.devices.core.rank_handoff import VARIABLE, Launch, await_choice, find_launch, publish_choice
+from lightning_tricks.devices import NoGpuAvailableError, RankError, select_gpus
+from lightning_tricks.devices.core.gpu_locks import LOCKS, is_locked, lock_folder, lock_path
+from lightning_tricks.devices.core.rank_handoff import VARIABLE
 from lightning_tricks.devices.core.result import state
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from tests.devices.boards import LOST
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
+POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or becomes another program")
 UUIDS = [f"GPU-0000000{index}-0000-4000-8000-000000000000" for index in range(4)]
 
 
@@ -25,7 +28,7 @@ def nvml(count=4):
 def new_process(monkeypatch, **environment):
     """Let this process be another one, with this environment."""
     state.forget()
-    gpu_locks.LOCKS.forget()
+    LOCKS.forget()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
@@ -54,7 +57,7 @@ LIGHTNING = """
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
     if __name__ == "__main__":
         out, rank = Path(sys.argv[1]), os.environ.get("LOCAL_RANK", "0")
@@ -67,7 +70,7 @@ LIGHTNING = """
         )
         trainer.fit(BoringModel())
         again = select_gpus(2, nvml=nvml)
-        job = "from lightning_tricks.devices import select_gpus; from lightning_tricks.devices.testing import *; "
+        job = "from lightning_tricks.devices import select_gpus; from tests.devices.fake_nvml import *; "
         job += "print(select_gpus(nvml=FakeNvml([FakeGpu() for _ in range(4)])).devices[0])"
         job = subprocess.run([sys.executable, "-c", job], capture_output=True, text=True).stdout if rank == "0" else ""
         text = json.dumps({"rank": rank, "first": first.devices, "again": again.devices, "job": job.strip()})
@@ -150,7 +153,7 @@ def test_a_released_gpu_that_another_job_took_is_an_error_of_the_first_rank(monk
     selection.release()
     code = """
         from lightning_tricks.devices import select_gpus
-        from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+        from tests.devices.fake_nvml import FakeGpu, FakeNvml
         print(select_gpus(nvml=FakeNvml([FakeGpu()])).devices, flush=True)
         input()
     """
@@ -163,110 +166,156 @@ def test_a_released_gpu_that_another_job_took_is_an_error_of_the_first_rank(monk
     job.communicate("\n", timeout=300)
 
 
-# torchrun
+# torchrun, srun and mpirun
 
-TORCHRUN = """
-    import json, os, sys
+ON_FAKES = """
+    import sys
+    from lightning_tricks.cli import main
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
+    with FakeNvml([FakeGpu(FIRST), FakeGpu(), FakeGpu(), FakeGpu()]):
+        sys.exit(main(["gpus", *sys.argv[1:]]))
+"""
+RANK = """
+    import json, os, sys, time
     from pathlib import Path
-    from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from lightning_tricks.devices import RankError, select_gpus
 
-    out, rank, start = Path(sys.argv[1]), os.environ["LOCAL_RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    gpus = [FakeGpu(), FakeGpu(), FakeGpu(), FakeGpu()]
-    gpus[start].utilization = 50  # after a restart, another one is busy
-    if rank == "1":
-        gpus = [FakeGpu(utilization=50) for _ in gpus]
-    first, again = select_gpus(2, nvml=FakeNvml(gpus)), select_gpus(2, nvml=FakeNvml(gpus))
-    text = json.dumps({"start": start, "rank": rank, "first": first.devices, "again": again.devices})
-    (out / f"{start}-{rank}.json").write_text(text)
-    while len(list(out.glob(f"{start}-*.json"))) < 2:
-        pass
-    sys.exit(1 if start == 0 else 0)
+    out, rank, start = Path(sys.argv[1]), os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    try:
+        said = repr(select_gpus(2, fallback="cpu"))
+    except RankError as error:
+        said = str(error)
+    staged = out / f"{start}-{rank}"
+    staged.write_text(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], said]))
+    staged.rename(staged.with_suffix(".json"))
+    deadline = time.monotonic() + 60
+    while not (out / f"go{start}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sys.exit(start == "0")
 """
 
 
-def test_ranks_that_torchrun_starts_share_a_selection_and_a_restarted_group_selects_anew(tmp_path, lock_folder):
+@pytest.fixture
+def on_fakes():
+    """Starts `lightning-tricks gpus` on a machine with four GPUs, of which the first is not free."""
+
+    def start(*arguments, first="utilization=99"):
+        command = [sys.executable, "-c", textwrap.dedent(ON_FAKES).replace("FIRST", first), *map(str, arguments)]
+        jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return jobs[-1]
+
+    jobs = []
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate()
+
+
+def locked():
+    """Return which of the four GPUs are locked."""
+    return [index for index, uuid in enumerate(UUIDS) if is_locked(lock_path(lock_folder(), uuid))]
+
+
+@POSIX
+@pytest.mark.oldest
+def test_ranks_of_torchrun_use_what_its_command_line_selects_and_keeps_through_restarts(on_fakes, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(TORCHRUN))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
-    result = run(*launcher, script, tmp_path, **{VARIABLE: told(UUIDS[3])})  # started by a script that has a GPU itself
-    assert result.returncode == 0, result.stderr
-    assert written(tmp_path) == [
-        {"start": 0, "rank": "0", "first": [1, 2], "again": [1, 2]},
-        {"start": 0, "rank": "1", "first": [1, 2], "again": [1, 2]},
-        {"start": 1, "rank": "0", "first": [0, 2], "again": [0, 2]},
-        {"start": 1, "rank": "1", "first": [0, 2], "again": [0, 2]},
-    ]
-    assert len(list(lock_folder.glob("ranks-*.json"))) == 1  # the restarted group has removed that of the first
+    script.write_text(textwrap.dedent(RANK))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    job = on_fakes("--select", 2, "--", *torchrun, "--max-restarts", 1, script, tmp_path)
+    for start in range(2):
+        while len(list(tmp_path.glob(f"{start}-*.json"))) < 2:
+            assert job.poll() is None, job.stderr.read()
+            time.sleep(0.05)
+        assert locked() == [1, 2]
+        (tmp_path / f"go{start}").touch()
+    _, error = job.communicate(timeout=110)
+    assert job.returncode == 0, error
+    assert [seen for seen, _ in written(tmp_path)] == [f"{UUIDS[1]},{UUIDS[2]}"] * 4
+    assert all("`lightning-tricks gpus --select 2 -- torchrun ...`" in words for _, words in written(tmp_path))
+    assert locked() == []
+
+
+PROGRAM = """
+    import os, signal, sys
+    from lightning_tricks.devices import select_gpus
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
+    try:
+        select_gpus(nvml=FakeNvml([FakeGpu() for _ in range(4)]))
+    except RuntimeError as error:
+        print(str(error).splitlines()[1])
+    left = [name for name in os.environ if name.startswith("LIGHTNING_TRICKS_") and not name.endswith("LOCK_DIR")]
+    print(os.environ["CUDA_VISIBLE_DEVICES"], left, sys.argv[1:], flush=True)
+    signal.pause()
+"""
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("before", "first", "index"), [(None, f"fails={LOST}", 1), ("3,2", "utilization=99", 2)], ids=["lost", "visible"]
+)
+def test_a_program_sees_its_gpus_alone_and_keeps_them_until_it_is_killed(
+    before, first, index, on_fakes, monkeypatch, tmp_path
+):
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    job = on_fakes("--select", 1, "--", sys.executable, script, "--", "--json", first=first)
+    assert "leave select_gpus out" in job.stdout.readline()
+    assert job.stdout.readline() == f"{UUIDS[index]} [] ['--', '--json']\n"
+    assert locked() == [index]
+    job.kill()
+    assert job.stderr.read() == f"lightning-tricks gpus: {sys.executable} runs on GPU {index}\n"
+    assert locked() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_program_is_ended_by_a_broken_pipe_as_if_it_was_started_by_a_shell(on_fakes):
+    out, _ = on_fakes("--select", 1, "--", "grep", "SigIgn", "/proc/self/status").communicate(timeout=110)
+    assert not int(out.split()[1], 16) & 1 << signal.SIGPIPE - 1
 
 
 # The words of launchers
 
-LAUNCHES = [
-    {"LOCAL_RANK": "{}", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": "2"},
-    {"SLURM_LOCALID": "{}", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
-    {"OMPI_COMM_WORLD_LOCAL_RANK": "{}", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun@1"},
-    {"OMPI_COMM_WORLD_LOCAL_RANK": "{}", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    {"LOCAL_RANK": "{}", "MASTER_PORT": "1"},
-    {"LOCAL_RANK": "{}", "SLURM_LOCALID": "{}", "SLURM_STEP_ID": "0"},
-]
+LAUNCHES = {
+    "torchrun": {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"},
+    "srun": {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+    "mpirun": {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun@1"},
+    "-- mpirun": {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+    "<launcher>": {"LOCAL_RANK": "0", "MASTER_PORT": "1"},
+}
 
 
-def of_rank(launch, rank):
-    return {name: value.format(rank) for name, value in launch.items()}
-
-
-@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: " ".join(launch)[:30])
-def test_the_first_rank_leaves_its_selection_to_the_others(launch, monkeypatch):
-    new_process(monkeypatch, **of_rank(launch, 0))
-    gpus = [FakeGpu(utilization=50), FakeGpu(), FakeGpu()]
-    assert select_gpus(nvml=FakeNvml(gpus)).devices == [1]
-    new_process(monkeypatch, **of_rank(launch, 1))
-    monkeypatch.delenv(VARIABLE)  # it was started before
-    assert select_gpus(nvml=nvml()).devices == [1]
-    assert select_gpus(nvml=nvml()).devices == [1]
-    assert find_launch(of_rank(launch, 0)).key == find_launch(of_rank(launch, 1)).key
+@pytest.mark.parametrize(  # "parent": elastic_launch in a script that has selected
+    ("launcher", "leader"),
+    [*((launcher, "") for launcher in LAUNCHES), ("<launcher>", "sweep"), ("torchrun", "parent")],
+)
+def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, leader, monkeypatch):
+    relic = {VARIABLE: told(UUIDS[3], leader=1 << 22 if leader == "sweep" else None)} if leader else {}
+    new_process(monkeypatch, **LAUNCHES[launcher], **relic)
+    with pytest.raises(
+        RankError, match=rf"`lightning-tricks gpus --select 3 -- .*{launcher.split()[-1]} \.\.\.`"
+    ) as error:
+        select_gpus(3, nvml=nvml(), fallback="cpu")
+    assert ("call select_gpus before the Trainer runs" in str(error.value)) == (launcher == "<launcher>")
+    assert state.locks == {}
 
 
 @pytest.mark.parametrize(
     "environment",
     [
-        {},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"},
         {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_LOCALID": "0"},
-        {"LOCAL_RANK": "first"},
-        {"LOCAL_RANK": "0", VARIABLE: told("cpu")},
+        {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+        {"SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     ],
     ids=str,
 )
-def test_a_process_alone_is_no_launch(environment):
-    assert find_launch(environment) is None
-
-
-def test_launches_are_told_apart():
-    keys = {find_launch(of_rank(launch, 0)).key for launch in LAUNCHES}
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"):
-        keys.add(find_launch({**of_rank(LAUNCHES[0], 0), name: "1"}).key)
-    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"):
-        keys.add(find_launch({**of_rank(LAUNCHES[1], 0), name: "1"}).key)
-    assert len(keys) == len(LAUNCHES) + 6
-
-
-def test_the_other_ranks_are_told_why_the_first_has_failed(monkeypatch):
-    new_process(monkeypatch, **of_rank(LAUNCHES[0], 0))
-    with pytest.raises(NoGpuAvailableError):
-        select_gpus(5, nvml=nvml())
-    new_process(monkeypatch, **of_rank(LAUNCHES[0], 1))
-    with pytest.raises(RankError, match=r"Local rank 0, .* has failed: 4 of 4 GPUs qualify, and n=5"):
-        select_gpus(5, nvml=nvml())
-
-
-def test_the_cpu_is_left_to_the_other_ranks_too(monkeypatch):
-    new_process(monkeypatch, **of_rank(LAUNCHES[0], 0))
-    select_gpus(nvml=FakeNvml([]), fallback="cpu")
-    new_process(monkeypatch, **of_rank(LAUNCHES[0], 1))
-    assert select_gpus(nvml=nvml()).accelerator == "cpu"
+def test_a_rank_that_is_alone_on_its_machine_selects(environment, monkeypatch):
+    new_process(monkeypatch, **environment)
+    assert select_gpus(nvml=nvml()).devices == [0]
 
 
 # Processes that another one started which has selected
@@ -276,7 +325,7 @@ WORKERS = """
     import multiprocessing, os, sys
     from lightning_tricks.devices import select_gpus
     from lightning_tricks.devices.core.result import state
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
     selection = select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()]))  # at the top level, as scripts do it
 
@@ -306,19 +355,7 @@ def test_a_spawned_worker_that_imports_the_script_again_leaves_the_other_gpus_al
     assert result.stdout.split("\n")[0] == "[0] ([0], []" + (")" if gpus == 1 else ", [1])")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_a_launcher_that_an_older_ancestor_started_share_a_selection_of_their_own(rank, monkeypatch):
-    launch = {"LOCAL_RANK": "{}", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    relic = {VARIABLE: told(UUIDS[3], leader=1 << 22)}  # a sweep's driver has UUIDS[3], and has started the launcher
-    assert find_launch({**of_rank(launch, rank), **relic}).local_rank == rank
-    new_process(monkeypatch, **of_rank(launch, 0), **relic)
-    assert select_gpus(nvml=nvml()).devices == [0]
-    new_process(monkeypatch, **of_rank(launch, 1))
-    monkeypatch.setenv(VARIABLE, relic[VARIABLE])
-    assert select_gpus(nvml=nvml()).devices == [0]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="forks")
+@POSIX
 def test_ranks_of_a_forked_child_find_the_selection_of_its_parent():
     select_gpus(2, nvml=nvml())
     child = os.fork()
@@ -326,7 +363,7 @@ def test_ranks_of_a_forked_child_find_the_selection_of_its_parent():
         code = 99
         try:
             command = (
-                "from lightning_tricks.devices import select_gpus; from lightning_tricks.devices.testing import *; "
+                "from lightning_tricks.devices import select_gpus; from tests.devices.fake_nvml import *; "
                 "assert select_gpus(2, nvml=FakeNvml([FakeGpu() for _ in range(4)])).devices == [0, 1]"
             )
             code = run("-c", command, LOCAL_RANK="1").returncode
@@ -341,7 +378,7 @@ def test_a_job_sees_what_its_parent_saw_before_it_selected(before, monkeypatch):
     code = f"""
 import os
 from lightning_tricks.devices import select_gpus
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 before = os.environ["CUDA_VISIBLE_DEVICES"]
 selection = select_gpus(nvml={fake})
 print(before, selection.gpus[0].index, os.environ["CUDA_VISIBLE_DEVICES"] == selection.gpus[0].uuid)
@@ -355,141 +392,3 @@ print(os.environ.get("CUDA_VISIBLE_DEVICES"))
         job = run("-c", code)
     assert job.stdout.split("\n")[:2] == [f"{UUIDS[1]} 2 True", str(before)], job.stderr
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
-
-
-WRAPPED = """
-    import os, sys, time
-    from pathlib import Path
-    from lightning_tricks.devices import select_gpus
-    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
-
-    out, rank = Path(sys.argv[1]), os.environ["LOCAL_RANK"]
-    gpus = [FakeGpu(), FakeGpu(utilization=50 if rank == "0" else 0), FakeGpu()]
-    (out / f"{rank}.json").write_text(str(select_gpus(2, nvml=FakeNvml(gpus)).devices))
-    while len(list(out.glob("*.json"))) < 2:
-        pass
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-def test_ranks_that_torchrun_starts_in_a_shell_share_a_selection(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(WRAPPED))
-    wrapper = tmp_path / "wrapper.sh"
-    wrapper.write_text(f"#!/bin/sh\n{sys.executable} {script} {tmp_path}\nexit $?\n")
-    wrapper.chmod(0o755)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python", wrapper]
-    result = run(*launcher)
-    assert result.returncode == 0, result.stderr
-    assert written(tmp_path) == [[0, 2], [0, 2]]
-
-
-def test_a_program_that_the_first_rank_starts_does_not_change_what_the_others_use(monkeypatch):
-    new_process(monkeypatch, **of_rank(LAUNCHES[1], 0))
-    assert select_gpus(nvml=nvml()).devices == [0]
-    code = "from lightning_tricks.devices import select_gpus; from lightning_tricks.devices.testing import *; "
-    code += "print(select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()])).devices)"
-    job = run("-c", code)
-    assert job.stdout == "[1]\n", job.stderr
-    launch = find_launch(of_rank(LAUNCHES[1], 1))
-    assert await_choice(launch, 0.0) == UUIDS[:1]
-
-
-@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: " ".join(launch)[:30])
-def test_the_first_rank_selects_the_same_gpus_after_a_release(launch, monkeypatch):
-    new_process(monkeypatch, **of_rank(launch, 0))
-    gpus = [FakeGpu(), FakeGpu()]
-    select_gpus(nvml=FakeNvml(gpus)).release()
-    gpus[0].utilization = 50  # the other ranks use it
-    assert select_gpus(nvml=FakeNvml(gpus)).devices == [0]
-
-
-# Files that are not to be believed
-
-LAUNCH = Launch(1, "0" * 32)
-
-
-def waited(monkeypatch):
-    """Return how long a rank waits until it gives up."""
-    now = [0.0]
-    monkeypatch.setattr(rank_handoff.time, "monotonic", lambda: now[0])
-
-    def sleep(seconds):
-        now[0] += seconds
-
-    monkeypatch.setattr(rank_handoff.time, "sleep", sleep)
-    with pytest.raises(RankError, match="has waited 130 s for the GPUs that local rank 0"):
-        await_choice(LAUNCH, 10.0)
-    return round(now[0])
-
-
-def publish(**changes):
-    publish_choice(LAUNCH, UUIDS[:1])
-    path = rank_handoff.handoff_path(LAUNCH)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return path
-
-
-def test_a_rank_does_not_wait_for_ever(monkeypatch):
-    assert waited(monkeypatch) == 130
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"choice": "GPU-1"}, {"choice": [1]}, {"error": 1}, {"started": "1"}, {"pid": 1 << 22}, {"pid": "self"}],
-    ids=str,
-)
-def test_a_file_that_says_something_else_is_not_read(changes, monkeypatch):
-    publish()
-    assert await_choice(LAUNCH, 0.0) == UUIDS[:1]
-    publish(**changes)
-    waited(monkeypatch)
-
-
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "null", '{"choice": []}', '{"pid": 1' + " " * (1 << 16) + "}"])
-def test_a_file_that_is_no_record_is_not_read(text, monkeypatch):
-    publish().write_text(text)
-    waited(monkeypatch)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="has no such files")
-@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "of another user"])
-def test_a_file_of_another_kind_or_user_is_not_read(kind, monkeypatch, tmp_path):
-    path = publish()
-    other = path.rename(tmp_path / "other")
-    if kind == "link":
-        path.symlink_to(other)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "directory":
-        path.mkdir()
-    else:
-        other.rename(path)
-        user = os.getuid() + 1
-        monkeypatch.setattr(rank_handoff.os, "getuid", lambda: user)
-    waited(monkeypatch)
-
-
-def test_the_reason_of_a_first_rank_that_has_ended_is_read_but_not_that_of_an_earlier_one(monkeypatch):
-    path = publish(pid=1 << 22, choice=[], error="no GPU")
-    with pytest.raises(RankError, match="has failed: no GPU"):
-        await_choice(LAUNCH, 0.0)
-    os.utime(path, (1, 1))
-    waited(monkeypatch)
-
-
-def test_a_file_that_cannot_be_written_is_an_error_and_releases_the_gpus(monkeypatch):
-    new_process(monkeypatch, **of_rank(LAUNCHES[0], 0))
-    launch = find_launch(os.environ)
-    rank_handoff.handoff_path(launch).mkdir()
-    with pytest.raises(GpuLockError, match="LIGHTNING_TRICKS_LOCK_DIR"):
-        select_gpus(nvml=nvml())
-    assert state.locks == {}
-    assert [path.suffix for path in rank_handoff.handoff_path(launch).parent.glob(".*")] == []
-
-
-def test_the_start_of_a_process_is_the_same_for_all_who_ask_and_none_if_it_has_ended():
-    assert rank_handoff.start_of(os.getpid()) == rank_handoff.start_of(os.getpid()) is not None
-    code = "import os; from lightning_tricks.devices.core.rank_handoff import start_of; print(start_of(os.getppid()))"
-    assert run("-c", code).stdout.strip() == rank_handoff.start_of(os.getpid())
-    assert rank_handoff.start_of(1 << 22) is None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.devices import list_gpus, select_gpus
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
 
 def parse_size(value):

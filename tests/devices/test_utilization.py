@@ -25,8 +25,8 @@ from lightning_tricks.devices.core.utilization import (
     HostUtilization,
     find_cuda_handles,
 )
-from lightning_tricks.devices.testing import FakeGpu, FakeMigSlice, FakeNvml
 from tests.devices.boards import MIG_ENABLED, UNIFIED_MEMORY
+from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml
 
 
 def test_the_host():

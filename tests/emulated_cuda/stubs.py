@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 from tests.emulated_cuda.generators import Generator
 
 if TYPE_CHECKING:

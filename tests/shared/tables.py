@@ -154,7 +154,7 @@ def devices() -> Any:
     return device_report([DeviceSummary(rank=rank, node=0, stage="train", **values) for rank in (0, 15)])
 
 
-def gpus(query: str | None = None) -> GpuTable:
+def gpus() -> GpuTable:
     """Return the tables of two GPUs and a process, or of fields."""
     command = "python -m train --config configs/bert-large-uncased-whole-word-masking.yaml"
     process = GpuProcess(pid=2_471_936, kind="C", memory=70 * _GIB, user="firstname.lastname", command=command)
@@ -163,7 +163,7 @@ def gpus(query: str | None = None) -> GpuTable:
     gpu = {"name": "NVIDIA H100 80GB HBM3", "driver_version": "580.65.06", **memory, **busy}
     uuid = "GPU-00000000-0000-4000-8000-000000000000"
     own = Gpu(index=0, uuid=uuid, throttle_reasons=("power cap",), processes=(process,), **gpu)
-    return GpuTable([own, Gpu(index=1, uuid=uuid, processes=(), **gpu)], query)
+    return GpuTable([own, Gpu(index=1, uuid=uuid, processes=(), **gpu)])
 
 
 def memory() -> MemoryReport:
@@ -197,7 +197,6 @@ TABLES: dict[str, Callable[[], Any]] = {
     "flops": flops,
     "flops_compared": lambda: flops(peer=True).table(depth=None),
     "gpus": gpus,
-    "gpus_query": lambda: gpus("index,name,uuid,memory.used,memory.total,utilization.gpu,throttle_reasons"),
     "layers": layers,
     "memory": lambda: memory().table(),
     "metrics": metrics,

@@ -17,11 +17,11 @@ from lightning.pytorch import Trainer
 from lightning_tricks import RunReport
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.cli import _STAGES, main
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from lightning_tricks.hang_watch.core.record import RankRecord
 from lightning_tricks.seeding import isolated_seeding
 from tests.architecture.persisted_names import actions_of, command_actions, subcommands
 from tests.contract.lab import QUIET, Net, loader
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 from tests.run_fingerprint.test_callback import AtStep, draw, record
 from tests.shared.test_console import unread
 
@@ -35,7 +35,7 @@ _COMMANDS = {
     "env": ("--json=1", None, 1, ""),
     "fingerprint diff": ("a", "a b", 2, None),
     "flops": ("torch.nn:Identity --input 3 --depth -1", "torch.nn:Linear --input 3", 1, "torch.nn:Identity --input 3"),
-    "gpus": ("--prefer cool", "--query index", 1, "--csv"),
+    "gpus": ("--prefer cool", "", 1, ""),
     "hang": ("", "none", 1, None),
     "report": ("", "none", 1, None),
     "resume status": ("", "none", 1, None),
@@ -168,7 +168,7 @@ _CHECKPOINT = "file epoch batches step finished bytes written"
 _JSON = {
     "hang": ("hang", {"": "findings", "ranks": "rank world_size batches frames"}),
     "report": ("report", {"": "sort left_out", "runs": "run module status epochs steps started seconds metrics"}),
-    "env": ("", {"": "python os cpu ram gpus", "packages": "lightning_tricks"}),
+    "env": ("", {"": "collect_env", "packages": "lightning_tricks"}),
     "fingerprint diff": (
         "a.jsonl b.jsonl",
         {
@@ -178,7 +178,7 @@ _JSON = {
         },
     ),
     "flops": ("torch.nn:Identity --input 3", {"": "macs flops other_flops params", "rows": "name kind macs flops"}),
-    "gpus": ("--query index,memory_used", {"": "index memory_used"}),
+    "gpus": ("", {"": "index memory_used"}),
     "resume status": (
         "run",
         {

@@ -20,10 +20,10 @@ from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.cli import main
 from lightning_tricks.demo import Digits, DigitsClassifier
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from tests.architecture.persisted_names import actions_of
 from tests.contract.cases import CASES
+from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 

@@ -1,7 +1,7 @@
 """The state of the NVIDIA GPUs of a machine, as plain values; None stands for whatever driver or device do not report.
 
-A field of `Gpu` or `MigSlice` is one line: its type, and by `_told` which function of NVML tells it, in which unit, and
-what nvidia-smi calls it. `list_gpus`, JSON, CSV and `--query` follow from that line.
+A field of `Gpu` or `MigSlice` is one line: its type, and by `_told` which function of NVML tells it. `list_gpus`, the
+measurements of `DeviceMonitor` and the stand-in of the tests follow from that line.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ PROCESS_LISTS = {  # the functions without a version fail where driver and modul
 
 
 class ThrottleReason(NamedTuple):
-    """Why a clock is not higher: NVML's bit, words for it, nvidia-smi's name, and whether it slows a busy GPU down."""
+    """Why a clock is not higher: NVML's bit, words for it, and whether it slows a busy GPU down."""
 
     bit: int
     words: str
-    smi: str | None
     slows: bool
 
 
 THROTTLE_REASONS = (  # that it is idle (bit 0) slows nothing down
-    ThrottleReason(0x2, "application clocks", "applications_clocks_setting", False),
-    ThrottleReason(0x4, "power cap", "sw_power_cap", True),
-    ThrottleReason(0x8, "hardware slowdown", "hw_slowdown", True),
-    ThrottleReason(0x10, "sync boost", "sync_boost", False),
-    ThrottleReason(0x20, "software thermal slowdown", "sw_thermal_slowdown", True),
-    ThrottleReason(0x40, "hardware thermal slowdown", "hw_thermal_slowdown", True),
-    ThrottleReason(0x80, "power brake", "hw_power_brake_slowdown", True),
-    ThrottleReason(0x100, "display clocks", None, False),
+    ThrottleReason(0x2, "application clocks", False),
+    ThrottleReason(0x4, "power cap", True),
+    ThrottleReason(0x8, "hardware slowdown", True),
+    ThrottleReason(0x10, "sync boost", False),
+    ThrottleReason(0x20, "software thermal slowdown", True),
+    ThrottleReason(0x40, "hardware thermal slowdown", True),
+    ThrottleReason(0x80, "power brake", True),
+    ThrottleReason(0x100, "display clocks", False),
 )
 
 
@@ -55,15 +54,11 @@ class Told(NamedTuple):
         calls: Functions with what they take after the device; the first that driver and module know is called.
         label: What the field is called where it cannot be read.
         convert: Returns the field's value from NVML's.
-        unit: The unit of the field's value.
-        smi: The names of `nvidia-smi --query-gpu` for it.
     """
 
     calls: tuple[str | tuple[Any, ...], ...]
     label: str = ""
     convert: Callable[[Any], Any] = lambda value: value
-    unit: str = ""
-    smi: tuple[str, ...] = ()
 
 
 def _told(*calls: str | tuple[Any, ...], **how: Any) -> Any:
@@ -89,19 +84,18 @@ def _reasons(bits: int) -> tuple[str, ...]:
     return tuple(known.get(bit, f"reason {bit:#x}") for bit in single if bits & bit)  # newer drivers know more of them
 
 
-def _memory(part: str, *smi: str) -> Any:
+def _memory(part: str) -> Any:
     """Return a field of the memory; the boards whose memory is the host's tell a total of 0."""
 
     def convert(memory: Any) -> int | None:
         return getattr(memory, part) if available(memory.total) else None
 
     calls = (("nvmlDeviceGetMemoryInfo", _MEMORY_INFO_V2), "nvmlDeviceGetMemoryInfo")  # the second before driver 510
-    return _told(*calls, label="memory", convert=convert, unit="B", smi=smi)
+    return _told(*calls, label="memory", convert=convert)
 
 
-def _utilization(part: str, *smi: str) -> Any:
-    function = "nvmlDeviceGetUtilizationRates"
-    return _told(function, label="utilization", convert=attrgetter(part), unit="%", smi=smi)
+def _utilization(part: str) -> Any:
+    return _told("nvmlDeviceGetUtilizationRates", label="utilization", convert=attrgetter(part))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,55 +183,38 @@ class Gpu:
 
     index: int
     bus_id: str | None = _told(
-        "nvmlDeviceGetPciInfo_v3",
-        "nvmlDeviceGetPciInfo",
-        label="PCI bus",
-        convert=lambda info: _text(info.busId),
-        smi=("pci.bus_id", "gpu_bus_id"),
+        "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo", label="PCI bus", convert=lambda info: _text(info.busId)
     )
-    uuid: str | None = _told("nvmlDeviceGetUUID", label="UUID", convert=_text, smi=("gpu_uuid",))
-    name: str | None = _told("nvmlDeviceGetName", convert=_text, smi=("gpu_name",))
-    memory_total: int | None = _memory("total", "memory.total")
-    memory_used: int | None = _memory("used", "memory.used")
-    memory_free: int | None = _memory("free", "memory.free")
-    utilization: int | None = _utilization("gpu", "utilization.gpu")
-    memory_utilization: int | None = _utilization("memory", "utilization.memory")
+    uuid: str | None = _told("nvmlDeviceGetUUID", label="UUID", convert=_text)
+    name: str | None = _told("nvmlDeviceGetName", convert=_text)
+    memory_total: int | None = _memory("total")
+    memory_used: int | None = _memory("used")
+    memory_free: int | None = _memory("free")
+    utilization: int | None = _utilization("gpu")
+    memory_utilization: int | None = _utilization("memory")
     temperature: int | None = _told(
-        ("nvmlDeviceGetTemperature", 0),
-        ("nvmlDeviceGetTemperatureV", 0),
-        convert=_unless(_NO_TEMPERATURE),
-        smi=("temperature.gpu",),
+        ("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0), convert=_unless(_NO_TEMPERATURE)
     )
-    power: float | None = _told("nvmlDeviceGetPowerUsage", convert=_thousandth, unit="W", smi=("power.draw",))
-    power_limit: float | None = _told(
-        "nvmlDeviceGetEnforcedPowerLimit", convert=_thousandth, unit="W", smi=("power.limit", "enforced.power.limit")
-    )
-    energy: float | None = _told("nvmlDeviceGetTotalEnergyConsumption", convert=_thousandth, unit="J")
-    fan: int | None = _told("nvmlDeviceGetFanSpeed", unit="%", smi=("fan.speed",))
+    power: float | None = _told("nvmlDeviceGetPowerUsage", convert=_thousandth)
+    power_limit: float | None = _told("nvmlDeviceGetEnforcedPowerLimit", convert=_thousandth)
+    energy: float | None = _told("nvmlDeviceGetTotalEnergyConsumption", convert=_thousandth)
+    fan: int | None = _told("nvmlDeviceGetFanSpeed")
     performance_state: int | None = _told("nvmlDeviceGetPerformanceState", convert=_unless(_PERFORMANCE_STATE_UNKNOWN))
     persistence_mode: bool | None = _told("nvmlDeviceGetPersistenceMode", convert=bool)
     compute_mode: str | None = _told(
         "nvmlDeviceGetComputeMode", convert=lambda mode: _COMPUTE_MODES.get(mode, str(mode))
     )
     display_active: bool | None = _told("nvmlDeviceGetDisplayActive", label="display", convert=bool)
-    ecc_errors: int | None = _told(
-        ("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_START),
-        label="ECC errors",
-        smi=("ecc.errors.uncorrected.volatile.total",),
-    )
-    sm_clock: int | None = _told(
-        ("nvmlDeviceGetClockInfo", _SM_CLOCK), label="SM clock", unit="MHz", smi=("clocks.sm", "clocks.current.sm")
-    )
-    memory_clock: int | None = _told(
-        ("nvmlDeviceGetClockInfo", _MEMORY_CLOCK), unit="MHz", smi=("clocks.mem", "clocks.current.memory")
-    )
+    ecc_errors: int | None = _told(("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_START), label="ECC errors")
+    sm_clock: int | None = _told(("nvmlDeviceGetClockInfo", _SM_CLOCK), label="SM clock")
+    memory_clock: int | None = _told(("nvmlDeviceGetClockInfo", _MEMORY_CLOCK))
     throttle_reasons: tuple[str, ...] | None = _told(
         "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons", convert=_reasons
     )
     driver_version: str | None = None
     vbios_version: str | None = _told("nvmlDeviceGetVbiosVersion", label="VBIOS version", convert=_text)
     mig_mode: bool | None = _told(  # now, and after the next reset
-        "nvmlDeviceGetMigMode", label="MIG mode", convert=lambda modes: bool(modes[0]), smi=("mig.mode.current",)
+        "nvmlDeviceGetMigMode", label="MIG mode", convert=lambda modes: bool(modes[0])
     )
     mig_slices: tuple[MigSlice, ...] = ()
     processes: tuple[GpuProcess, ...] | None = None
@@ -252,7 +229,7 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
     `error`; whatever a driver or device does not report is None.
 
     Args:
-        nvml: What is used as the module `pynvml`, such as a `FakeNvml`; None imports it.
+        nvml: What is used as the module `pynvml`; None imports it.
 
     Returns:
         The GPUs in the order of the PCI bus; an empty list if there is a driver, and no GPU.
@@ -262,9 +239,10 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         NvmlUnavailableError: If there is no working driver.
 
     Examples:
-        >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
-        >>> [(gpu.index, gpu.name, gpu.utilization) for gpu in list_gpus(nvml=FakeNvml([FakeGpu(utilization=97)]))]
-        [(0, 'NVIDIA H100 80GB HBM3', 97)]
+        >>> try:
+        ...     busy = [gpu.index for gpu in list_gpus() if gpu.utilization]
+        ... except NvmlUnavailableError as error:  # this machine has no driver
+        ...     reason = str(error)
     """
     with open_nvml(nvml) as nvml:
         driver = driver_version(nvml)

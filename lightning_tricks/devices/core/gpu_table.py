@@ -1,165 +1,22 @@
-"""GPUs as a table for a terminal, as plain values and as CSV, with the fields that a query names."""
+"""GPUs as a table for a terminal, and which of them a user names."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime
-from functools import partial
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.checks import did_you_mean
 from lightning_tricks._shared.text import format_bytes, printable
-from lightning_tricks.devices.core.gpu import THROTTLE_REASONS, Gpu, MigSlice, Told
+from lightning_tricks.devices.core.gpu import Gpu, MigSlice
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.table import Table
     from rich.text import Text
 
-DEFAULT_QUERY = (
-    "index,uuid,name,memory.total,memory.used,memory.free,utilization.gpu,temperature.gpu,power.draw,power.limit"
-)
-_NOT_AVAILABLE = "[N/A]"  # as nvidia-smi prints it
 _UNKNOWN = "-"
 _BAR_FROM = 100  # the width from which there is space for a bar and the whole name
 _CUT_OFF_TO = 10  # columns of a name or a command, before other columns are left out
 _WARM, _HOT = 70, 85  # °C: from here on it is worth a look; GPUs slow down at about 90
-
-
-@dataclass(frozen=True)
-class GpuField:
-    """A field that can be asked for.
-
-    Attributes:
-        name: Its name.
-        unit: The unit of its values, for the head of a column; empty if they have none.
-        read: Returns its value of a GPU: a number, text, a bool, None, or lists and dicts of these.
-    """
-
-    name: str
-    unit: str
-    read: Callable[[Gpu], Any]
-
-    @property
-    def title(self) -> str:
-        """The head of its column, as nvidia-smi prints it: "memory.used [MiB]"."""
-        return f"{self.name} [{self.unit}]" if self.unit else self.name
-
-
-def _own_fields() -> Iterator[GpuField]:
-    """Yield the attributes of `Gpu`, and those of them that nvidia-smi has under another name."""
-    for each in fields(Gpu):
-        told: Told | None = each.metadata.get("told")
-        unit = told.unit if told else ""
-        yield GpuField(each.name, unit, partial(_plain, each.name))
-        for smi in told.smi if told else ():
-            in_mib = unit == "B"
-            read = partial(_mebibytes, each.name) if in_mib else attrgetter(each.name)
-            yield GpuField(smi, "MiB" if in_mib else unit, read)
-
-
-def _smi_fields() -> Iterator[GpuField]:
-    """Yield the fields of nvidia-smi that are not attributes of `Gpu`."""
-    yield GpuField("timestamp", "", lambda gpu: f"{datetime.now():%Y/%m/%d %H:%M:%S.%f}"[:-3])
-    yield GpuField("pstate", "", lambda gpu: None if gpu.performance_state is None else f"P{gpu.performance_state}")
-    for reason in THROTTLE_REASONS:
-        for kind in ("event", "throttle") if reason.smi else ():
-            yield GpuField(f"clocks_{kind}_reasons.{reason.smi}", "", partial(_activity, reason.words))
-
-
-def _plain(name: str, gpu: Gpu) -> Any:
-    value = asdict(gpu)[name]
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _mebibytes(name: str, gpu: Gpu) -> int | None:
-    size = getattr(gpu, name)
-    return None if size is None else size >> 20
-
-
-def _activity(words: str, gpu: Gpu) -> str | None:
-    reasons = gpu.throttle_reasons
-    return None if reasons is None else "Active" if words in reasons else "Not Active"
-
-
-FIELDS = {each.name: each for each in (*_own_fields(), *_smi_fields())}
-
-
-def gpu_fields(query: str) -> list[GpuField]:
-    """Return the fields with these names.
-
-    Args:
-        query: Names with commas between them: those of `nvidia-smi --query-gpu`, whose values have nvidia-smi's units
-            (MiB), and the attributes of `Gpu`, whose values have their own (bytes).
-
-    Raises:
-        ValueError: If there is no name, or an unknown one; the message has the most similar name.
-
-    Examples:
-        >>> [field.title for field in gpu_fields("name, memory.used, memory_used")]
-        ['name', 'memory.used [MiB]', 'memory_used [B]']
-    """
-    names = [name.strip() for name in query.split(",") if name.strip()]
-    if not names:
-        raise ValueError(f"query must name at least one field, such as 'name,memory.used', got {query!r}.")
-    for name in names:
-        if name not in FIELDS:
-            hint = did_you_mean(name, FIELDS) or f" Known are {', '.join(FIELDS)}."
-            raise ValueError(f"query must consist of known fields, got {name!r}.{hint}")
-    return [FIELDS[name] for name in names]
-
-
-def plain_values(gpus: Sequence[Gpu], query: str | None = None) -> list[dict[str, Any]]:
-    """Return the fields of each GPU as values that JSON has, by name; None stands for what is not known.
-
-    Args:
-        gpus: The GPUs.
-        query: The fields, as for `gpu_fields`; None for all attributes of `Gpu`.
-    """
-    if query is None:
-        return [asdict(gpu) for gpu in gpus]
-    chosen = gpu_fields(query)
-    return [{field.name: field.read(gpu) for field in chosen} for gpu in gpus]
-
-
-def csv_text(gpus: Sequence[Gpu], query: str = DEFAULT_QUERY, *, header: bool = True) -> str:
-    """Return fields of GPUs as CSV, as `nvidia-smi --format=csv,nounits` tells them: units are in the head.
-
-    Args:
-        gpus: The GPUs, one a line.
-        query: The fields, as for `gpu_fields`.
-        header: Whether the first line names the fields.
-    """
-    chosen = gpu_fields(query)
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    if header:
-        writer.writerow(field.title for field in chosen)
-    writer.writerows([cell_text(field.read(gpu)) for field in chosen] for gpu in gpus)
-    return file.getvalue()
-
-
-def cell_text(value: Any) -> str:
-    """Return a value of a field in one line."""
-    if value is None:
-        return _NOT_AVAILABLE
-    if isinstance(value, bool):
-        return "Enabled" if value else "Disabled"  # as nvidia-smi prints a mode
-    if isinstance(value, dict):  # a process or a MIG slice
-        memory = value.get("memory", value.get("memory_used"))
-        words = [
-            value.get("pid", value.get("uuid")),
-            value.get("user"),
-            None if memory is None else format_bytes(memory),
-        ]
-        return printable(" ".join(str(word) for word in words if word is not None))
-    if isinstance(value, list | tuple):
-        return "; ".join(map(cell_text, value))
-    return printable(f"{value:.2f}" if isinstance(value, float) else str(value))
 
 
 class GpuTable:
@@ -167,35 +24,24 @@ class GpuTable:
 
     Args:
         gpus: The GPUs.
-        query: The fields to show instead, as for `gpu_fields`; None for the usual tables.
     """
 
-    def __init__(self, gpus: Sequence[Gpu], query: str | None = None) -> None:
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.gpus = gpus
-        self.fields = None if query is None else gpu_fields(query)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         """Yield tables that fit the width of the terminal."""
         from rich.text import Text
 
-        remarks = [(gpu, remark) for gpu in self.gpus for remark in gpu_remarks(gpu)]
-        if self.fields is not None:
-            table = _new_table(drop=[field.title for field in self.fields[:0:-1]])
-            for field in self.fields:
-                table.add_column(Text(field.title))
-            for gpu in self.gpus:
-                table.add_row(*(Text(cell_text(field.read(gpu))) for field in self.fields))
-            yield table
-            remarks = [(gpu, remark) for gpu, remark in remarks if gpu.error is not None]
-        elif self.gpus:
-            yield _gpu_table(self.gpus, wide=options.max_width >= _BAR_FROM)
-            if any(gpu.processes for gpu in self.gpus):
-                yield ""
-                yield _process_table(self.gpus)
-        else:
+        if not self.gpus:
             yield Text("There is a driver, but no GPU.")
-        if remarks:
-            yield Text("\n" + "\n".join(remark for _, remark in remarks))
+            return
+        yield _gpu_table(self.gpus, wide=options.max_width >= _BAR_FROM)
+        if any(gpu.processes for gpu in self.gpus):
+            yield ""
+            yield _process_table(self.gpus)
+        if remarks := [remark for gpu in self.gpus for remark in gpu_remarks(gpu)]:
+            yield Text("\n" + "\n".join(remarks))
 
 
 def gpu_remarks(gpu: Gpu) -> Iterator[str]:

@@ -12,7 +12,8 @@ from typing import Literal
 
 from lightning_tricks.devices.core.gpu import Gpu
 from lightning_tricks.devices.core.gpu_locks import LOCKS
-from lightning_tricks.devices.core.rank_handoff import CPU, announce_choice, is_rank, withdraw_choice
+from lightning_tricks.devices.core.rank_handoff import CPU, announce_choice, has_launched_ranks, withdraw_choice
+from lightning_tricks.devices.core.rank_handoff import VARIABLE as CHOICE_VARIABLE
 from lightning_tricks.devices.core.visible_devices import VARIABLE as VISIBLE_VARIABLE
 from lightning_tricks.devices.core.visible_devices import uuids_seen_by_cuda
 
@@ -135,7 +136,7 @@ class _State:
             for descriptor in locks.values():
                 LOCKS.unlock(descriptor)
             self._show(None)
-            if not is_rank(os.environ):  # other ranks do not know that it was released
+            if not has_launched_ranks(os.environ):  # which do not know that it was released
                 self.choice = None
                 withdraw_choice()
 
@@ -157,6 +158,18 @@ class _State:
         elif uuids_seen_by_cuda() is None:  # else CUDA has read it
             _set_visible(before)
             os.environ.pop(_REPLACED_VARIABLE, None)
+
+
+def hand_over(selection: Selection) -> dict[str, str]:
+    """Leave the locks of a selection to the program that replaces this one, and return the environment for it.
+
+    The program keeps them until it ends, with the programs that inherit its files, as those that a shell starts.
+    """
+    for descriptor in state.locks.values():
+        os.set_inheritable(descriptor, True)
+    ours = (CHOICE_VARIABLE, _REPLACED_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    return environment | {VISIBLE_VARIABLE: selection.cuda_visible_devices}
 
 
 def _set_visible(value: str | None) -> None:

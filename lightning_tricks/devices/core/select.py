@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,6 @@ from typing import Any, Literal
 from lightning_tricks._shared.file_locks import lock_holder
 from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks.devices.core.gpu_locks import (
-    GpuLockError,
     choosing,
     existing_lock_folder,
     is_locked,
@@ -25,13 +24,10 @@ from lightning_tricks.devices.core.nvml import NvmlUnavailableError
 from lightning_tricks.devices.core.rank_handoff import (
     CPU,
     RankError,
-    await_choice,
-    find_launch,
+    has_launched_ranks,
     inherited_choice,
-    is_rank,
-    publish_choice,
+    refuse_to_choose,
     repeated_choice,
-    withdraw_choice,
 )
 from lightning_tricks.devices.core.result import NoGpuAvailableError, Selection, state
 from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, parse_size, refusal
@@ -61,10 +57,11 @@ def select_gpus(
     /tmp/lightning-tricks-gpus (on Windows, in the temporary folder of the user), or in the folder that
     LIGHTNING_TRICKS_LOCK_DIR names.
 
-    The ranks of one training run share a selection: that of the process that Lightning, torchrun, srun or mpirun
-    started first on the machine. Processes that multiprocessing spawns, and which import the script again, repeat its
-    selection; other programs that a script starts select for themselves. A process in which CUDA is not initialized may
-    select one slice of a GPU in MIG mode; then CUDA_VISIBLE_DEVICES is set to it.
+    The ranks that Lightning starts use the selection of the process that starts them. Where torchrun, srun or mpirun
+    starts them, `lightning-tricks gpus --select N -- torchrun ...` selects GPUs for all, and a call of this function is
+    an error. Processes that multiprocessing spawns, and which import the script again, repeat its selection; other
+    programs that a script starts select for themselves. A process in which CUDA is not initialized may select one slice
+    of a GPU in MIG mode; then CUDA_VISIBLE_DEVICES is set to it.
 
     Args:
         n: How many GPUs.
@@ -78,7 +75,7 @@ def select_gpus(
         timeout: How many seconds to wait until enough GPUs are free.
         fallback: "cpu" to select the CPU where there is no driver, no GPU, or none is free; None to raise an error.
         lock: Whether to lock the GPUs. Those that other processes have locked are not selected in either case.
-        nvml: What is used as the module `pynvml`, such as a `FakeNvml`; None imports it.
+        nvml: What is used as the module `pynvml`; None imports it.
 
     Returns:
         The selection, for `Trainer(accelerator=selection.accelerator, devices=selection.devices)`.
@@ -89,44 +86,27 @@ def select_gpus(
             asks for another order than NVML's.
         NoGpuAvailableError: If too few GPUs are free; the message says of each one why.
         GpuLockError: If the folder of the locks cannot be used. LIGHTNING_TRICKS_LOCK_DIR sets another one.
-        RankError: If this rank cannot use what the first rank has selected.
+        RankError: If a launcher has started this process with other ranks, or this rank cannot use what the process
+            that started it has selected.
         ModuleNotFoundError: If a package of the extra `devices` is missing.
 
     Examples:
-        >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
-        >>> gpus = [FakeGpu(memory_used="79GiB"), FakeGpu(utilization=97), FakeGpu()]
-        >>> select_gpus(lock=False, nvml=FakeNvml(gpus))
-        Selection(accelerator='cuda', devices=[2]: GPU 2 (NVIDIA H100 80GB HBM3))
+        >>> from lightning.pytorch import Trainer
+        >>> with select_gpus(fallback="cpu") as selection:
+        ...     trainer = Trainer(accelerator=selection.accelerator, devices=selection.devices)
     """
     memory = parse_size("min_free_memory", min_free_memory)
     request = Request(n, memory, max_utilization, max_temperature, prefer, timeout, fallback, bool(lock))
     repeated = repeated_choice(os.environ)
     if repeated is not None:
         return _use(repeated, replace(request, n=len(repeated)), nvml)
-    launch = find_launch(os.environ)
-    if state.choice is not None and is_rank(os.environ):
-        return _use(state.choice, request, nvml)
-    choice = inherited_choice(os.environ)
-    if choice is None and launch is not None and launch.local_rank > 0:
-        choice = await_choice(launch, request.timeout)
+    choice = state.choice if has_launched_ranks(os.environ) else None
+    if choice is None:
+        choice = inherited_choice(os.environ)
     if choice is not None:
         return _use(choice, request, nvml)
-    try:
-        selection = _choose(request, nvml)
-    except Exception as error:
-        if launch is not None:
-            with suppress(GpuLockError):  # the other ranks then wait in vain
-                publish_choice(launch, [], str(error))
-        raise
-    if launch is not None:
-        try:
-            publish_choice(launch, state.choice or [])
-        except BaseException:
-            state.release()
-            state.choice = None  # no rank uses it
-            withdraw_choice()
-            raise
-    return selection
+    refuse_to_choose(os.environ, request.n)
+    return _choose(request, nvml)
 
 
 def _choose(request: Request, nvml: Any) -> Selection:
@@ -191,7 +171,12 @@ def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> s
         locked = descriptor is None
         if descriptor is not None:
             locks[key] = descriptor
-    return f"is selected by {describe_owner(lock_holder(path))}" if locked else None
+    if not locked:
+        return None
+    holder = lock_holder(path)
+    if holder == os.getpid():  # `lightning-tricks gpus --select` has become this program, and left it the lock
+        return "is selected for this program by `lightning-tricks gpus --select`: leave select_gpus out"
+    return f"is selected by {describe_owner(holder)}"
 
 
 def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, int], leads: bool = True) -> Selection:

@@ -28,14 +28,9 @@ _MEASURED = ("energy", "throttle_reasons", *(quantity.field for quantity in QUAN
 PATIENCE = 10.0  # seconds
 
 
-def allowed_cores() -> int:
-    """Return on how many cores the operating system lets this process run; all of them where it does not say."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def available_cores() -> int:
     """Return how many cores this process may use; a container may have a quota of the time of all cores."""
-    cores = allowed_cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = CONTAINER_QUOTA.read_text(encoding="ascii").split()
         return min(cores, max(1, round(int(quota) / int(period))))

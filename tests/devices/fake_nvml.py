@@ -1,12 +1,4 @@
-"""A stand-in for NVML, to test scripts on machines without NVIDIA GPUs. It needs the extra `devices`.
-
-Examples:
-    >>> from lightning_tricks.devices import select_gpus
-    >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
-    >>> with FakeNvml([FakeGpu(memory_used="79GiB"), FakeGpu(temperature=31)]):
-    ...     select_gpus(lock=False).devices
-    [1]
-"""
+"""A stand-in for NVML, to test on machines without NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -18,26 +10,18 @@ from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_tricks._shared.extras import import_extra
+import pynvml as _pynvml
+
 from lightning_tricks.devices.core.gpu import PROCESS_LISTS, Gpu, MigSlice
 from lightning_tricks.devices.core.scoring import parse_size
 
-# the errors and constants are those of the real module, which needs no driver for them
-_pynvml = import_extra("pynvml", "devices", "FakeNvml needs nvidia-ml-py")
 _GPU_NOT_FOUND = 28
 _ABSENT = object()  # None in sys.modules stands for a module that must not be imported
 
 
 @dataclass
 class FakeProcess:
-    """A process on a `FakeGpu`.
-
-    Attributes:
-        pid: Its number; that of a process of this machine also gives its user and command.
-        memory: The device memory that it uses: bytes, text such as "2GiB", or None where the driver does not report it.
-        kind: "C", "G" or "C+G".
-        gpu_instance: The GPU instance that it runs on, if the GPU is split by MIG.
-    """
+    """A process on a `FakeGpu`; its memory is in bytes, text such as "2GiB", or None where it is not reported."""
 
     pid: int
     memory: int | str | None = None
@@ -62,32 +46,8 @@ class FakeMigSlice:
 class FakeGpu:
     """A GPU of a `FakeNvml`; all fields may be changed at any time, also while something reads them.
 
-    Attributes:
-        name: The name.
-        uuid: The UUID; None for one that is made of the number of the GPU.
-        bus_id: The PCI bus address; None for one that is made of the number of the GPU.
-        memory_total: Bytes, or text such as "80GiB".
-        memory_used: The same.
-        utilization: In percent.
-        memory_utilization: In percent.
-        temperature: In degrees Celsius.
-        power: In watts.
-        power_limit: In watts.
-        energy: In joules since the driver was loaded.
-        fan: In percent.
-        performance_state: From 0 to 15, or 32 for unknown.
-        persistence_mode: Whether the driver stays loaded.
-        compute_mode: 0 for Default, 2 for Prohibited, 3 for Exclusive_Process.
-        display_active: Whether it drives a display.
-        ecc_errors: Uncorrected memory errors.
-        sm_clock: In MHz.
-        memory_clock: In MHz.
-        throttle_reasons: NVML's bits.
-        vbios_version: The version of the video BIOS.
-        mig_mode: Whether it is split by MIG.
-        mig_slices: Its parts by their index; None where there is none of an index.
-        processes: The processes that use it.
-        fails: Which functions of NVML fail with which error, such as `{"nvmlDeviceGetPowerUsage": "NOT_SUPPORTED"}`.
+    Memory is in bytes, or text such as "80GiB"; other units are those of `Gpu`. Without `uuid` and `bus_id`, they are
+    made of its number. `fails` says which functions fail, such as `{"nvmlDeviceGetFanSpeed": "NOT_SUPPORTED"}`.
     """
 
     name: str = "NVIDIA H100 80GB HBM3"
@@ -177,17 +137,14 @@ _READINGS: dict[str, Any] = {
 class FakeNvml:
     """Has the functions of the module `pynvml` that this package calls, and returns the values of its `FakeGpu`s.
 
-    It is passed as `nvml=...`, or used as a context manager: then `import pynvml` finds it. A module that has imported
-    the real one before keeps that.
+    It is passed as `nvml=...`, or used as a context manager: then `import pynvml` finds it.
 
     Args:
         gpus: The GPUs, in NVML's order.
         driver_version: The driver's version.
-        cuda_version: The CUDA version of the driver.
         init_error: The name of the error with which NVML does not start, such as "DRIVER_NOT_LOADED".
         missing: Functions that the driver does not have, such as "nvmlDeviceGetMemoryInfo_v2".
-        fails: Which functions that are not about one GPU fail with which error, such as
-            `{"nvmlDeviceGetCount": "UNKNOWN"}`.
+        fails: Which functions that are not about one GPU fail with which error.
 
     Attributes:
         calls: The names of the functions that were called, in their order.
@@ -202,14 +159,12 @@ class FakeNvml:
         gpus: Sequence[FakeGpu] = (),
         *,
         driver_version: str = "580.65.06",
-        cuda_version: int = 13000,
         init_error: str | None = None,
         missing: Collection[str] = (),
         fails: Mapping[str, str] | None = None,
     ) -> None:
         self.gpus = list(gpus)
         self.driver_version = driver_version
-        self.cuda_version = cuda_version
         self.init_error = init_error
         self.missing = missing
         self.fails = fails or {}
@@ -230,29 +185,25 @@ class FakeNvml:
         else:
             sys.modules["pynvml"] = replaced
 
-    def nvmlInit(self) -> None:  # noqa: N802, D102
+    def nvmlInit(self) -> None:  # noqa: N802
         self.calls.append("nvmlInit")
         if self.init_error is not None:
             raise _error(self.init_error)
         self._users += 1
 
-    def nvmlShutdown(self) -> None:  # noqa: N802, D102
+    def nvmlShutdown(self) -> None:  # noqa: N802
         self._check("nvmlShutdown")
         self._users -= 1
 
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802, D102
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         self._check("nvmlSystemGetDriverVersion")
         return self.driver_version
 
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802, D102
-        self._check("nvmlSystemGetCudaDriverVersion_v2")
-        return self.cuda_version
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802, D102
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         self._check("nvmlDeviceGetCount")
         return len(self.gpus)
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802, D102
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802
         gpu = self.gpus[index] if 0 <= index < len(self.gpus) else None
         self._check("nvmlDeviceGetHandleByIndex", gpu)
         if gpu is None:
