@@ -236,15 +236,12 @@ def test_norms_are_told_apart_by_numbers_that_both_have(one, other, fits):
             align(net, file)
 
 
-@pytest.mark.parametrize(("letters", "fits"), [("abc", True), ("abcd", True), ("ab", False), (("a", "proj"), False)])
-def test_letters_count_where_there_are_a_b_and_c(letters, fits):
+@pytest.mark.parametrize("letters", ["abcd", ("a", "proj")])
+def test_letters_are_not_taken_for_numbers(letters):
     file = _zeros({**{f"tower.{letter}.weight": (5, 7) for letter in letters}, "fc.weight": (3, 5)})
     net = _zeros({**{f"net.{number}.weight": (5, 7) for number in range(len(letters))}, "fc.weight": (3, 5)})
-    if fits:
-        assert align(net, file, accept="net.*").renamed == dict(zip([*file][:-1], [*net][:-1], strict=True))
-    else:
-        with pytest.raises(AmbiguousAlignmentError):
-            align(net, file)
+    with pytest.raises(AmbiguousAlignmentError):
+        align(net, file, accept="*")
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (2, 4), (5, 5)])
