@@ -196,7 +196,7 @@ class ZScoreClip(_ClipToThreshold):
 METHODS = {method.__name__: method for method in (AGC, ClipNorm, ClipValue, PercentileClip, ZScoreClip)}
 
 
-def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
+def check_method(method: ClipMethod | None, max_norm: float | None) -> ClipMethod | None:
     """Return `method`, or raise an error if it is no ClipMethod, or if `max_norm` is given, too."""
     if method is None:
         return None
@@ -205,7 +205,7 @@ def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | Non
             "method must be a ClipMethod such as AGC(0.01) or ClipValue(0.5), got "
             f"{method!r} ({type(method).__name__})."
         )
-    if max_norm != 1.0:
+    if max_norm is not None:
         raise ValueError(f"max_norm={max_norm!r} and method={method!r} are both given: choose one.")
     return method
 
