@@ -16,8 +16,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from packaging.version import Version
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import (
     BatchSampler,
@@ -31,7 +33,7 @@ from torch.utils.data import (
 
 from lightning_tricks import AutoResume, PredictionWriter, SeedEverything
 from lightning_tricks.predictions.core.parts import MergedParts
-from tests.contract.lab import QUIET
+from tests.contract.lab import QUIET, fork
 from tests.contract.processes import append_output_to, run_and_exit
 from tests.predictions.runs import TWO_RANKS, Numbers, Squares, predict, rows_of, squares
 
@@ -257,6 +259,14 @@ def test_all_kinds_of_values_are_columns_in_all_formats(name, devices):
         }
 
 
+def test_a_chunk_of_parquet_may_have_tens_of_thousands_of_vectors():
+    needs_package("parquet")
+    count = 2**15 + 5
+    module = Squares(transform=lambda values, numbers: numbers[:, None] * torch.tensor([1, 2]))
+    predict(PredictionWriter("out.parquet"), module, DataLoader(Numbers(count), count))
+    assert [row["prediction"] for row in rows_of("out.parquet")] == [[n, 2 * n] for n in range(count)]
+
+
 @pytest.mark.parametrize("name", ["npz", "pt"])
 def test_there_may_be_more_columns_than_open_files(name):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -405,12 +415,12 @@ def test_a_step_that_fetches_its_batches_is_refused():
 
 
 def predict_in_a_process(path, devices, kill_at=None, log=None, shuffle=False):
-    """Predict 40 numbers in a fork, which a step may kill; return its exit status."""
+    """Predict 40 numbers, texts and lists in a fork, which a step may kill; return its exit status."""
 
     def work():
         torch.manual_seed(0)
         loaders, options = DataLoader(Numbers(40), 4, shuffle=shuffle), TWO_RANKS if devices == 2 else {}
-        predict(PredictionWriter(path, resume=True), Squares(log, kill_at), loaders, **options)
+        predict(PredictionWriter(path, resume=True), Squares(log, kill_at, None, texts_and_lists), loaders, **options)
 
     if devices == 2:  # they are forks of this process
         try:
@@ -438,6 +448,25 @@ def test_after_a_kill_it_goes_on_and_the_file_is_the_same(devices, later):
         assert len(first | second) == 10
 
 
+def test_ranks_that_wait_for_each_other_leave_out_no_batch_after_a_kill():
+    """Under DDP each rank may leave out its own batches; where a model is sharded, all ranks have to call it."""
+    if Version(torch.__version__) < Version("2.7"):
+        pytest.skip("FSDP2 of torch 2.6 needs an accelerator")
+
+    class Sharded(Squares):
+        def configure_model(self):
+            pass
+
+    def run(rank):
+        options = {"strategy": ModelParallelStrategy(2, tensor_parallel_size=1), "devices": 2}
+        predict(PredictionWriter("out.jsonl", resume=True), Sharded(f"{rank}.log"), **options)
+
+    stopped(at=16)
+    fork(run, 2)
+    assert rows_of("out.jsonl") == squares()
+    assert [len(Path(f"{rank}.log").read_text().splitlines()) for rank in range(2)] == [3, 3]
+
+
 def test_a_shuffled_loader_goes_on_after_a_kill():
     assert predict_in_a_process("whole.npz", 1) == 0
     assert predict_in_a_process("out.npz", 1, 39, shuffle=True) == signal.SIGKILL
@@ -458,6 +487,14 @@ def stopped(path="out.jsonl", at=12, transform=None, **options):
     with pytest.raises(ZeroDivisionError):
         predict(PredictionWriter(path, **options), Squares(None, at, ZeroDivisionError, transform))
     return Path(f"{path}.parts")
+
+
+def test_what_an_interrupted_merge_has_left_is_written_anew():
+    folder = stopped("out.npz", transform=texts_and_lists)
+    for number in range(3):
+        (folder / f"{number}.column").write_bytes(b"\7" * 5)
+    predict(PredictionWriter("out.npz", resume=True), Squares(transform=texts_and_lists))
+    assert [row["list"] for row in rows_of("out.npz")] == [[*range(n % 3)] for n in range(21)]
 
 
 @pytest.mark.parametrize("tail", [b"\x07", b"\xff" * 19, b"\0" * 200], ids=["a byte", "most of a row", "zeros"])
@@ -492,10 +529,14 @@ def test_a_part_may_be_cut_anywhere(ending):
 def test_what_belongs_to_another_run_is_refused_in_words():
     folder = stopped()
     resumed = PredictionWriter("out.jsonl", resume=True)
-    other = Squares()
-    torch.nn.init.constant_(other.weight, 2)
-    with pytest.raises(MisconfigurationException, match=r"another run.*\(weights: \['\w+'\] then, .*Give resume=False"):
-        predict(resumed, other)
+    for name in ("weight", "counted"):
+        other = Squares()
+        torch.nn.init.constant_(getattr(other, name), 2)
+        words = r"another run.*\(weights: \['\w+'\] then, .*Give resume=False"
+        with pytest.raises(MisconfigurationException, match=words):
+            predict(resumed, other)
+    with pytest.raises(MisconfigurationException, match=r"\(precision: 32-true then, bf16-mixed now\)"):
+        predict(resumed, precision="bf16-mixed")
     with pytest.raises(MisconfigurationException, match=r"\(samples: \{'0': 21\} then, \{'0': 22\} now\)"):
         predict(resumed, loaders=DataLoader(Numbers(22), 4))
     with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 then, 4 now"):
