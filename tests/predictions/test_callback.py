@@ -7,6 +7,7 @@ import signal
 import struct
 import sys
 import tracemalloc
+import warnings
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
@@ -392,6 +393,49 @@ def test_a_loader_whose_samples_nobody_knows_is_refused():
         predict(PredictionWriter("out.jsonl"), loaders=DataLoader([*range(2)], 2, sampler=[-1, -2]))
 
 
+class Sentences(Numbers):
+    """Sentences of different lengths, the longest neither first nor last."""
+
+    def __getitem__(self, index):
+        return torch.full((1 + index * 5 % 7,), float(index)), index
+
+
+class Padded:
+    """Pads sentences, in the order of their lengths or not, as it stands in many tutorials."""
+
+    def __init__(self, how, keeps):
+        self.how, self.keeps = how, keeps
+
+    def __call__(self, samples):
+        def length(sample):
+            return len(sample[0])
+
+        if self.how == "in its place":
+            samples.sort(key=length, reverse=True)
+        elif self.how == "sorted":
+            samples = sorted(samples, key=length, reverse=True)
+        texts, numbers = zip(*samples, strict=True)
+        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        kept = {"labels": torch.tensor(numbers), "lengths": [*map(len, texts)], "tuple": numbers, "nothing": None}
+        return padded[:, :1].expand(-1, 2), kept[self.keeps]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("keeps", ["labels", "lengths", "tuple", "nothing"])
+@pytest.mark.parametrize("how", ["sorted", "in its place", "not"])
+def test_a_collate_fn_that_sorts_is_said_once(how, keeps, workers):
+    loader = DataLoader(Sentences(21), 4, collate_fn=Padded(how, keeps), num_workers=workers)
+    is_said = how == "in its place" or (how == "sorted" and keeps != "nothing")  # else nobody can see it
+    module = Squares()
+    module.predict_step = lambda batch, batch_idx: batch[0][:, 0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        predict(PredictionWriter("out.jsonl"), module, loader)
+    assert sum("collate_fn of loader '0' sorts the samples" in str(one.message) for one in caught) == is_said
+    assert type(loader.collate_fn) is Padded
+    assert how != "not" or [row["prediction"] for row in rows_of("out.jsonl")] == [*range(21)]
+
+
 class OwnOrder(DataLoader):
     """Reads on its own, not what its batch sampler yields."""
 
@@ -550,6 +594,12 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     ):
         predict(resumed, Squares(transform=lambda values, numbers: values))
     assert len([*folder.glob("*.part")]) == 1
+    content = (folder / "run.json").read_text()
+    for damaged in ("", content[:50], "[]", "[" * 100_000, '{"hyperparameters": []}'):
+        (folder / "run.json").write_text(damaged)
+        with pytest.raises(MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start anew\."):
+            predict(resumed)
+    (folder / "run.json").write_text(content)
     predict(resumed)
     assert rows_of("out.jsonl") == squares()
 
@@ -562,11 +612,20 @@ def test_other_hyperparameters_are_named():
             super().__init__(kill_at=12 if threshold == 0.5 else None, dies_on=ZeroDivisionError)
             self.save_hyperparameters()
 
+    class Data(LightningDataModule):
+        def __init__(self, words):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def predict_dataloader(self):
+            return DataLoader(Numbers(21), batch_size=4)
+
     for warns in (True, False):
         with pytest.raises(ZeroDivisionError):
-            predict(PredictionWriter("out.jsonl"), Thresholded(0.5))
-        with pytest.warns(UserWarning, match=r"stay \(threshold: 0.5 then, 0.7 now\)") if warns else nullcontext():
-            predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min))
+            predict(PredictionWriter("out.jsonl"), Thresholded(0.5), Data(["a"] * 100_000))
+        words = r"stay \(words: \['a', .{66,72} then, \['b', .{66,72} now, threshold: 0.5 then, 0.7 now\)"
+        with pytest.warns(UserWarning, match=words) if warns else nullcontext():
+            predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min), Data(["b"] * 100_000))
         assert rows_of("out.jsonl") == squares()
 
 
@@ -710,6 +769,11 @@ def test_texts_may_be_empty_or_not_of_ascii(format_):
     texts = ["", "ä" * 50, "\n", "a\0b", "𝄞" if format_ == "parquet" else "𝄞\udc80"]
     predict(PredictionWriter(f"out.{format_}"), Squares(transform=lambda v, n: [texts[int(i) % 5] for i in n]))
     assert [row["prediction"] for row in rows_of(f"out.{format_}")] == [texts[n % 5] for n in range(21)]
+    words = "npz keeps no NUL at the end of a text, as 21 of 'prediction' have: write another format"
+    with pytest.warns(UserWarning, match=words) if format_ == "npz" else nullcontext():
+        predict(PredictionWriter(f"out.{format_}"), Squares(transform=lambda v, n: [f"{int(i)}\0" for i in n]))
+    kept = "" if format_ == "npz" else "\0"
+    assert [row["prediction"] for row in rows_of(f"out.{format_}")] == [f"{n}{kept}" for n in range(21)]
 
 
 def test_columns_that_are_not_wanted_need_not_fit():
