@@ -623,7 +623,7 @@ def test_other_hyperparameters_are_named():
     for warns in (True, False):
         with pytest.raises(ZeroDivisionError):
             predict(PredictionWriter("out.jsonl"), Thresholded(0.5), Data(["a"] * 100_000))
-        words = r"stay \(words: \['a', .{66,72} then, \['b', .{66,72} now, threshold: 0.5 then, 0.7 now\)"
+        words = r"stay \(words: \['a', .{70,75} then, \['b', .{70,75} now, threshold: 0.5 then, 0.7 now\)"
         with pytest.warns(UserWarning, match=words) if warns else nullcontext():
             predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min), Data(["b"] * 100_000))
         assert rows_of("out.jsonl") == squares()
