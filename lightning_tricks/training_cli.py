@@ -33,6 +33,7 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._shared.checks import check_names, did_you_mean
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.lightning_name import VARIABLE
+from lightning_tricks._shared.read_budget import check_aliases
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankError, select_gpus
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.seeding import SeedEverything
@@ -159,7 +160,8 @@ class TricksCLI(ConfigurationOnlyCLI):
         has_comments = find_spec("ruamel") and find_spec("ruamel.yaml")
         args = [f"{arg}=comments" if arg == "--print_config" and has_comments else arg for arg in args]
         try:
-            self.config = parser.parse_args(args)
+            with _aliases_checked():
+                self.config = parser.parse_args(args)
         except UnicodeDecodeError as error:
             parser.error(f"a file of --config is not text in UTF-8: {error}")
 
@@ -223,6 +225,23 @@ class TricksCLI(ConfigurationOnlyCLI):
                     f"{other} has the seed {seed} and {where} has {callback.seed}: leave out one of them, or give "
                     "both the same seed"
                 )
+
+
+@contextmanager
+def _aliases_checked() -> Iterator[None]:
+    """Let jsonargparse, which copies what aliases stand for, refuse YAML that expands without bound."""
+    jsonargparse = import_extra("jsonargparse", "cli", "TricksCLI needs jsonargparse[signatures]")
+    load, yaml = jsonargparse.get_loader("yaml"), import_module("yaml")
+
+    def checked(text: str) -> Any:
+        check_aliases(text)
+        return load(text)
+
+    jsonargparse.set_loader("yaml", checked, (yaml.YAMLError,))
+    try:
+        yield
+    finally:
+        jsonargparse.set_loader("yaml", load, (yaml.YAMLError,))
 
 
 def _import(class_path: str) -> type:
@@ -294,6 +313,7 @@ def condense_message(message: str, classes: Iterable[type], options: Iterable[st
     line = re.sub(r"Expected a dot import path string: (\S+)", r"no class is called '\1'", line)
     if "Expected a" in line and "Got value" not in line and (found := re.findall(r"Given value: (.{1,80})$", message)):
         line += f". Got value: {found[-1]}"
+    line = re.sub(r"NestedArg\(key='\w+', val='?(.*?)'?\)", r"\1", line)
     return f"{line}{ending(line)}{_remedy(line, classes, options)}"
 
 
