@@ -141,13 +141,14 @@ def check_aliases(text: str) -> None:
         kind = type(event).__name__
         if kind.endswith("StartEvent"):
             around.append(size)
-            anchors.append(getattr(event, "anchor", None))
+            anchors.append(str(getattr(event, "anchor", "")))
         elif kind.endswith("EndEvent"):
             sizes[anchors.pop()] = size - around.pop()
         else:
-            size += sizes.get(event.anchor, _MOST_VALUES + 1) if kind == "AliasEvent" else 1
-            sizes |= {event.anchor: 1} if kind == "ScalarEvent" else {}
+            anchor = str(event.anchor)
+            size += sizes.get(anchor, _MOST_VALUES + 1) if kind == "AliasEvent" else 1
+            sizes |= {anchor: 1} if kind == "ScalarEvent" else {}
         if size > _MOST_VALUES:
             raise yaml.YAMLError(
-                f"its aliases (`*name`) stand for more than {_MOST_VALUES:,} values, or for themselves: write values out."
+                f"its aliases (`*name`) stand for more than {_MOST_VALUES:,} values, or for themselves: write them out."
             )

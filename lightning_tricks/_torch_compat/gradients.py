@@ -48,9 +48,7 @@ def observing_cut_checkpoints(called: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _calling_first(
-    plain: Callable[..., None], called: Callable[[list[Tensor], float], None]
-) -> Callable[..., None]:
+def _calling_first(plain: Callable[..., None], called: Callable[[list[Tensor], float], None]) -> Callable[..., None]:
     signature = inspect.signature(plain)
 
     def clip(*args: Any, **kwargs: Any) -> None:

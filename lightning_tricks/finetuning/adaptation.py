@@ -33,9 +33,9 @@ from lightning_tricks.finetuning.core.adapter_coverage import AdapterCoverage, i
 from lightning_tricks.finetuning.core.injection import Injection, InjectionReport
 
 _CUT = (
-    " torch.utils.checkpoint(use_reentrant=True) gives its layers no gradient where none of its inputs requires one, as "
-    "behind frozen layers: pass use_reentrant=False (to transformers, gradient_checkpointing_kwargs={'use_reentrant': "
-    "False})."
+    " torch.utils.checkpoint(use_reentrant=True) gives its layers no gradient where none of its inputs requires one, "
+    "as behind frozen layers: pass use_reentrant=False (to transformers, "
+    "gradient_checkpointing_kwargs={'use_reentrant': False})."
 )
 _TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 _EVALUATION = tuple(
@@ -80,9 +80,9 @@ class GradientCheckingCallback(TrickCallback):
         self._waiting = {name: self._waiting[name] for name in missing}
         if missing and stops_at_unused_parameters(trainer):
             raise MisconfigurationException(
-                f"{type(self).__name__}: {describe_without_gradient(missing, trainer.global_rank)}.{self._cause} DDP waits "
-                "for each of them and fails in the next pass. Freeze or remove what the loss does not depend on, or use "
-                'Trainer(strategy="ddp_find_unused_parameters_true").'
+                f"{type(self).__name__}: {describe_without_gradient(missing, trainer.global_rank)}.{self._cause} DDP "
+                "waits for each of them and fails in the next pass. Freeze or remove what the loss does not depend on, "
+                'or use Trainer(strategy="ddp_find_unused_parameters_true").'
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +112,10 @@ class GradientCheckingCallback(TrickCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
-            "_installed": ExitStack(), "_waiting": {}, "_had_backward": False, "_checkpoints": ExitStack()
+            "_installed": ExitStack(),
+            "_waiting": {},
+            "_had_backward": False,
+            "_checkpoints": ExitStack(),
         }
 
 

@@ -66,7 +66,9 @@ def _texts_of_the_package():
         for node in ast.walk(tree):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in docstrings:
-                yield "".join(str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "\0" for part in parts)
+                yield "".join(
+                    str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "\0" for part in parts
+                )
 
 
 def test_messages_of_troubleshooting_are_those_of_the_package():

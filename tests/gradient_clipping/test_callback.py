@@ -86,6 +86,7 @@ class _ClipsToo(Net):
         for optimizer in self.optimizers():
             self.clip(self, optimizer)
             optimizer.step()
+        return None
 
     def configure_gradient_clipping(self, optimizer, **kwargs):
         if self.automatic_optimization:

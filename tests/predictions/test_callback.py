@@ -597,7 +597,9 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     content = (folder / "run.json").read_text()
     for damaged in ("", content[:50], "[]", "[" * 100_000, '{"hyperparameters": []}'):
         (folder / "run.json").write_text(damaged)
-        with pytest.raises(MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start anew\."):
+        with pytest.raises(
+            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start anew\."
+        ):
             predict(resumed)
     (folder / "run.json").write_text(content)
     predict(resumed)

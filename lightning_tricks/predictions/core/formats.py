@@ -99,7 +99,9 @@ def _write_npz(path: Path, parts: MergedParts, loaders: Array) -> None:
     for name, values, lengths in _gathered(parts):
         arrays[name] = np.asarray(values)
         if arrays[name].dtype.kind == "U" and (cut := sum(text.endswith("\0") for text in values)):
-            words = f"npz keeps no NUL at the end of a text, as {cut:,} of {name!r} have: write another format to keep it."
+            words = (
+                f"npz keeps no NUL at the end of a text, as {cut:,} of {name!r} have: write another format to keep it."
+            )
             warnings.warn(words, stacklevel=2)
         arrays |= {f"{name}.lengths": np.array(lengths)} if lengths is not None else {}
     with zipfile.ZipFile(path, "w") as archive:

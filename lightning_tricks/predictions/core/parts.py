@@ -91,7 +91,9 @@ def _read_run(file: Path) -> dict[str, Any]:
         run = parse_json(data, Budget(len(data)))
         if isinstance(run, dict) and isinstance(run.get("hyperparameters"), dict):
             return run
-    raise ValueError(f"{file} is damaged, so that nobody can tell whose parts lie there. Give resume=False to start anew.")
+    raise ValueError(
+        f"{file} is damaged, so that nobody can tell whose parts lie there. Give resume=False to start anew."
+    )
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
