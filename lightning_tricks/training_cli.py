@@ -282,14 +282,6 @@ _NOISE = (
     "a dict with",
 )
 
-# What older scripts call their options
-_OLDER_OPTIONS = {
-    "--ngpu": "--trainer.devices N",
-    "--gpu_id": "--trainer.devices '[N]', or --select_gpus 1 for one that is free",
-    "--workers": "--data.init_args.num_workers N",
-    "--nodes": "--trainer.num_nodes N",
-}
-
 
 def condense_message(message: str, classes: Iterable[type], options: Iterable[str] = ()) -> str:
     """Return one line with what is wrong and the remedy.
@@ -355,10 +347,8 @@ def _remedy(line: str, classes: Iterable[type], options: Iterable[str]) -> str:
         return f" Write `{stage} --config FILE`, with a YAML file that has a model, or `{stage} --model module.Class`."
     if found := re.search(r"does not accept option '([\w.]+)'", line):
         return did_you_mean(found[1], options)
-    if found := re.search(r"unrecognized arguments: (--([\w.]+))", line):
-        if found[1] in _OLDER_OPTIONS:
-            return f" Write {_OLDER_OPTIONS[found[1]]}."
-        return f"{did_you_mean(found[2], options)} `fit --help` lists them all."
+    if found := re.search(r"unrecognized arguments: --([\w.]+)", line):
+        return f"{did_you_mean(found[1], options)} `fit --help` lists them all."
     if line.startswith("Unexpected config"):
         return " A file of --config holds options, such as `trainer: {max_epochs: 5}`."
     return ""

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -62,10 +63,7 @@ class GradientCheckingCallback(TrickCallback):
         self._waiting, self._had_backward, self._cause = dict(parameters), False, ""
         self._checkpoints.close()
         if parameters:
-            self._checkpoints.enter_context(observing_cut_checkpoints(self._note_cut))
-
-    def _note_cut(self) -> None:
-        self._cause = _CUT
+            self._checkpoints.enter_context(observing_cut_checkpoints(partial(setattr, self, "_cause", _CUT)))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look for parameters without a gradient.

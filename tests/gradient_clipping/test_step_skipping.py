@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
@@ -492,23 +491,3 @@ def test_layers_of_a_single_skip_are_those_of_the_last_one():
         found = state.has_too_many_skips(6, GradientNorms(per_parameter.sum(), per_parameter), is_known=False)
     assert not found
     assert state.finite_at_skip.tolist() == [True, False]
-
-
-class _Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **kwargs or {})
-
-
-def test_counting_a_step_takes_one_operator():
-    counts, flag = StepCounts(), torch.tensor(False)
-    with _Operators() as operators:
-        for _ in range(100):
-            counts.add(flag, flag, flag)
-    assert operators.count <= 100
