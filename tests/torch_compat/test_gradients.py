@@ -1,4 +1,6 @@
-"""A probe for each private symbol of clipping and of checkpointing; run with the oldest and the newest supported torch."""
+"""Probes for private symbols of clipping and checkpointing; run with the oldest and the newest supported torch."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ def test_calls_that_clip_are_seen_and_clip_as_before():
 def test_checkpoints_that_give_no_gradient_are_seen():
     layer, seen = torch.nn.Linear(1, 1), []
     for again in (True, False):
-        with observing_cut_checkpoints(lambda: seen.append(again)):
+        with observing_cut_checkpoints(partial(seen.append, again)):
             for needs_gradient in (True, False):
                 checkpoint(layer, torch.ones(1, 1, requires_grad=needs_gradient), use_reentrant=again)
     assert seen == [True]
