@@ -33,6 +33,7 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._shared.checks import check_names, did_you_mean
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.lightning_name import VARIABLE
+from lightning_tricks._shared.read_budget import check_aliases
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankError, select_gpus
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.seeding import SeedEverything
@@ -159,7 +160,8 @@ class TricksCLI(ConfigurationOnlyCLI):
         has_comments = find_spec("ruamel") and find_spec("ruamel.yaml")
         args = [f"{arg}=comments" if arg == "--print_config" and has_comments else arg for arg in args]
         try:
-            self.config = parser.parse_args(args)
+            with _aliases_checked():
+                self.config = parser.parse_args(args)
         except UnicodeDecodeError as error:
             parser.error(f"a file of --config is not text in UTF-8: {error}")
 
@@ -225,6 +227,23 @@ class TricksCLI(ConfigurationOnlyCLI):
                 )
 
 
+@contextmanager
+def _aliases_checked() -> Iterator[None]:
+    """Let jsonargparse, which copies what aliases stand for, refuse YAML that expands without bound."""
+    jsonargparse = import_extra("jsonargparse", "cli", "TricksCLI needs jsonargparse[signatures]")
+    load, yaml = jsonargparse.get_loader("yaml"), import_module("yaml")
+
+    def checked(text: str) -> Any:
+        check_aliases(text)
+        return load(text)
+
+    jsonargparse.set_loader("yaml", checked, (yaml.YAMLError,))
+    try:
+        yield
+    finally:
+        jsonargparse.set_loader("yaml", load, (yaml.YAMLError,))
+
+
 def _import(class_path: str) -> type:
     module, _, name = class_path.rpartition(".")
     kind: type = getattr(sys.modules[module], name)
@@ -263,14 +282,6 @@ _NOISE = (
     "a dict with",
 )
 
-# What older scripts call their options
-_OLDER_OPTIONS = {
-    "--ngpu": "--trainer.devices N",
-    "--gpu_id": "--trainer.devices '[N]', or --select_gpus 1 for one that is free",
-    "--workers": "--data.init_args.num_workers N",
-    "--nodes": "--trainer.num_nodes N",
-}
-
 
 def condense_message(message: str, classes: Iterable[type], options: Iterable[str] = ()) -> str:
     """Return one line with what is wrong and the remedy.
@@ -294,6 +305,7 @@ def condense_message(message: str, classes: Iterable[type], options: Iterable[st
     line = re.sub(r"Expected a dot import path string: (\S+)", r"no class is called '\1'", line)
     if "Expected a" in line and "Got value" not in line and (found := re.findall(r"Given value: (.{1,80})$", message)):
         line += f". Got value: {found[-1]}"
+    line = re.sub(r"NestedArg\(key='\w+', val='?(.*?)'?\)", r"\1", line)
     return f"{line}{ending(line)}{_remedy(line, classes, options)}"
 
 
@@ -335,10 +347,8 @@ def _remedy(line: str, classes: Iterable[type], options: Iterable[str]) -> str:
         return f" Write `{stage} --config FILE`, with a YAML file that has a model, or `{stage} --model module.Class`."
     if found := re.search(r"does not accept option '([\w.]+)'", line):
         return did_you_mean(found[1], options)
-    if found := re.search(r"unrecognized arguments: (--([\w.]+))", line):
-        if found[1] in _OLDER_OPTIONS:
-            return f" Write {_OLDER_OPTIONS[found[1]]}."
-        return f"{did_you_mean(found[2], options)} `fit --help` lists them all."
+    if found := re.search(r"unrecognized arguments: --([\w.]+)", line):
+        return f"{did_you_mean(found[1], options)} `fit --help` lists them all."
     if line.startswith("Unexpected config"):
         return " A file of --config holds options, such as `trainer: {max_epochs: 5}`."
     return ""

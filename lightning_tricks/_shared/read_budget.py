@@ -13,6 +13,7 @@ from lightning_tricks._shared.files import open_file
 _COPY_RATE = 1 << 28  # bytes per second, at least
 _CHECK_INTERVAL = 1 << 16  # charged bytes between two checks of the clock
 _LARGEST_YAML = 1 << 20  # bytes
+_MOST_VALUES = 100_000  # of YAML, where each alias counts as what it stands for
 
 
 class OverBudgetError(ValueError):
@@ -122,4 +123,32 @@ def _check_events(events: Iterable[Any], budget: Budget, max_depth: int, max_sca
         if kind == "ScalarEvent" and len(event.value) > max_scalar_length:
             raise ValueError(
                 f"it has a scalar of {len(event.value):,} characters; at most {max_scalar_length:,} are allowed."
+            )
+
+
+def check_aliases(text: str) -> None:
+    """Refuse YAML whose aliases stand for far more than is written; whoever walks or copies it would never end.
+
+    Raises:
+        yaml.YAMLError: If it has more than 100,000 values where each alias is replaced by what it stands for, or if it
+            is not YAML.
+    """
+    import yaml
+
+    sizes: dict[str, int] = {}  # of what is complete, by anchor
+    around, anchors, size = [], [], 0
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if "*" in text else ():
+        kind = type(event).__name__
+        if kind.endswith("StartEvent"):
+            around.append(size)
+            anchors.append(str(getattr(event, "anchor", "")))
+        elif kind.endswith("EndEvent"):
+            sizes[anchors.pop()] = size - around.pop()
+        else:
+            anchor = str(event.anchor)
+            size += sizes.get(anchor, _MOST_VALUES + 1) if kind == "AliasEvent" else 1
+            sizes |= {anchor: 1} if kind == "ScalarEvent" else {}
+        if size > _MOST_VALUES:
+            raise yaml.YAMLError(
+                f"its aliases (`*name`) stand for more than {_MOST_VALUES:,} values, or for themselves: write them out."
             )

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -28,9 +29,15 @@ from lightning_tricks._shared.modules import describe_without_gradient, names_wi
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.gradients import observing_cut_checkpoints
 from lightning_tricks.finetuning.core.adapter_coverage import AdapterCoverage, is_compiled, watching_coverage
 from lightning_tricks.finetuning.core.injection import Injection, InjectionReport
 
+_CUT = (
+    " torch.utils.checkpoint(use_reentrant=True) gives its layers no gradient where none of its inputs requires one, "
+    "as behind frozen layers: pass use_reentrant=False (to transformers, "
+    "gradient_checkpointing_kwargs={'use_reentrant': False})."
+)
 _TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 _EVALUATION = tuple(
     f"on_{stage}_batch_{edge}" for stage in ("validation", "test", "predict") for edge in ("start", "end")
@@ -48,10 +55,15 @@ class GradientCheckingCallback(TrickCallback):
         self._installed = ExitStack()  # between setup and teardown
         self._waiting: dict[str, Tensor] = {}  # the parameters that had no gradient yet
         self._had_backward = False
+        self._checkpoints = ExitStack()  # as long as parameters wait
+        self._cause = ""  # why they have none, if that was seen
 
     def _expect_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Look at the next batch for gradients of parameters, given by name; those that are frozen need none."""
-        self._waiting, self._had_backward = dict(parameters), False
+        self._waiting, self._had_backward, self._cause = dict(parameters), False, ""
+        self._checkpoints.close()
+        if parameters:
+            self._checkpoints.enter_context(observing_cut_checkpoints(partial(setattr, self, "_cause", _CUT)))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look for parameters without a gradient.
@@ -66,28 +78,30 @@ class GradientCheckingCallback(TrickCallback):
         self._waiting = {name: self._waiting[name] for name in missing}
         if missing and stops_at_unused_parameters(trainer):
             raise MisconfigurationException(
-                f"{type(self).__name__}: {describe_without_gradient(missing, trainer.global_rank)}. DDP waits for each "
-                "of them and fails in the next pass. Freeze or remove what the loss does not depend on, or use "
-                'Trainer(strategy="ddp_find_unused_parameters_true").'
+                f"{type(self).__name__}: {describe_without_gradient(missing, trainer.global_rank)}.{self._cause} DDP "
+                "waits for each of them and fails in the next pass. Freeze or remove what the loss does not depend on, "
+                'or use Trainer(strategy="ddp_find_unused_parameters_true").'
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Warn about parameters without a gradient."""
         if not self._had_backward:
             return
-        missing = list(self._waiting)
+        missing, cause = list(self._waiting), self._cause
         self._expect_gradients({})
         if missing and trainer.is_global_zero:
             rank = trainer.global_rank if ddp_wrapper(trainer) is not None else None
             words = describe_without_gradient(missing, rank)
-            rank_zero_warn(f"{type(self).__name__}: in its first batch, {words}. They stay as they are.")
+            rank_zero_warn(f"{type(self).__name__}: in its first batch, {words}. They stay as they are.{cause}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove everything that this callback installed."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove everything that this callback installed."""
+        """Remove everything that this callback installed, and say why a loss had no gradient."""
+        if self._cause and not self._had_backward and "does not require grad" in str(exception):
+            rank_zero_warn(f"{type(self).__name__}: the loss has no gradient.{self._cause}")
         self._close()
 
     def _close(self) -> None:
@@ -95,7 +109,12 @@ class GradientCheckingCallback(TrickCallback):
         self._expect_gradients({})
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_installed": ExitStack(), "_waiting": {}, "_had_backward": False}
+        return super().__getstate__() | {
+            "_installed": ExitStack(),
+            "_waiting": {},
+            "_had_backward": False,
+            "_checkpoints": ExitStack(),
+        }
 
 
 class AdaptationCallback(GradientCheckingCallback):

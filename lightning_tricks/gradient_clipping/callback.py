@@ -40,6 +40,7 @@ from lightning_tricks.gradient_clipping.trainer_settings import (
     refuse_unsupported_strategies,
     scale_may_have_overflowed,
     unscales_in_step,
+    warn_of_other_clipping,
 )
 
 
@@ -56,7 +57,8 @@ class GradientClipping(TrickCallback):
     with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
 
     Args:
-        max_norm: The largest norm allowed, > 0. `float("inf")` logs the norms without clipping.
+        max_norm: The largest norm allowed, > 0; None is 1.0, unless `method` is given. `float("inf")` logs the norms
+            without clipping.
         norm_type: The p of the p-norm, > 0; `float("inf")` for the maximum norm.
         method: Another way to clip, instead of `max_norm`: `ClipValue`, `AGC`, `PercentileClip` or `ZScoreClip`.
         groups: Pattern over qualified names -> how to clip the parameters that it matches, as a group of their own: a
@@ -97,7 +99,7 @@ class GradientClipping(TrickCallback):
 
     def __init__(
         self,
-        max_norm: float = 1.0,
+        max_norm: float | None = None,
         norm_type: float = 2.0,
         *,
         method: ClipMethod | None = None,
@@ -108,7 +110,7 @@ class GradientClipping(TrickCallback):
         log: bool | Literal["all"] = True,
         log_layers: bool = False,
     ) -> None:
-        self.max_norm = check_bound("max_norm", max_norm)
+        self.max_norm = 1.0 if max_norm is None else check_bound("max_norm", max_norm)
         self.norm_type = check_norm_type(norm_type)
         self.method = check_method(method, max_norm)
         self.groups = groups
@@ -129,27 +131,25 @@ class GradientClipping(TrickCallback):
         self._had_backward = False
         self._installed = ExitStack()  # the hooks of one fit
 
+    @property
+    def _clips_nothing(self) -> bool:
+        return self._clip_groups.is_single and self.method is None and self.max_norm == math.inf
+
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made in the middle of a fit takes neither parameters nor hooks along
         return super().__getstate__() | {"_installed": ExitStack(), "_names": {}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error for unsupported strategies, warn if gradients are clipped twice, and reset the counts."""
+        """Raise an error for unsupported strategies, and reset the counts."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         refuse_unsupported_strategies(trainer)
-        if trainer.gradient_clip_val:
-            own = f"max_norm={self.max_norm}" if self.method is None else f"method={self.method}"
-            rank_zero_warn(
-                f"GradientClipping({own}) and Trainer(gradient_clip_val={trainer.gradient_clip_val}) are both set: "
-                "gradients are clipped twice. Remove one."
-            )
         self._close()
         self._states = defaultdict(ClipState)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the patterns match, and start to look for steps without Lightning."""
+        """Log what the patterns match, and start to look for steps without Lightning, and for others that clip."""
         self._names = _names(pl_module)
         if not self._clip_groups.is_single:
             sizes = {name: parameter.numel() for parameter, name in self._names.items()}
@@ -157,12 +157,15 @@ class GradientClipping(TrickCallback):
                 self.say(f"clips by group: {self._clip_groups.report(sizes)}")
             except ValueError as error:
                 raise MisconfigurationException(f"GradientClipping: {error}") from error
-        elif self.method is None and self.max_norm == math.inf:
+        elif self._clips_nothing:
             self.say("measures the norm of all gradients, and clips none")
         else:
             self.say(
                 f"clips by {self.method}" if self.method else f"clips the norm of all gradients to {self.max_norm:g}"
             )
+        if not self._clips_nothing:
+            own = f"max_norm={self.max_norm}" if self.method is None else f"method={self.method}"
+            self._installed.enter_context(warn_of_other_clipping(trainer, own))
         self._installed.enter_context(
             refuse_unseen_steps(
                 trainer, lambda index: self._states[index].end_skip(), refuse_repeated=self.on_nonfinite == "skip"

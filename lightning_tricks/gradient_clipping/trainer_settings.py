@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +14,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_tricks._guards import overriding
-from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer
+from lightning_tricks._guards import LIGHTNING_PACKAGES, overriding
+from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_warn
+from lightning_tricks._torch_compat.gradients import observing_clipping
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of, takes_scale
 
 
@@ -49,6 +53,41 @@ def refuse_unsupported_strategies(trainer: Trainer) -> None:
     raise MisconfigurationException(
         f"GradientClipping cannot see the whole gradient under {type(trainer.strategy).__name__}: {remedy}."
     )
+
+
+def warn_of_other_clipping(trainer: Trainer, own: str) -> AbstractContextManager[None]:
+    """Warn once if others clip the gradients, too: the Trainer at once, code that calls torch's functions when it does.
+
+    Args:
+        trainer: The Trainer whose optimizers are watched until the context is left.
+        own: The argument that says how the callback clips.
+    """
+    if trainer.gradient_clip_val:
+        _warn_of_clipping(f"{own}) and Trainer(gradient_clip_val={trainer.gradient_clip_val}) are both set")
+        return nullcontext()
+    was_said = False
+
+    def called(parameters: list[Tensor], bound: float) -> None:
+        nonlocal was_said
+        if was_said or math.isinf(bound):  # which only measures the norm
+            return
+        optimized = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+        if was_said := not optimized.isdisjoint(parameters):
+            _warn_of_clipping(f"{own}) and {_caller()}, which clips to {bound:g}, are both there")
+
+    return observing_clipping(called)
+
+
+def _warn_of_clipping(by_whom: str) -> None:
+    rank_zero_warn(f"GradientClipping({by_whom}: gradients are clipped twice. Remove one.")
+
+
+def _caller() -> str:
+    """Return the function, of neither torch, Lightning nor this package, that has called."""
+    libraries = {*LIGHTNING_PACKAGES, "torch", "lightning_tricks"}
+    calls = ((frame.f_globals.get("__name__", ""), frame, line) for frame, line in walk_stack(None))
+    frame, line = next((frame, line) for name, frame, line in calls if name.partition(".")[0] not in libraries)
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{line})"
 
 
 def _base_names(strategy: object) -> set[str]:

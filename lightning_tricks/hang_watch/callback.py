@@ -91,10 +91,9 @@ class HangWatch(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to watch, in the process of each rank."""
         super().setup(trainer, pl_module, stage)
-        self.on_exception()
+        self._end()
         about = {"rank": trainer.global_rank, "world_size": trainer.world_size, "pid": os.getpid(), "function": stage}
         self._record = RankRecord(Path(self.dirpath).expanduser().absolute(), self._seconds, about)
-        self._installed.callback(self._record.close)
         self._installed.enter_context(observe_log_calls(trainer, self._record.log))
         begin, end = (partial(self._move, f"{what} of a {{}} batch") for what in ("fetch", "end of the fetch"))
         self._installed.enter_context(observe_fetches(trainer, begin, end, "HangWatch"))
@@ -111,15 +110,20 @@ class HangWatch(TrickCallback):
         self.say(f"writes stacks to {os.fspath(self.dirpath)} after {self._seconds:g} s without a move")
         super().on_train_start(trainer, pl_module)
 
-    def on_exception(self, *_: Any, **__: Any) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Watch no longer."""
-        self._record = None
-        self._installed.close()
+        self._end(f" by {type(exception).__name__}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Say if something stood still at the very end, and watch no longer."""
         self._move("teardown")
-        self.on_exception()
+        self._end()
+
+    def _end(self, how: str = "") -> None:
+        self._installed.close()
+        record, self._record = self._record, None
+        if record is not None:
+            record.close(how)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_record": None, "_installed": ExitStack()}

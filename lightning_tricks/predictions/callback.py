@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import (
@@ -41,6 +42,7 @@ from lightning_tricks.predictions.core.parts import (
     remove_parts,
     weights_digest,
 )
+from lightning_tricks.predictions.core.sample_order import OrderWatch
 
 
 class PredictionWriter(TrickCallback):
@@ -112,6 +114,7 @@ class PredictionWriter(TrickCallback):
         self._installed.close()
         self._parts: PartWriter | None = None
         self._loaders: dict[str, KnownBatches | Iterator[int]] = {}  # the running numbers of one without indices
+        self._watches: dict[str, OrderWatch] = {}  # of loaders with a collate_fn of their own
         self._samples = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -135,6 +138,8 @@ class PredictionWriter(TrickCallback):
             known = batch_sampler_replaced(loader, partial(KnownBatches, limit=limit))
             sampler = self._installed.enter_context(known)
             source = self._loaders[name] = count() if sampler is None else sampler
+            if sampler is not None and loader.collate_fn is not default_collate:
+                self._watches[name] = self._installed.enter_context(_order_watched(loader))
             is_stream = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
             is_unordered = not getattr(loader, "in_order", True) and loader.num_workers > 1
             if is_unordered or (isinstance(source, count) and (trainer.world_size > 1 or not is_stream)):
@@ -193,6 +198,14 @@ class PredictionWriter(TrickCallback):
             if isinstance(source, Iterator):
                 indices = [*islice(source, len(next(iter(columns.values()))))]
             self._parts.append(dataloader_idx, indices or [], columns)
+            if name in self._watches and self._watches[name].changed:
+                del self._watches[name]
+                warnings.warn(
+                    f"PredictionWriter: the collate_fn of loader {name!r} sorts the samples of a batch. The n-th "
+                    "prediction is written as that of the n-th index: do not sort, as by "
+                    "pack_padded_sequence(enforce_sorted=False), or let predict_step return them in the old order.",
+                    stacklevel=2,
+                )
         except (TypeError, ValueError) as error:
             where = f"the predictions of batch {batch_idx} of loader {name!r}"
             raise MisconfigurationException(f"PredictionWriter cannot write {where}: {error}.") from error
@@ -228,7 +241,17 @@ class PredictionWriter(TrickCallback):
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack(), "_parts": None, "_loaders": {}}
+        return {**super().__getstate__(), "_installed": ExitStack(), "_parts": None, "_loaders": {}, "_watches": {}}
+
+
+@contextmanager
+def _order_watched(loader: DataLoader[Any]) -> Iterator[OrderWatch]:
+    collate = loader.collate_fn
+    loader.collate_fn = watch = OrderWatch(collate)
+    try:
+        yield watch
+    finally:
+        loader.collate_fn = collate
 
 
 def _on_rank_zero(trainer: Trainer, function: Callable[[], Any]) -> Any:

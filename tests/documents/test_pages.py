@@ -1,14 +1,17 @@
 """README.md and the pages of docs/ say what is true: their code runs and prints what they say, their commands exist."""
 
 import argparse
+import ast
 import re
 import sys
 from importlib.metadata import metadata
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import yaml
 
+import lightning_tricks
 from lightning_tricks import Tricks, cli
 from lightning_tricks.training_cli import TricksCLI
 from tests.documents.blocks import LANGUAGES, PAGES, README, blocks_of, our_arguments, run_each
@@ -53,6 +56,29 @@ def test_readme_counts_the_callbacks_that_refuse_a_setting():
     number = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")[len(refusing)]
     words = "one callback\nrefuses" if len(refusing) == 1 else f"{number} callbacks\nrefuse"
     assert f"; {words} one of them" in README.read_text(encoding="utf-8")
+
+
+def _texts_of_the_package():
+    """Yield what the package's code says, without docstrings; a zero stands for what a text is filled in with."""
+    for file in Path(lightning_tricks.__file__).parent.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in docstrings:
+                yield "".join(
+                    str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "\0" for part in parts
+                )
+
+
+def test_messages_of_troubleshooting_are_those_of_the_package():
+    table = (README.parent / "docs" / "troubleshooting.md").read_text(encoding="utf-8").rpartition("| --- |")[2]
+    cells = [row.split(" | ")[1] for row in table.splitlines() if row.startswith("| ")]
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    said = "\n".join(_texts_of_the_package())
+    missing = [text for text in messages if not re.search(r"[^\n]*".join(map(re.escape, text.split("..."))), said)]
+    assert len(messages) > 50
+    assert not missing, "no code says this any more"
 
 
 def test_readme_names_every_extra():

@@ -22,9 +22,10 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as lrs
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_tricks import AutoResume, GradientClipping, GradualUnfreezing, ScheduleSpec
+from lightning_tricks import Adapters, AutoResume, GradientClipping, GradualUnfreezing, LoRA, ScheduleSpec
 from lightning_tricks.finetuning import freeze_
 from lightning_tricks.lr_schedules import FactorLR
 from tests.contract.checks import Interrupts
@@ -618,6 +619,38 @@ def test_warns_about_parameters_without_a_gradient():
     with pytest.warns(UserWarning, match=r"2 trainable parameters got no gradient: spare.weight, spare.bias") as caught:
         fit(WithUnused(), GradualUnfreezing({0: "head.*", 1: "*"}))
     assert sum("no gradient" in str(one.message) for one in caught) == 1
+
+
+class Recomputed(FineNet):
+    """Its block is recomputed in the backward pass, and so is its head, if all of it is."""
+
+    def __init__(self, use_reentrant, everything=False):
+        super().__init__()
+        self.use_reentrant, self.everything = use_reentrant, everything
+
+    def forward(self, x):
+        y = checkpoint(self.block, self.stem(x), use_reentrant=self.use_reentrant)
+        return checkpoint(self.head, y, use_reentrant=self.use_reentrant) if self.everything else self.head(y)
+
+
+_REENTRANT = {
+    "unfreezing": lambda: GradualUnfreezing({0: ["head.*", "block.*"]}),
+    "LoRA": lambda: LoRA(2, target_modules="block.*", modules_to_save="head"),
+    "Adapters": lambda: Adapters(2, target_modules="block.*", modules_to_save="head"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("trick", _REENTRANT)
+def test_reentrant_checkpointing_behind_frozen_layers_is_named(trick):
+    """It gives the layers inside no gradient where no input requires one; the other kind does."""
+    words = r"trainable parameters got no gradient: block.*use_reentrant=True\) gives .* pass use_reentrant=False"
+    with pytest.warns(UserWarning, match=words):
+        fit(Recomputed(use_reentrant=True), _REENTRANT[trick]())
+    fit(Recomputed(use_reentrant=False), _REENTRANT[trick]())
+    says_why = pytest.warns(UserWarning, match="the loss has no gradient.*pass use_reentrant=False")
+    with pytest.raises(RuntimeError, match="does not require grad"), says_why:
+        fit(Recomputed(use_reentrant=True, everything=True), _REENTRANT[trick]())
 
 
 def test_frozen_parameters_need_no_gradient():

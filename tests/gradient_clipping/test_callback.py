@@ -12,7 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from timm.utils import dispatch_clip_grad
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 from lightning_tricks import GradientClipping
 from tests.contract.checks import assert_same_run
@@ -67,11 +69,72 @@ def test_batches_without_a_loss(lab, setting, accumulate):
     assert _steps(clipping) == {0: 20 // accumulate - left_out}
 
 
+class _ClipsToo(Net):
+    """Clips by itself, in one of the ways in which people do."""
+
+    def __init__(self, clip, where="training_step"):
+        super().__init__("manual" if where == "training_step" else "adamw")
+        self.clip = clip
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.automatic_optimization:
+            return loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip(self, optimizer)
+            optimizer.step()
+        return None
+
+    def configure_gradient_clipping(self, optimizer, **kwargs):
+        if self.automatic_optimization:
+            self.clip(self, optimizer)
+
+
+def _clips_others(module, optimizer):
+    other = torch.ones(2, requires_grad=True)
+    other.sum().backward()
+    clip_grad_norm_(other, 0.1)
+
+
+_OWN_CALLS = {
+    "Lightning's": lambda module, optimizer: module.clip_gradients(optimizer, 0.1, "norm"),
+    "Lightning's by value": lambda module, optimizer: module.clip_gradients(optimizer, 0.1, "value"),
+    "torch's": lambda module, optimizer: torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm=0.1),
+    "imported before": lambda module, optimizer: clip_grad_norm_(module.parameters(), 0.1),
+    "by value": lambda module, optimizer: clip_grad_value_(module.net.parameters(), clip_value=0.1),
+    "by a known norm": lambda module, optimizer: clip_grads_with_norm_(module.net[0].weight, 0.1, torch.tensor(1.0)),
+    "timm's": lambda module, optimizer: dispatch_clip_grad(module.parameters(), 0.1),
+}
+_HARMLESS_CALLS = {
+    "measures": lambda module, optimizer: clip_grad_norm_(module.parameters(), math.inf),
+    "others": _clips_others,
+}
+
+
+@pytest.mark.parametrize("where", ["training_step", "configure_gradient_clipping"])
+@pytest.mark.parametrize("way", _OWN_CALLS)
+def test_says_once_that_the_module_clips_too(lab, way, where):
+    words = r"GradientClipping\(max_norm=0.5\) and \S+ \(\w+.py:\d+\), which clips to 0.1, .*clipped twice"
+    with pytest.warns(UserWarning, match=words) as caught:
+        lab.fit([GradientClipping(0.5)], module=_ClipsToo(_OWN_CALLS[way], where), probe=False)
+    assert sum("clipped twice" in str(warning.message) for warning in caught) == 1
+    lab.fit([GradientClipping(math.inf)], module=_ClipsToo(_OWN_CALLS[way], where), probe=False)  # it clips nothing
+
+
+@pytest.mark.parametrize("way", _HARMLESS_CALLS)
+def test_calls_that_do_not_clip_the_same_gradients_are_no_second_clipping(lab, way):
+    lab.fit([GradientClipping(0.5)], module=_ClipsToo(_HARMLESS_CALLS[way]), probe=False)
+
+
 @pytest.mark.trap("gradient_clipping: Lightning's own clip comes after: both set, both applied, so warn")
 def test_warns_when_the_trainer_clips_too(lab):
     with pytest.warns(UserWarning, match=r"max_norm=0.5.*gradient_clip_val=0.1.*clipped twice"):
         (both,) = lab.fit([GradientClipping(0.5)], gradient_clip_val=0.1)
     assert both.steps[0].after == pytest.approx(0.5, rel=1e-4)
+    lab.fit([GradientClipping(math.inf)], gradient_clip_val=0.1)
 
 
 class _StepsRawOptimizers(Net):

@@ -201,7 +201,7 @@ def test_groups_find_parameters_that_are_added_later(lab):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"method": AGC(), "max_norm": 0.5}, ValueError, "max_norm=0.5 and method=AGC.* choose one"),
+        ({"method": AGC(), "max_norm": 1.0}, ValueError, "max_norm=1.0 and method=AGC.* choose one"),
         ({"method": 0.5}, TypeError, r"method must be a ClipMethod such as AGC\(0.01\).*got 0.5"),
         ({"groups": {"net.*": -1}}, ValueError, r"groups\['net.\*'\] must be a number > 0 .*got -1"),
         ({"groups": {"re:(": 1.0}}, ValueError, r"pattern 're:\(' is not a regular expression"),

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
@@ -240,7 +239,7 @@ def test_layers_are_those_of_the_skips_also_where_the_host_learns_of_them_later(
                 self.net[4].weight.grad[0, 0] = math.inf
 
     chosen, callback = SETTINGS["bf16 fused"], GradientClipping(on_nonfinite="skip", max_consecutive_skips=3)
-    with pytest.raises(Exception, match=r"1 of 6 gradients are not finite at global step .*: net.4.weight\."):
+    with pytest.raises(Exception, match=r"1 of 6 gradients are not finite at global step 5 .*: net.4.weight\."):
         lab.fit([callback], chosen, module=FiveBad(**chosen.net), probe=False)
 
 
@@ -333,13 +332,13 @@ def test_holds_a_scheduler_that_the_module_steps_itself(lab):
                 optimizer.step()
                 scheduler.step()
 
-    module = Manual(_SCHEDULERS["step"], (1,))
+    module = Manual(_SCHEDULERS["lambda"], (1,))
     module.automatic_optimization = False
     watch = _Rates()
     lab.fit(
         [GradientClipping(on_nonfinite="skip", hold_lr_on_skip=True), watch], module=module, max_epochs=1, probe=False
     )
-    assert [lr for lr, _ in watch.seen[:4]] == pytest.approx([0.01, 0.005, 0.005, 0.0025])
+    assert [lr for lr, _ in watch.seen[:4]] == pytest.approx([0.01 / n for n in (1, 3, 4, 6)])
 
 
 @pytest.mark.parametrize("optimization", ["adamw", "fused"])
@@ -492,23 +491,3 @@ def test_layers_of_a_single_skip_are_those_of_the_last_one():
         found = state.has_too_many_skips(6, GradientNorms(per_parameter.sum(), per_parameter), is_known=False)
     assert not found
     assert state.finite_at_skip.tolist() == [True, False]
-
-
-class _Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **kwargs or {})
-
-
-def test_counting_a_step_takes_one_operator():
-    counts, flag = StepCounts(), torch.tensor(False)
-    with _Operators() as operators:
-        for _ in range(100):
-            counts.add(flag, flag, flag)
-    assert operators.count <= 100

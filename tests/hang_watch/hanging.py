@@ -3,13 +3,14 @@
 import ctypes
 import sys
 import time
+from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_tricks import HangWatch
-from tests.contract.lab import QUIET, EvaluatedNet, digits, loader
+from tests.contract.lab import QUIET, EvaluatedNet, digits, fork, loader
 
 
 class Stands(EvaluatedNet):
@@ -25,6 +26,8 @@ class Stands(EvaluatedNet):
             time.sleep(1000)
         if batch_idx == 3 and self.kind == "holds the lock":
             ctypes.PyDLL(None).sleep(1000)  # which does not release it
+        if batch_idx == 3 and self.kind == "ends" and is_second:
+            self.trainer.should_stop = True
         if batch_idx == 3 and self.kind == "skip" and is_second:
             return None
         return super().training_step(batch, batch_idx)
@@ -57,7 +60,16 @@ class Shorter(IterableDataset):
         yield from (digits()[index] for index in range(20 - 4 * rank))
 
 
+def end(folder, rank):
+    """Let the fit of the second rank end while the first waits, and its process go on."""
+    options = {**QUIET, "strategy": "ddp", "devices": 2, "limit_val_batches": 0}
+    Trainer(callbacks=[HangWatch("1 second", folder)], max_epochs=2, **options).fit(Stands("ends"), loader())
+    time.sleep(1000)
+
+
 def main(kind, folder):
+    if kind == "ends":
+        fork(partial(end, folder), 2)
     data = {"loader": Waits(), "shorter": Shorter()}.get(kind)
     train = loader() if data is None else DataLoader(data, batch_size=4)
     ranks = {} if kind == "holds the lock" else {"strategy": "ddp_fork", "devices": 2}

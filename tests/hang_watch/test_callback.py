@@ -96,7 +96,7 @@ def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
     assert main(["hang", str(tmp_path / "hang")]) == 0
     said = capsys.readouterr().out
     assert "0 of 1 ranks stood still for 0.4 s, 1 did before." in said
-    assert " teardown, epoch 0, step" in said, "the batch of a validation is no place in the training"
+    assert "the end of its run, epoch 0, step" in said, "the batch of a validation is no place in the training"
     assert "; before, 1 s, at on_validation_batch_start, in wait (test_callback.py:" in said
 
 
@@ -110,7 +110,7 @@ def test_what_stands_still_at_the_very_end_is_said(tmp_path, monkeypatch, hook):
     with pytest.warns(UserWarning, match="nothing moved for 1 s, and now it does; `lightning-tricks hang 'a b'` says"):
         fit([HangWatch({"seconds": 0.3}, "a b"), Leaves(), Lasts(hook, 0.7)], limit_val_batches=0)
     (rank,) = compare_ranks(tmp_path / "a b").ranks
-    assert (rank["hook"], rank["frames"], rank["lasted"]) == ("teardown", [], "1 s, at on_train_end")
+    assert (rank["hook"], rank["frames"], rank["lasted"]) == ("the end of its run", [], "1 s, at on_train_end")
 
 
 def test_an_outer_watch_goes_on_after_an_inner_one(tmp_path, monkeypatch):
@@ -237,8 +237,13 @@ def test_thousands_of_keys_do_no_harm(tmp_path):
     assert 500 < len(found["keys"]) < 5000
 
 
+_HEAD = b"1.0 1 0 0 0 0 0 -1 hook".ljust(512)
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"\0" * 2**16, b"1.0 1 2 x", b"1.0 1 0 0 0 0 0 -1 hook".ljust(512) + b"[]", b"1e999 " * 99]
+    "content",
+    [b"", b"\0" * 2**16, b"1.0 1 2 x", _HEAD + b"[]", b"1e999 " * 99, _HEAD + b"[" * 10_000]
+    + [_HEAD + b'{"rank": 0, "world_size": %s, "keys": []}' % size for size in (b"0", b"99999999999", b'"2"')],
 )
 def test_a_file_that_is_no_record_is_named(tmp_path, capsys, content):
     (tmp_path / "rank0.hang").write_bytes(content)

@@ -81,6 +81,15 @@ def test_a_loader_that_waits_for_ever(tmp_path, capsys):
     assert "in __getitem__ (hanging.py:" in said
 
 
+def test_a_rank_whose_fit_has_ended(tmp_path, capsys):
+    hang("ends", tmp_path / "hang", ranks=1)
+    said = said_of(tmp_path / "hang", capsys)
+    assert "1 of 2 ranks stood still for 1 s.\nEnded: rank 1.\n" in said
+    assert "Behind" not in said
+    assert "  rank 1: " in said
+    assert "the end of its run, batch 3 of epoch 0, step 3" in said
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="it sleeps by libc")
 def test_c_code_that_holds_the_interpreters_lock(tmp_path, capsys):
     hang("holds the lock", tmp_path / "hang", ranks=1)

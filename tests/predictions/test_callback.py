@@ -7,6 +7,7 @@ import signal
 import struct
 import sys
 import tracemalloc
+import warnings
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from packaging.version import Version
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import (
     BatchSampler,
@@ -31,7 +34,7 @@ from torch.utils.data import (
 
 from lightning_tricks import AutoResume, PredictionWriter, SeedEverything
 from lightning_tricks.predictions.core.parts import MergedParts
-from tests.contract.lab import QUIET
+from tests.contract.lab import QUIET, fork
 from tests.contract.processes import append_output_to, run_and_exit
 from tests.predictions.runs import TWO_RANKS, Numbers, Squares, predict, rows_of, squares
 
@@ -257,6 +260,14 @@ def test_all_kinds_of_values_are_columns_in_all_formats(name, devices):
         }
 
 
+def test_a_chunk_of_parquet_may_have_tens_of_thousands_of_vectors():
+    needs_package("parquet")
+    count = 2**15 + 5
+    module = Squares(transform=lambda values, numbers: numbers[:, None] * torch.tensor([1, 2]))
+    predict(PredictionWriter("out.parquet"), module, DataLoader(Numbers(count), count))
+    assert [row["prediction"] for row in rows_of("out.parquet")] == [[n, 2 * n] for n in range(count)]
+
+
 @pytest.mark.parametrize("name", ["npz", "pt"])
 def test_there_may_be_more_columns_than_open_files(name):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -382,6 +393,49 @@ def test_a_loader_whose_samples_nobody_knows_is_refused():
         predict(PredictionWriter("out.jsonl"), loaders=DataLoader([*range(2)], 2, sampler=[-1, -2]))
 
 
+class Sentences(Numbers):
+    """Sentences of different lengths, the longest neither first nor last."""
+
+    def __getitem__(self, index):
+        return torch.full((1 + index * 5 % 7,), float(index)), index
+
+
+class Padded:
+    """Pads sentences, in the order of their lengths or not, as it stands in many tutorials."""
+
+    def __init__(self, how, keeps):
+        self.how, self.keeps = how, keeps
+
+    def __call__(self, samples):
+        def length(sample):
+            return len(sample[0])
+
+        if self.how == "in its place":
+            samples.sort(key=length, reverse=True)
+        elif self.how == "sorted":
+            samples = sorted(samples, key=length, reverse=True)
+        texts, numbers = zip(*samples, strict=True)
+        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        kept = {"labels": torch.tensor(numbers), "lengths": [*map(len, texts)], "tuple": numbers, "nothing": None}
+        return padded[:, :1].expand(-1, 2), kept[self.keeps]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("keeps", ["labels", "lengths", "tuple", "nothing"])
+@pytest.mark.parametrize("how", ["sorted", "in its place", "not"])
+def test_a_collate_fn_that_sorts_is_said_once(how, keeps, workers):
+    loader = DataLoader(Sentences(21), 4, collate_fn=Padded(how, keeps), num_workers=workers)
+    is_said = how == "in its place" or (how == "sorted" and keeps != "nothing")  # else nobody can see it
+    module = Squares()
+    module.predict_step = lambda batch, batch_idx: batch[0][:, 0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        predict(PredictionWriter("out.jsonl"), module, loader)
+    assert sum("collate_fn of loader '0' sorts the samples" in str(one.message) for one in caught) == is_said
+    assert type(loader.collate_fn) is Padded
+    assert how != "not" or [row["prediction"] for row in rows_of("out.jsonl")] == [*range(21)]
+
+
 class OwnOrder(DataLoader):
     """Reads on its own, not what its batch sampler yields."""
 
@@ -405,12 +459,12 @@ def test_a_step_that_fetches_its_batches_is_refused():
 
 
 def predict_in_a_process(path, devices, kill_at=None, log=None, shuffle=False):
-    """Predict 40 numbers in a fork, which a step may kill; return its exit status."""
+    """Predict 40 numbers, texts and lists in a fork, which a step may kill; return its exit status."""
 
     def work():
         torch.manual_seed(0)
         loaders, options = DataLoader(Numbers(40), 4, shuffle=shuffle), TWO_RANKS if devices == 2 else {}
-        predict(PredictionWriter(path, resume=True), Squares(log, kill_at), loaders, **options)
+        predict(PredictionWriter(path, resume=True), Squares(log, kill_at, None, texts_and_lists), loaders, **options)
 
     if devices == 2:  # they are forks of this process
         try:
@@ -438,6 +492,25 @@ def test_after_a_kill_it_goes_on_and_the_file_is_the_same(devices, later):
         assert len(first | second) == 10
 
 
+def test_ranks_that_wait_for_each_other_leave_out_no_batch_after_a_kill():
+    """Under DDP each rank may leave out its own batches; where a model is sharded, all ranks have to call it."""
+    if Version(torch.__version__) < Version("2.7"):
+        pytest.skip("FSDP2 of torch 2.6 needs an accelerator")
+
+    class Sharded(Squares):
+        def configure_model(self):
+            pass
+
+    def run(rank):
+        options = {"strategy": ModelParallelStrategy(2, tensor_parallel_size=1), "devices": 2}
+        predict(PredictionWriter("out.jsonl", resume=True), Sharded(f"{rank}.log"), **options)
+
+    stopped(at=16)
+    fork(run, 2)
+    assert rows_of("out.jsonl") == squares()
+    assert [len(Path(f"{rank}.log").read_text().splitlines()) for rank in range(2)] == [3, 3]
+
+
 def test_a_shuffled_loader_goes_on_after_a_kill():
     assert predict_in_a_process("whole.npz", 1) == 0
     assert predict_in_a_process("out.npz", 1, 39, shuffle=True) == signal.SIGKILL
@@ -458,6 +531,14 @@ def stopped(path="out.jsonl", at=12, transform=None, **options):
     with pytest.raises(ZeroDivisionError):
         predict(PredictionWriter(path, **options), Squares(None, at, ZeroDivisionError, transform))
     return Path(f"{path}.parts")
+
+
+def test_what_an_interrupted_merge_has_left_is_written_anew():
+    folder = stopped("out.npz", transform=texts_and_lists)
+    for number in range(3):
+        (folder / f"{number}.column").write_bytes(b"\7" * 5)
+    predict(PredictionWriter("out.npz", resume=True), Squares(transform=texts_and_lists))
+    assert [row["list"] for row in rows_of("out.npz")] == [[*range(n % 3)] for n in range(21)]
 
 
 @pytest.mark.parametrize("tail", [b"\x07", b"\xff" * 19, b"\0" * 200], ids=["a byte", "most of a row", "zeros"])
@@ -492,10 +573,14 @@ def test_a_part_may_be_cut_anywhere(ending):
 def test_what_belongs_to_another_run_is_refused_in_words():
     folder = stopped()
     resumed = PredictionWriter("out.jsonl", resume=True)
-    other = Squares()
-    torch.nn.init.constant_(other.weight, 2)
-    with pytest.raises(MisconfigurationException, match=r"another run.*\(weights: \['\w+'\] then, .*Give resume=False"):
-        predict(resumed, other)
+    for name in ("weight", "counted"):
+        other = Squares()
+        torch.nn.init.constant_(getattr(other, name), 2)
+        words = r"another run.*\(weights: \['\w+'\] then, .*Give resume=False"
+        with pytest.raises(MisconfigurationException, match=words):
+            predict(resumed, other)
+    with pytest.raises(MisconfigurationException, match=r"\(precision: 32-true then, bf16-mixed now\)"):
+        predict(resumed, precision="bf16-mixed")
     with pytest.raises(MisconfigurationException, match=r"\(samples: \{'0': 21\} then, \{'0': 22\} now\)"):
         predict(resumed, loaders=DataLoader(Numbers(22), 4))
     with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 then, 4 now"):
@@ -509,6 +594,14 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     ):
         predict(resumed, Squares(transform=lambda values, numbers: values))
     assert len([*folder.glob("*.part")]) == 1
+    content = (folder / "run.json").read_text()
+    for damaged in ("", content[:50], "[]", "[" * 100_000, '{"hyperparameters": []}'):
+        (folder / "run.json").write_text(damaged)
+        with pytest.raises(
+            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start anew\."
+        ):
+            predict(resumed)
+    (folder / "run.json").write_text(content)
     predict(resumed)
     assert rows_of("out.jsonl") == squares()
 
@@ -521,11 +614,20 @@ def test_other_hyperparameters_are_named():
             super().__init__(kill_at=12 if threshold == 0.5 else None, dies_on=ZeroDivisionError)
             self.save_hyperparameters()
 
+    class Data(LightningDataModule):
+        def __init__(self, words):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def predict_dataloader(self):
+            return DataLoader(Numbers(21), batch_size=4)
+
     for warns in (True, False):
         with pytest.raises(ZeroDivisionError):
-            predict(PredictionWriter("out.jsonl"), Thresholded(0.5))
-        with pytest.warns(UserWarning, match=r"stay \(threshold: 0.5 then, 0.7 now\)") if warns else nullcontext():
-            predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min))
+            predict(PredictionWriter("out.jsonl"), Thresholded(0.5), Data(["a"] * 100_000))
+        words = r"stay \(words: \['a', .{70,75} then, \['b', .{70,75} now, threshold: 0.5 then, 0.7 now\)"
+        with pytest.warns(UserWarning, match=words) if warns else nullcontext():
+            predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min), Data(["b"] * 100_000))
         assert rows_of("out.jsonl") == squares()
 
 
@@ -669,6 +771,11 @@ def test_texts_may_be_empty_or_not_of_ascii(format_):
     texts = ["", "ä" * 50, "\n", "a\0b", "𝄞" if format_ == "parquet" else "𝄞\udc80"]
     predict(PredictionWriter(f"out.{format_}"), Squares(transform=lambda v, n: [texts[int(i) % 5] for i in n]))
     assert [row["prediction"] for row in rows_of(f"out.{format_}")] == [texts[n % 5] for n in range(21)]
+    words = "npz keeps no NUL at the end of a text, as 21 of 'prediction' have: write another format"
+    with pytest.warns(UserWarning, match=words) if format_ == "npz" else nullcontext():
+        predict(PredictionWriter(f"out.{format_}"), Squares(transform=lambda v, n: [f"{int(i)}\0" for i in n]))
+    kept = "" if format_ == "npz" else "\0"
+    assert [row["prediction"] for row in rows_of(f"out.{format_}")] == [f"{n}{kept}" for n in range(21)]
 
 
 def test_columns_that_are_not_wanted_need_not_fit():

@@ -9,14 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.predictions.core.columns import join_kinds, kinds_of, to_columns
+from lightning_tricks.predictions.core.columns import to_columns
 from lightning_tricks.predictions.core.formats import write_predictions
 from lightning_tricks.predictions.core.parts import (
     KnownBatches,
     MergedParts,
     PartWriter,
-    begin_parts,
-    remove_parts,
     weights_digest,
 )
 from tests.emulated_cuda.device import EmulatedCuda
@@ -84,14 +82,6 @@ def test_numbers_become_tensors_of_their_own_kind():
     assert columns["text"] == columns["series"] == ["a", "b"]
 
 
-def test_dtypes_of_batches_are_joined():
-    batches = [to_columns([1, 2]), to_columns([0.5]), to_columns(torch.ones(2, dtype=torch.half))]
-    kinds = {}
-    for batch in batches:
-        kinds = join_kinds(kinds, kinds_of(batch))
-    assert kinds == {"prediction": (torch.float64, ())}
-
-
 def test_a_digest_is_that_of_the_values():
     layers = [torch.nn.Linear(3, 2) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -102,14 +92,3 @@ def test_a_digest_is_that_of_the_values():
     assert weights_digest(torch.nn.LazyLinear(2)) == weights_digest(torch.nn.Identity())
     with EmulatedCuda():
         assert len({weights_digest(layers[0].to(device)) for device in ("cpu", "cuda:0", "cuda:1")}) == 1
-
-
-def test_parts_are_removed_and_nothing_else(tmp_path):
-    folder = tmp_path / "out.parts"
-    assert begin_parts(tmp_path / "out", folder, {"weights": "1"}, resume=True) == (0, "")
-    (folder / "0.part").touch()
-    assert begin_parts(tmp_path / "out", folder, {"weights": "1"}, resume=True) == (1, "")
-    assert begin_parts(tmp_path / "out", folder, {"weights": "2"}, resume=False) == (0, "")
-    remove_parts(folder)
-    assert not folder.exists()
-    remove_parts(folder)

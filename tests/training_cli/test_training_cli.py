@@ -363,6 +363,8 @@ _ERRORS = {
     ),
     "a file without options": (["--config=empty.yaml"], "Unexpected config. A file of --config holds options"),
     "a file that is no text": (["--config=bytes.yaml"], "a file of --config is not text in UTF-8: "),
+    "aliases without bound": (["--config=aliases.yaml"], "stand for more than 100,000 values, or for themselves"),
+    "aliases of themselves": (["--config=circle.yaml"], "stand for more than 100,000 values, or for themselves"),
     "a file that is not there": (["--config=nothing.yaml"], "config: File does not exist: "),
 }
 
@@ -373,6 +375,9 @@ def test_a_mistake_is_one_line(mistake, command, capsys):
     Path("unknown.yaml").write_text("trainer: {max_epoch: 3}")
     Path("empty.yaml").touch()
     Path("bytes.yaml").write_bytes(b"\xff")
+    doubled = [f"&a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
+    Path("aliases.yaml").write_text(f"trainer: {{logger: [&a0 [x], {', '.join(doubled)}]}}")
+    Path("circle.yaml").write_text("trainer: &a {logger: *a}")
     model = ["--model", "lightning_tricks.demo.DigitsClassifier", *_DIGITS]
     assert command("fit", *model, *arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Seed set to")]

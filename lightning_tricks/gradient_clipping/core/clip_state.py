@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.gradient_clipping.core.clipping import GradientNorms, gradient_norms
-from lightning_tricks.gradient_clipping.core.methods import ClipMethod, NoThreshold, Threshold
+from lightning_tricks.gradient_clipping.core.methods import ClipMethod, Threshold
 from lightning_tricks.gradient_clipping.core.step_skipping import (
     hold_schedulers,
     skip_step_,
@@ -85,7 +85,7 @@ class ClipState:
 
     def __init__(self) -> None:
         self.counts = StepCounts()
-        self.thresholds: dict[str, Threshold] = {}
+        self.thresholds: dict[str, Threshold | None] = {}
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -216,7 +216,7 @@ def states_to_dict(states: Mapping[int, ClipState]) -> dict[str, Any]:
         f"{index}:{label}": learnt
         for index, state in states.items()
         for label, threshold in state.thresholds.items()
-        if (learnt := threshold.state_dict())
+        if threshold is not None and (learnt := threshold.state_dict())
     }
     counts = {index: state.counts.state_dict() for index, state in states.items() if state.counts.steps}
     return {"counts": counts, "thresholds": thresholds}
@@ -239,7 +239,7 @@ def load_states(states: Mapping[int, ClipState], saved: Mapping[str, Any], clip_
     for key, learnt in saved["thresholds"].items():
         index, _, label = key.partition(":")
         threshold = clip_groups.new_threshold(label)
-        if threshold.state_dict().keys() <= learnt.keys() and not isinstance(threshold, NoThreshold):
+        if threshold is not None and threshold.state_dict().keys() <= learnt.keys():
             threshold.load_state_dict(learnt)
             states[int(index)].thresholds[label] = threshold
         else:
@@ -295,9 +295,9 @@ class ClipGroups:
         label = next((pattern.text for pattern in self._patterns if pattern.matches(name)), self.REST)
         return label, any(pattern.matches(name) for pattern in self._excludes[label])
 
-    def new_threshold(self, label: str) -> Threshold:
-        """Return a new threshold of a group's method; `NoThreshold` for an unknown label."""
-        return self._methods[label].new_threshold() if label in self._methods else NoThreshold()
+    def new_threshold(self, label: str) -> Threshold | None:
+        """Return a new threshold of a group's method; None if it has none, or for an unknown label."""
+        return self._methods[label].new_threshold() if label in self._methods else None
 
     def report(self, sizes: Mapping[str, int]) -> str:
         """Describe which parameters each group has and how they are clipped.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,12 +43,12 @@ class ClipMethod(ABC):
 
     exclude: str | Sequence[str] = ()
 
-    def new_threshold(self) -> Threshold:
-        """Return a new threshold; each optimizer and group has its own."""
-        return NoThreshold()
+    def new_threshold(self) -> Threshold | None:
+        """Return a new threshold, as each optimizer and group has its own; None where there is none."""
+        return None
 
     @abstractmethod
-    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clip the gradients of parameters in place; `total_norm` is the norm of all of them, of type `norm_type`."""
 
 
@@ -69,7 +69,7 @@ class ClipNorm(ClipMethod):
     def __post_init__(self) -> None:
         check_bound("max_norm", self.max_norm)
 
-    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clip to `max_norm`."""
         return _clip_to_norm_(parameters, self.max_norm, total_norm)
 
@@ -91,7 +91,7 @@ class ClipValue(ClipMethod):
     def __post_init__(self) -> None:
         check_bound("clip_value", self.clip_value)
 
-    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clamp each element."""
         was_clipped = gradient_norms(parameters, inf).total > self.clip_value
         clip_grad_value_(parameters, self.clip_value)
@@ -127,7 +127,7 @@ class AGC(ClipMethod):
             Pattern(pattern)
         object.__setattr__(self, "exclude", patterns)
 
-    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clip unit by unit."""
         done = adaptive_clip_grad_(parameters, self.clip_factor, self.eps)
         return ClipResult(done.norm if norm_type == 2 else None, done.num_clipped > 0)
@@ -139,7 +139,7 @@ class _ClipToThreshold(ClipMethod):
     def __post_init__(self) -> None:
         self.new_threshold()  # raises an error for wrong values
 
-    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clip to the threshold for this norm."""
         return _clip_to_norm_(parameters, threshold.update(total_norm), total_norm)
 
@@ -196,7 +196,7 @@ class ZScoreClip(_ClipToThreshold):
 METHODS = {method.__name__: method for method in (AGC, ClipNorm, ClipValue, PercentileClip, ZScoreClip)}
 
 
-def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
+def check_method(method: ClipMethod | None, max_norm: float | None) -> ClipMethod | None:
     """Return `method`, or raise an error if it is no ClipMethod, or if `max_norm` is given, too."""
     if method is None:
         return None
@@ -205,7 +205,7 @@ def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | Non
             "method must be a ClipMethod such as AGC(0.01) or ClipValue(0.5), got "
             f"{method!r} ({type(method).__name__})."
         )
-    if max_norm != 1.0:
+    if max_norm is not None:
         raise ValueError(f"max_norm={max_norm!r} and method={method!r} are both given: choose one.")
     return method
 
@@ -241,21 +241,6 @@ class Threshold(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore the state that `state_dict` returned."""
-
-
-class NoThreshold:
-    """An infinite threshold, for methods that need none."""
-
-    def update(self, norm: Tensor) -> Tensor:
-        """Return Inf."""
-        return torch.full_like(norm, torch.inf)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return an empty state."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Do nothing: there is no state."""
 
 
 class PercentileThreshold:

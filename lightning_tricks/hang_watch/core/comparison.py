@@ -14,7 +14,7 @@ from typing import Any
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.text import list_names, printable
-from lightning_tricks.hang_watch.core.record import MOVED_ON, PREVIOUS, RECORD_SUFFIX, STACKS_SUFFIX, read_record
+from lightning_tricks.hang_watch.core.record import ENDED, MOVED_ON, PREVIOUS, RECORD_SUFFIX, STACKS_SUFFIX, read_record
 
 _MAX_BYTES = 2**20  # of a file of stacks, from its end
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -70,9 +70,12 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
     before = f", {count} did before" if (count := sum(bool(rank["earlier"]) for rank in ranks)) else ""
     findings = [f"{standing} of {world_size} ranks stood still for {ranks[0]['timeout']:g} s{before}."]
     findings += [f"There is no record of {_ranks(missing)}."] if missing else []
-    least = min((rank["batches"], rank["moves"]) for rank in ranks)
-    behind = [rank["rank"] for rank in ranks if (rank["batches"], rank["moves"]) == least]
-    findings += [f"Behind: {_ranks(behind)}."] if len(behind) < len(ranks) else []
+    running = [rank for rank in ranks if not rank["hook"].startswith(ENDED)]
+    ended = [rank["rank"] for rank in ranks if rank not in running]
+    findings += [f"Ended: {_ranks(ended)}."] if ended and running else []
+    least = min(((rank["batches"], rank["moves"]) for rank in running), default=None)
+    behind = [rank["rank"] for rank in running if (rank["batches"], rank["moves"]) == least]
+    findings += [f"Behind: {_ranks(behind)}."] if len(behind) < len(running) else []
     for name, what in (("batches", "Batches that began"), ("backwards", "Backward passes")):
         values = sorted({rank[name] for rank in ranks})
         counts = (f"{value} on {_ranks(rank['rank'] for rank in ranks if rank[name] == value)}" for value in values)

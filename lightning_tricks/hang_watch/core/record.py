@@ -18,7 +18,9 @@ from lightning_tricks._shared.files import open_file
 
 RECORD_SUFFIX, STACKS_SUFFIX, PREVIOUS = ".hang", ".stacks", "previous"
 MOVED_ON = "The rank moved on after"
+ENDED = "the end of its run"  # the place of a rank that has ended, in words
 _COUNTERS = ("moves", "epoch", "batch", "step", "batches", "backwards", "key")
+_MOST_RANKS = 2**20
 _SIZE, _HEAD = 2**16, 2**9  # bytes: of all; and of time, counters and hook, which each move writes
 
 
@@ -67,10 +69,13 @@ class RankRecord:
         record, stacks = self._paths = [folder / f"rank{about['rank']}{s}" for s in (RECORD_SUFFIX, STACKS_SUFFIX)]
         self._new_folder = () if folder.exists() else (folder,)
         folder.mkdir(parents=True, exist_ok=True)
-        self._clear()
-        for path in filter(Path.exists, self._paths):  # of a hang
-            (folder / PREVIOUS).mkdir(exist_ok=True)
-            path.replace(folder / PREVIOUS / path.name)
+        is_of_hang = _has_stacks(record)
+        for path in filter(Path.exists, self._paths):
+            if is_of_hang:
+                (folder / PREVIOUS).mkdir(exist_ok=True)
+                path.replace(folder / PREVIOUS / path.name)
+            else:
+                path.unlink()
         with record.open("xb+") as file:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
@@ -120,24 +125,33 @@ class RankRecord:
         self._keys, self._key = {key: index for index, key in enumerate(kept)}, -1
         self._write_names()
 
-    def close(self) -> None:
-        """Stop the timer; remove the files, and an empty folder, if no stacks were written."""
+    def close(self, how: str = "") -> None:
+        """Stop the timer, and note that this rank has ended; the last one removes the files if none wrote stacks.
+
+        Args:
+            how: What ended it, after the words "the end of its run".
+        """
         faulthandler.cancel_dump_traceback_later()
         if self in _WATCHING:
             _WATCHING.remove(self)
         for record in _WATCHING[-1:]:  # of a Trainer within which this one ran
             record._start_timer()
+        self._hook, self._moved = f"{ENDED}{how}", time.time()
+        self._write()
         self._stacks.close()
         self._memory.close()
-        self._clear()
+        with suppress(OSError, ValueError):  # another rank removes them just now, or has only begun
+            self._clear_if_all_have_ended()
         for folder in self._new_folder:
             with suppress(OSError):  # other ranks write to it
                 folder.rmdir()
 
-    def _clear(self) -> None:
-        """Remove the files of this rank, unless they are of a hang."""
-        if not (self._paths[1].is_file() and self._paths[1].stat().st_size):
-            for path in self._paths:
+    def _clear_if_all_have_ended(self) -> None:
+        """Remove the files of all ranks of the folder, unless one is still there or has stood still."""
+        paths = [self._paths[0].with_name(f"rank{rank}{RECORD_SUFFIX}") for rank in range(self._about["world_size"])]
+        found = [path for path in paths if path.is_file()]  # the ranks of other nodes may have folders of their own
+        if all(not _has_stacks(path) and read_record(path)["hook"].startswith(ENDED) for path in found):
+            for path in (*found, *(path.with_suffix(STACKS_SUFFIX) for path in found)):
                 path.unlink(missing_ok=True)
 
     def _write(self) -> None:
@@ -158,6 +172,11 @@ class RankRecord:
             self._memory[_HEAD : _HEAD + len(text)] = text
 
 
+def _has_stacks(record: Path) -> bool:
+    stacks = record.with_suffix(STACKS_SUFFIX)
+    return stacks.is_file() and stacks.stat().st_size > 0
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """Return what a rank has written: what it is about, when it moved, counters, the names of hook and logged value.
 
@@ -175,6 +194,8 @@ def read_record(path: Path) -> dict[str, Any]:
         place: dict[str, Any] = dict(zip(_COUNTERS, map(int, numbers), strict=True))
         found, _ = json.JSONDecoder().raw_decode(data[_HEAD:])
         logged = dict(enumerate(found["keys"])).get(place["key"], ("", 0, ""))[2]
+        if not 0 <= found["rank"] < found["world_size"] < _MOST_RANKS:
+            raise ValueError
         return {**found, **place, "moved": float(moved), "hook": hook, "key": logged}
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)} is no record of HangWatch.") from error

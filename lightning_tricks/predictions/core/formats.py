@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -97,6 +98,11 @@ def _write_npz(path: Path, parts: MergedParts, loaders: Array) -> None:
     arrays = {"loader": loaders[parts.loader], "index": parts.index}
     for name, values, lengths in _gathered(parts):
         arrays[name] = np.asarray(values)
+        if arrays[name].dtype.kind == "U" and (cut := sum(text.endswith("\0") for text in values)):
+            words = (
+                f"npz keeps no NUL at the end of a text, as {cut:,} of {name!r} have: write another format to keep it."
+            )
+            warnings.warn(words, stacklevel=2)
         arrays |= {f"{name}.lengths": np.array(lengths)} if lengths is not None else {}
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():

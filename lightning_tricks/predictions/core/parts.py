@@ -27,7 +27,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.files import atomic_write, find_write_problem, open_file
+from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks._shared.tensors import local_part
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.predictions.core.columns import Column, Kind, array_dtype, join_kinds, kinds_of, to_array
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -72,9 +74,8 @@ def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: boo
         folder.mkdir(exist_ok=True)
         with atomic_write(file) as staged:
             staged.write_text(text, encoding="utf-8")
-    with open_file(file) as stream:
-        before, now = json.loads(stream.read()), json.loads(text)
-    changed = _differences(before.pop("hyperparameters", {}), now.pop("hyperparameters", {}))
+    before, now = _read_run(file), json.loads(text)
+    changed = _differences(before.pop("hyperparameters"), now.pop("hyperparameters"))
     if differing := _differences(before, now):
         raise ValueError(
             f"{folder} holds predictions of another run, which are not mixed with those of this one "
@@ -83,10 +84,23 @@ def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: boo
     return len([*folder.glob("*.part"), *folder.glob("*.values")]), changed
 
 
+def _read_run(file: Path) -> dict[str, Any]:
+    with open_file(file) as stream:
+        data = stream.read()
+    with suppress(ValueError):  # it is not JSON, or too large
+        run = parse_json(data, Budget(len(data)))
+        if isinstance(run, dict) and isinstance(run.get("hyperparameters"), dict):
+            return run
+    raise ValueError(
+        f"{file} is damaged, so that nobody can tell whose parts lie there. Give resume=False to start anew."
+    )
+
+
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what differs as text: 1 batch is not 1.0, all of them, and the order of loaders counts."""
     pairs = {name: (f"{before.get(name)}", f"{now.get(name)}") for name in {**before, **now}}
-    return "; ".join(f"{name}: {then} then, {value} now" for name, (then, value) in pairs.items() if then != value)
+    differing = [f"{name}: {then:.80} then, {value:.80} now" for name, (then, value) in pairs.items() if then != value]
+    return list_names(differing, 10) if differing else ""
 
 
 def remove_parts(folder: Path) -> None:

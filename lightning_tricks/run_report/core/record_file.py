@@ -22,6 +22,7 @@ PAGE_MARK = "lightning_tricks.run_report"  # stands in the head of each page
 RUN_FILE, VALUES_FILE, PAGE_FILE = "run.json", "values.jsonl", "report.html"
 _FORMAT, _VERSION = "lightning_tricks.run_report", 2  # since 2, rows have ids
 Made = TypeVar("Made")
+_LONGEST_LIST = 30_000  # a page of more is slow; what a report has most of are classes
 _OUTSIDE_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -161,6 +162,8 @@ def _decode(value: Any) -> Any:
         if value.keys() == {"number"} and isinstance(name := value["number"], str) and name in _OUTSIDE_JSON:
             return _OUTSIDE_JSON[name]
         return {name: _decode(part) for name, part in value.items()}
+    if isinstance(value, list) and len(value) > _LONGEST_LIST:
+        raise ValueError(f"it has a list of {len(value):,} entries, and {_LONGEST_LIST:,} are read")
     return [_decode(part) for part in value] if isinstance(value, list) else value
 
 
