@@ -206,9 +206,9 @@ def test_epochs():
     module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1 epoch", interval="epoch"))
     _fit(module, max_epochs=4)
     assert module.rates[::10] == pytest.approx([0.05, 0.1, 0.1 * 2 / 3, 0.1 / 3])
-    module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1 epoch"))
+    module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1.28 epochs"))  # 2 steps, and 2.8 of the 10 that follow
     _fit(module, callbacks=[GradientAccumulationScheduler({0: 5, 1: 1})])
-    assert module.rates[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
+    assert module.rates[:6] == pytest.approx([0.1 * step / 6 for step in range(1, 7)])
 
 
 def test_epochs_of_a_run_by_steps():

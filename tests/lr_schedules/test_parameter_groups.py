@@ -78,22 +78,14 @@ class T5LayerNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(4))
 
 
-def test_what_only_begins_like_a_norm_decays():
-    names = (
-        "normalizing_flow",
-        "normal_head",
-        "attn_norm",
-        "ln_1",
-        "norms",
-        "cosine",
-        "layernorm_embedding",
-        "preNorm",
-    )
+def test_what_only_begins_like_a_norm_or_lies_in_what_is_called_a_bias_decays():
+    names = "normalizing_flow normal_head attn_norm ln_1 norms cosine layernorm_embedding preNorm bias_net".split()
     net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
     net["ln_1"], net["cosine"] = T5LayerNorm(), NormalizedLinear(4, 4, bias=False)
     decayed, spared = parameter_groups(net, OptimizerSpec())
     owners = {id(parameter): name.partition(".")[0] for name, parameter in net.named_parameters()}
-    assert [owners[id(parameter)] for parameter in decayed["params"]] == ["normalizing_flow", "normal_head", "cosine"]
+    found = [owners[id(parameter)] for parameter in decayed["params"]]
+    assert found == ["normalizing_flow", "normal_head", "cosine", "bias_net"]
     assert len(spared["params"]) == 5
 
 
