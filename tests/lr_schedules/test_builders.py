@@ -173,9 +173,9 @@ def test_a_schedule_that_no_run_holds_is_refused(schedule):
 class _Two(Net):
     """Two optimizers that both step in each batch, by hand."""
 
-    def __init__(self, n_optimizers):
+    def __init__(self, n_optimizers, **schedule):
         super().__init__("manual")
-        self.n_optimizers = n_optimizers
+        self.n_optimizers, self.spec = n_optimizers, ScheduleSpec("warmup_linear", **{"warmup": 1, **schedule})
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -184,17 +184,25 @@ class _Two(Net):
 
     def configure_optimizers(self):
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[4])]
-        spec = ScheduleSpec("warmup_linear", warmup=1)
-        return optimizers, [build_schedule(o, spec, self.trainer, n_optimizers=self.n_optimizers) for o in optimizers]
+        of = {"trainer": self.trainer, "n_optimizers": self.n_optimizers}
+        return optimizers, [build_schedule(optimizer, self.spec, **of) for optimizer in optimizers]
 
 
 @pytest.mark.trap("gradient_clipping: estimated_stepping_batches is wrong for two manual optimizers")
-@pytest.mark.parametrize("arguments", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 12}], ids=str)
+@pytest.mark.parametrize("arguments", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 13}], ids=str)
 def test_several_optimizers(arguments):
     trainer = _fit(_Two(2), **arguments)
     for config in trainer.lr_scheduler_configs:
         assert config.scheduler.last_epoch == trainer.global_step / 2
         assert config.scheduler.get_last_lr() == [0.0]
+        assert config.scheduler.factor(config.scheduler.last_epoch - 1) > 0
+
+
+def test_epochs_of_several_optimizers():
+    """40 steps of both are 20 batches, in 2 epochs."""
+    trainer = _fit(_Two(2, warmup=0, interval="epoch"), max_epochs=9, max_steps=40)
+    for config in trainer.lr_scheduler_configs:
+        assert [config.scheduler.factor(epoch) for epoch in range(3)] == [1.0, 0.5, 0.0]
 
 
 def test_says_that_max_steps_counts_all_optimizers():
@@ -330,3 +338,6 @@ def test_fused_by_itself_on_a_gpu():
     linear = torch.nn.Linear(2, 2, device="cuda")
     assert build_optimizer(linear, OptimizerSpec()).param_groups[0]["fused"]
     assert not build_optimizer(torch.nn.Linear(2, 2), OptimizerSpec()).param_groups[0]["fused"]
+    net = Net().cuda()
+    net.trainer = Trainer(**QUIET, gradient_clip_val=1.0)
+    assert not build_optimizer(net, OptimizerSpec()).param_groups[0]["fused"], "Lightning refuses to clip its gradients"

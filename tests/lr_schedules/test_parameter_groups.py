@@ -123,6 +123,8 @@ def test_tied_weights_come_once_under_each_name_and_compiled_names_are_plain(pat
     optimizer = build_optimizer(net, OptimizerSpec(groups={pattern: {"lr": 0.5}}))
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(net.parameters()))
     assert {g["lr"] for g in optimizer.param_groups} == {1e-3, 0.5}
+    groups = parameter_groups(net, OptimizerSpec(no_decay=[pattern]))
+    assert [len(group["params"]) for group in groups if not group["weight_decay"]] == [2]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ NOT_RUN = (
     "tests/flops/test_thop_rules.py",
 )
 SLOW = (
-    "FSDP2 or DDP or compile or real_fp16 or test_outputs_agree or test_the_order_of_a_file_does_not_matter"
+    "FSDP2 or compile or real_fp16 or test_outputs_agree or test_the_order_of_a_file_does_not_matter"
     " or test_other_words_never_mislead or test_a_thousand_tensors"
 )
 
@@ -69,8 +69,9 @@ class Watch:
         self.seconds: dict[str, float] = defaultdict(float)
         self.called: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.bad: set[str] = set()
+        self.forks: set[str] = set()
         self._names = {str(ROOT / file): file for file in FILES}
-        os.register_at_fork(after_in_child=lambda: sys.settrace(None))
+        os.register_at_fork(before=lambda: self.forks.add(self.now), after_in_child=lambda: sys.settrace(None))
 
     def trace(self, frame, event, argument):
         """Note a call; Python asks this before each."""
@@ -152,7 +153,9 @@ class Room:
             item
             for item in items
             if "tests/contract" not in item.nodeid
-            or (item.originalname == "test_promise" and item.callspec.params["case"].callback.__module__.startswith(own))
+            or (
+                item.originalname == "test_promise" and item.callspec.params["case"].callback.__module__.startswith(own)
+            )
         ]
 
     def pytest_runtest_logreport(self, report):
@@ -198,9 +201,8 @@ class Room:
                     self._run([name])
                     self.has_failed = False
                 good = {name: seconds for name, seconds in watch.seconds.items() if name not in watch.bad}
-                notes.write_text(
-                    json.dumps({"seconds": good, "called": {k: sorted(v) for k, v in watch.called.items()}})
-                )
+                called = {name: sorted(places) for name, places in watch.called.items()}
+                notes.write_text(json.dumps({"seconds": good, "called": called, "forks": sorted(watch.forks)}))
                 return 0
 
             status = in_fork(work, 1800, 5400)
@@ -209,11 +211,12 @@ class Room:
             return json.loads(notes.read_text())
 
     def _tests_for(self, mutant: Mutant) -> list[str]:
-        """The tests that call the changed function, quick ones first; all where none is seen to."""
+        """The tests that call the changed function, quick ones first, and those that may in a fork; all without any."""
         times, calls = self.watched["seconds"], self.watched["called"]
         place, seconds, chosen = [mutant.file, mutant.first_line], self.seconds, []
-        names = [name for name in times if place in calls.get(name, ())] or list(times)
-        for name in sorted(names, key=times.__getitem__):
+        direct = {name for name in times if place in calls.get(name, ())}
+        names = direct | (times.keys() & self.watched["forks"]) or times.keys()
+        for name in sorted(names, key=lambda name: (name not in direct, times[name])):
             seconds -= times[name]
             if seconds < 0 and chosen:
                 break

@@ -133,9 +133,10 @@ def test_nan_alone_is_never_the_best(tmp_path, lightning_log):
 
 @pytest.mark.parametrize("options", [{"max_epochs": 0}, {"limit_val_batches": 0, "max_epochs": 1}])
 def test_without_a_validation_the_module_stays(lightning_log, options):
-    callback = RestoreBest("loss")
+    """Also after a fit that had some."""
+    fit([callback := RestoreBest("loss")], EvaluatedNet(), max_epochs=1)
     fit([callback], EvaluatedNet(), **options)
-    assert callback.best_value is None
+    assert (callback.best_value, callback.best_epoch, callback.best_step) == (None, -1, -1)
     assert any("no validation ran" in message for _, message in lightning_log)
 
 
@@ -292,20 +293,27 @@ def test_more_epochs_continue_from_the_last_weights_and_know_the_best(tmp_path, 
     assert same(state_of(again), state_of(module)), "a run that had finished"
 
 
-def resumed(path, module, *arguments):
+def resumed(path, module, *arguments, **record):
     """Resume the two epochs of a fit for the smallest score with another module; return the callback."""
     fit([RestoreBest("score"), _SavesAtTheEnd(path)], Scored((0.3, 0.2)), max_epochs=2)
+    saved = torch.load(path, weights_only=True)
+    saved["callbacks"][RestoreBest("score").state_key] |= record
+    torch.save(saved, path)
     trainer = Trainer(callbacks=[callback := RestoreBest(*arguments)], max_epochs=4, **QUIET)
     trainer.fit(module, loader(), loader(), ckpt_path=path)
     return callback
 
 
-@pytest.mark.parametrize("arguments", [("score", "max"), ("loss", "max")])
-def test_a_resumed_run_with_another_monitor_starts_anew(tmp_path, arguments):
-    with pytest.warns(UserWarning, match=r"the best by \['score', 'min'\], not by .*'max'\]. It does not count"):
+@pytest.mark.parametrize(("arguments", "best"), [(("score", "max"), 2), (("loss", "min"), 3)])
+def test_a_resumed_run_with_another_monitor_starts_anew(tmp_path, arguments, best):
+    with pytest.warns(UserWarning, match=r"the best by \['score', 'min'\], not by .*\]. It does not count"):
         callback = resumed(tmp_path / "a.ckpt", Scored((0.0, 0.0, 0.1, 0.05)), *arguments)
-    assert callback.best_epoch == 2
-    assert callback.best_value == pytest.approx(0.1) or arguments[0] == "loss"
+    assert callback.best_epoch == best
+
+
+def test_the_shards_of_another_rank_do_not_count(tmp_path):
+    with pytest.warns(UserWarning, match="holds the last weights.*or the run was resumed from a checkpoint that has"):
+        resumed(tmp_path / "a.ckpt", Scored((math.nan,)), "score", rank=[0, 2])
 
 
 def test_a_resumed_run_may_lack_the_value_in_some_validations(tmp_path):
