@@ -79,7 +79,8 @@ class T5LayerNorm(nn.Module):
 
 
 def test_what_only_begins_like_a_norm_or_lies_in_what_is_called_a_bias_decays():
-    names = "normalizing_flow normal_head attn_norm ln_1 norms cosine layernorm_embedding preNorm bias_net".split()
+    names = ["normalizing_flow", "normal_head", "attn_norm", "ln_1", "norms", "cosine", "layernorm_embedding"]
+    names += ["preNorm", "bias_net"]
     net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
     net["ln_1"], net["cosine"] = T5LayerNorm(), NormalizedLinear(4, 4, bias=False)
     decayed, spared = parameter_groups(net, OptimizerSpec())
