@@ -38,10 +38,12 @@ from lightning_tricks import (
     seed_everything,
 )
 from lightning_tricks._shared.files import open_file
+from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.core.checkpoint_folder import FORMAT
+from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
@@ -200,17 +202,46 @@ def test_another_seed_is_refused_and_other_hyper_parameters_are_named(tmp_path, 
     assert "the run goes on: hparams.lr: 0.1 -> 0.2." in caplog.text
 
 
+OTHER_SETTINGS = {
+    "accumulate_grad_batches": 2,
+    "check_val_every_n_epoch": 2,
+    "gradient_clip_algorithm": "value",
+    "gradient_clip_val": 0.5,
+    "limit_train_batches": 0.5,
+    "limit_val_batches": 0.5,
+    "overfit_batches": 2,
+    "reload_dataloaders_every_n_epochs": 1,
+    "val_check_interval": 0.5,
+    "precision": "bf16-mixed",
+    "min_epochs": 2,
+    "min_steps": 30,
+}
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit", "ignore:Precision bf16")
+def test_each_setting_that_shapes_the_training_is_asked_about(tmp_path):
+    assert OTHER_SETTINGS.keys() == {*SHAPING_SETTINGS, "precision", "min_epochs", "min_steps"}
+    stop(AutoResume(tmp_path))
+    for name, value in OTHER_SETTINGS.items():
+        with pytest.raises(MisconfigurationException, match=rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"):
+            fit(AutoResume(tmp_path), **{name: value})
+    assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
+
+
 class Exchanges(Callback):
-    """Exchanges the optimizer in the fit."""
+    """Exchanges the last optimizer in the fit."""
 
     def on_train_epoch_start(self, trainer, pl_module):
-        trainer.strategy.optimizers = [torch.optim.RMSprop(pl_module.parameters())]
+        *others, last = trainer.optimizers
+        trainer.strategy.optimizers = [*others, torch.optim.RMSprop(parameters_of(last))]
 
 
-def test_the_state_of_an_optimizer_that_a_hook_exchanged_is_refused(tmp_path):
-    stop(AutoResume(tmp_path), Exchanges())
+@pytest.mark.parametrize("optimization", ["adamw", "manual"])
+def test_the_state_of_an_optimizer_that_a_hook_exchanged_is_refused(tmp_path, optimization):
+    script = {"module": lambda: Net(optimization=optimization)}
+    stop(AutoResume(tmp_path), Exchanges(), **script)
     with pytest.raises(MisconfigurationException, match="has the state of RMSprop, and configure_optimizers now"):
-        fit(AutoResume(tmp_path), Exchanges())
+        fit(AutoResume(tmp_path), Exchanges(), **script)
 
 
 def test_a_later_release_is_refused(tmp_path):
