@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -244,13 +245,18 @@ def test_a_process_alone_is_no_launch(environment):
     assert find_launch(environment) is None
 
 
-def test_launches_are_told_apart():
-    keys = {find_launch(of_rank(launch, 0)).key for launch in LAUNCHES}
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"):
-        keys.add(find_launch({**of_rank(LAUNCHES[0], 0), name: "1"}).key)
-    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"):
-        keys.add(find_launch({**of_rank(LAUNCHES[1], 0), name: "1"}).key)
-    assert len(keys) == len(LAUNCHES) + 6
+def test_launches_are_told_apart(monkeypatch):
+    """By each variable of a launcher; by the machine, the user, and the process that started them."""
+    keys = [find_launch(of_rank(launch, 0)).key for launch in LAUNCHES]
+    torchrun = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    for number, names in ((0, torchrun), (1, slurm), (2, ("PMIX_NAMESPACE",)), (4, ("MASTER_PORT",))):
+        keys += [find_launch({**of_rank(LAUNCHES[number], 0), name: "2"}).key for name in names]
+    for owner, name in ((platform, "node"), (os, "getuid"), (os, "getppid"), (rank_handoff, "start_of")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, lambda *_: 1)
+            keys.append(find_launch(of_rank(LAUNCHES[4], 0)).key)
+    assert len({*keys}) == len(keys)
 
 
 def test_the_other_ranks_are_told_why_the_first_has_failed(monkeypatch):
