@@ -223,7 +223,9 @@ def test_each_setting_that_shapes_the_training_is_asked_about(tmp_path):
     assert OTHER_SETTINGS.keys() == {*SHAPING_SETTINGS, "precision", "min_epochs", "min_steps"}
     stop(AutoResume(tmp_path))
     for name, value in OTHER_SETTINGS.items():
-        with pytest.raises(MisconfigurationException, match=rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"):
+        with pytest.raises(
+            MisconfigurationException, match=rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"
+        ):
             fit(AutoResume(tmp_path), **{name: value})
     assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
 
@@ -252,23 +254,21 @@ def test_a_later_release_is_refused(tmp_path):
         fit(AutoResume(tmp_path))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_cannot_be_read_is_refused_by_all_ranks(tmp_path, monkeypatch, ranks):
+@pytest.mark.parametrize(("ranks", "file"), [(1, "meta.pt"), (2, "meta.pt"), (1, "manifest.json")])
+def test_what_cannot_be_read_is_refused_by_all_ranks(tmp_path, monkeypatch, ranks, file):
     """It may be intact: another start finds it as it was."""
     stop(AutoResume(tmp_path, every_n_train_steps=5))
     newest = CheckpointFolder(tmp_path).manifests()[0]
 
     def denies(path):
-        if path.name == "meta.pt" and newest.file in str(path):
+        if path.name == file and newest.file in str(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return open_file(path)
 
     options = {"strategy": "ddp_fork", "devices": 2} if ranks == 2 else {}
     with monkeypatch.context() as patched:
         patched.setattr("lightning_tricks.auto_resume.core.checkpoint_folder.open_file", denies)
-        with pytest.raises(
-            Exception, match=rf"{newest.file}: meta.pt cannot be read \(Permission denied\), and may be"
-        ):
+        with pytest.raises(Exception, match=rf"{newest.file}: {file} cannot be read \(Permission denied\), and may be"):
             fit(AutoResume(tmp_path), **options)
     assert CheckpointFolder(tmp_path).manifests()[0] == newest
     assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))

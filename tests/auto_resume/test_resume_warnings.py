@@ -48,7 +48,7 @@ class Centering(Net):
 
 
 class Gathering(Net):
-    """Lets gradients add up over four batches, as code from before `accumulate_grad_batches` does; counts in a buffer."""
+    """Lets gradients add up over four batches, as code from before `accumulate_grad_batches` does; has a count."""
 
     def __init__(self):
         super().__init__(dropout=0.2)
@@ -118,7 +118,7 @@ class Slow(Net):
 
 
 class Scheduled(Net):
-    """Steps the schedules of two optimizers itself, where an epoch starts, and one more often; its moments are halved."""
+    """Steps the schedules of two optimizers itself, where an epoch starts; one more often, and halves its moments."""
 
     def __init__(self):
         super().__init__(optimization="manual", dropout=0.2)

@@ -194,20 +194,6 @@ def test_a_common_random_state_by_default():
     assert same(ranks[0]["dropout"], ranks[1]["dropout"])
 
 
-class _SeedsSeedPlusRank(Callback):
-    """The copied snippet."""
-
-    def setup(self, trainer, pl_module, stage):
-        seed_everything(3 + trainer.global_rank, verbose=False)
-
-
-@pytest.mark.trap("resume: the copied snippet reads samples twice (why per_rank seeds each rank later)")
-def test_the_copied_snippet_reads_samples_twice():
-    ranks = _fit(_SeedsSeedPlusRank(), **SETTINGS["DDP"].trainer)
-    read = [index for rank in ranks for batch in rank["samples"][:5] for index in batch]
-    assert len(set(read)) < 40
-
-
 @pytest.mark.parametrize("workers", _WORKERS)
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_a_resumed_run_repeats_itself_and_not_its_beginning(workers, per_rank):
