@@ -326,10 +326,11 @@ def test_a_run_of_wandb_that_is_open_already_warns(tmp_path, wandb):
 
 def test_mlflow_resumes_its_run(tmp_path, mlflow):
     for ends in (stop, fit):
-        logger = MLFlowLogger(save_dir=str(tmp_path))
-        ends(AutoResume(tmp_path / "runs"), Logs(), logger=logger, log_every_n_steps=1)
+        loggers = [CSVLogger(tmp_path), MLFlowLogger(save_dir=str(tmp_path))]
+        ends(AutoResume(tmp_path / "runs"), Logs(), logger=loggers, log_every_n_steps=1)
     assert list(mlflow.runs) == ["run0"]
-    assert [row["step"] for row in mlflow.runs["run0"] if row["key"] == "late"] == [8]
+    for key, steps in (("late", [8]), ("epoch_begun", [0, 10])):
+        assert [row["step"] for row in mlflow.runs["run0"] if row["key"] == key] == steps
 
 
 class Losing(Hyper):
