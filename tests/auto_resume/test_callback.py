@@ -202,19 +202,13 @@ def test_another_seed_is_refused_and_other_hyper_parameters_are_named(tmp_path, 
     assert "the run goes on: hparams.lr: 0.1 -> 0.2." in caplog.text
 
 
+IN_TWOS = ("accumulate_grad_batches", "check_val_every_n_epoch", "overfit_batches", "reload_dataloaders_every_n_epochs")
+IN_HALVES = ("gradient_clip_val", "limit_train_batches", "limit_val_batches", "val_check_interval")
 OTHER_SETTINGS = {
-    "accumulate_grad_batches": 2,
-    "check_val_every_n_epoch": 2,
+    **dict.fromkeys((*IN_TWOS, "min_epochs", "min_steps"), 2),
+    **dict.fromkeys(IN_HALVES, 0.5),
     "gradient_clip_algorithm": "value",
-    "gradient_clip_val": 0.5,
-    "limit_train_batches": 0.5,
-    "limit_val_batches": 0.5,
-    "overfit_batches": 2,
-    "reload_dataloaders_every_n_epochs": 1,
-    "val_check_interval": 0.5,
     "precision": "bf16-mixed",
-    "min_epochs": 2,
-    "min_steps": 30,
 }
 
 

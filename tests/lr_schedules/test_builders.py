@@ -268,37 +268,15 @@ def test_a_group_that_is_unfrozen_in_mid_run():
     assert module.rates == [[base * factor(step) for base in bases[step]] for step in range(30)]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (
-            (
-                OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, no_decay=(), kwargs={"momentum": 0.9}),
-                ScheduleSpec("multistep", milestones=[1, 2, 4], interval="epoch"),
-            ),
-            lambda p: (
-                (optimizer := torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4)),
-                torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 4], 0.1),
-            ),
-        ),
-        (
-            (OptimizerSpec("Adam", weight_decay=0), ScheduleSpec("step", step_size=2, interval="epoch")),
-            lambda p: (
-                (optimizer := torch.optim.Adam(p, lr=1e-3)),
-                torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
-            ),
-        ),
-    ],
-    ids=["sgd with milestones", "step"],
-)
-def test_recipes_of_old_code(ours, theirs):
+def test_a_recipe_of_old_code():
     class Old(Net):
         def configure_optimizers(self):
-            optimizer, scheduler = theirs(self.parameters())
-            return [optimizer], [scheduler]
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+            return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 4], 0.1)]
 
+    spec = OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, no_decay=(), kwargs={"momentum": 0.9})
     torch.manual_seed(0)
-    new = _Scheduled(ours[1], ours[0])
+    new = _Scheduled(ScheduleSpec("multistep", milestones=[1, 2, 4], interval="epoch"), spec)
     torch.manual_seed(0)
     old = Old()
     _fit(new, max_epochs=6)
