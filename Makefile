@@ -86,8 +86,8 @@ sweep: $(VENV)/installed-test ## Load files with changed names and order into 1,
 matrix: $(VENV)/installed-test ## Train with all callbacks together in each of 72 ways, and list what does not hold
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.together.matrix --result tests/together/matrix_result.md
 
-mutants: $(VENV)/installed-mutants ## Put 600 faults into the cores, and list those that no test finds
-	$(BIN)/python -m tests.mutation.run
+mutants: $(VENV)/installed-mutants ## Put 1,000 faults into cores and shells, and list those that no test finds; SEED=2 draws others
+	$(BIN)/python -m tests.mutation.run --seed $(or $(SEED),0)
 
 coverage: $(VENV)/installed-coverage ## Run the tests, and list which share of the lines and branches they reach
 	$(BIN)/python -m coverage erase

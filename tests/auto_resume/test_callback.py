@@ -38,10 +38,12 @@ from lightning_tricks import (
     seed_everything,
 )
 from lightning_tricks._shared.files import open_file
+from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.core.checkpoint_folder import FORMAT
+from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
@@ -200,17 +202,42 @@ def test_another_seed_is_refused_and_other_hyper_parameters_are_named(tmp_path, 
     assert "the run goes on: hparams.lr: 0.1 -> 0.2." in caplog.text
 
 
+IN_TWOS = ("accumulate_grad_batches", "check_val_every_n_epoch", "overfit_batches", "reload_dataloaders_every_n_epochs")
+IN_HALVES = ("gradient_clip_val", "limit_train_batches", "limit_val_batches", "val_check_interval")
+OTHER_SETTINGS = {
+    **dict.fromkeys((*IN_TWOS, "min_epochs", "min_steps"), 2),
+    **dict.fromkeys(IN_HALVES, 0.5),
+    "gradient_clip_algorithm": "value",
+    "precision": "bf16-mixed",
+}
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit", "ignore:Precision bf16")
+def test_each_setting_that_shapes_the_training_is_asked_about(tmp_path):
+    assert OTHER_SETTINGS.keys() == {*SHAPING_SETTINGS, "precision", "min_epochs", "min_steps"}
+    stop(AutoResume(tmp_path))
+    for name, value in OTHER_SETTINGS.items():
+        with pytest.raises(
+            MisconfigurationException, match=rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"
+        ):
+            fit(AutoResume(tmp_path), **{name: value})
+    assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
+
+
 class Exchanges(Callback):
-    """Exchanges the optimizer in the fit."""
+    """Exchanges the last optimizer in the fit."""
 
     def on_train_epoch_start(self, trainer, pl_module):
-        trainer.strategy.optimizers = [torch.optim.RMSprop(pl_module.parameters())]
+        *others, last = trainer.optimizers
+        trainer.strategy.optimizers = [*others, torch.optim.RMSprop(parameters_of(last))]
 
 
-def test_the_state_of_an_optimizer_that_a_hook_exchanged_is_refused(tmp_path):
-    stop(AutoResume(tmp_path), Exchanges())
+@pytest.mark.parametrize("optimization", ["adamw", "manual"])
+def test_the_state_of_an_optimizer_that_a_hook_exchanged_is_refused(tmp_path, optimization):
+    script = {"module": lambda: Net(optimization=optimization)}
+    stop(AutoResume(tmp_path), Exchanges(), **script)
     with pytest.raises(MisconfigurationException, match="has the state of RMSprop, and configure_optimizers now"):
-        fit(AutoResume(tmp_path), Exchanges())
+        fit(AutoResume(tmp_path), Exchanges(), **script)
 
 
 def test_a_later_release_is_refused(tmp_path):
@@ -221,23 +248,21 @@ def test_a_later_release_is_refused(tmp_path):
         fit(AutoResume(tmp_path))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_cannot_be_read_is_refused_by_all_ranks(tmp_path, monkeypatch, ranks):
+@pytest.mark.parametrize(("ranks", "file"), [(1, "meta.pt"), (2, "meta.pt"), (1, "manifest.json")])
+def test_what_cannot_be_read_is_refused_by_all_ranks(tmp_path, monkeypatch, ranks, file):
     """It may be intact: another start finds it as it was."""
     stop(AutoResume(tmp_path, every_n_train_steps=5))
     newest = CheckpointFolder(tmp_path).manifests()[0]
 
     def denies(path):
-        if path.name == "meta.pt" and newest.file in str(path):
+        if path.name == file and newest.file in str(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return open_file(path)
 
     options = {"strategy": "ddp_fork", "devices": 2} if ranks == 2 else {}
     with monkeypatch.context() as patched:
         patched.setattr("lightning_tricks.auto_resume.core.checkpoint_folder.open_file", denies)
-        with pytest.raises(
-            Exception, match=rf"{newest.file}: meta.pt cannot be read \(Permission denied\), and may be"
-        ):
+        with pytest.raises(Exception, match=rf"{newest.file}: {file} cannot be read \(Permission denied\), and may be"):
             fit(AutoResume(tmp_path), **options)
     assert CheckpointFolder(tmp_path).manifests()[0] == newest
     assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))

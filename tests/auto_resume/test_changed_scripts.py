@@ -560,12 +560,6 @@ EDITS = {
         {"trainer": {"limit_train_batches": 11}},
         refused=("Trainer.limit_train_batches: 11 -> 5",),
     ),
-    "when it validates": Edit(
-        {"trainer": {"val_check_interval": 0.5}}, refused=("Trainer.val_check_interval: 1.0 -> 0.5",)
-    ),
-    "precision": Edit(
-        {"trainer": {"precision": "bf16-mixed"}}, refused=("Trainer.precision: '32-true' -> 'bf16-mixed'",)
-    ),
     "more epochs": Edit({"epochs": 5}),
     "fewer epochs": Edit({"epochs": 2}, refused=("Trainer.max_epochs: 3 -> 2",)),
     "fewer steps": Edit({"trainer": {"max_steps": 20}}, refused=("Trainer.max_steps: -1 -> 20",)),

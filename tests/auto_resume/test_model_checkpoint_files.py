@@ -212,23 +212,28 @@ def test_removals_are_put_off_until_the_next_save(tmp_path):
     assert read_origin(again) == Origin("run", "now", 1, 3)
 
 
-def test_what_is_written_during_a_save_belongs_to_the_next_interval(tmp_path, monkeypatch):
+@pytest.mark.parametrize("removes", [False, True])
+def test_what_is_written_or_removed_during_a_save_belongs_to_the_next_interval(tmp_path, monkeypatch, removes):
     """The state of a save that is being written does not know of it."""
-    go_on, save = threading.Event(), CheckpointFolder.save
+    go_on, save, path = threading.Event(), CheckpointFolder.save, tmp_path / "a.ckpt"
 
     def slow_save(folder, checkpoint, **known):
         assert go_on.wait(20)
         return save(folder, checkpoint, **known)
 
-    class Writes(Callback):
+    class Acts(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.global_step == EVERY + 1:
                 threading.Timer(0.2, go_on.set).start()
-                trainer.save_checkpoint(tmp_path / "during.ckpt", weights_only=True)
+            if trainer.global_step == EVERY + 1 and removes:
+                trainer.strategy.remove_checkpoint(path)
+                assert path.exists()
+            elif trainer.global_step == (2 if removes else EVERY + 1):
+                trainer.save_checkpoint(path, weights_only=True)
 
     monkeypatch.setattr(CheckpointFolder, "save", slow_save)
-    script(tmp_path, [], Writes(), asynchronous=True)
-    assert read_origin(tmp_path / "during.ckpt").save == 1
+    script(tmp_path, [], Acts(), asynchronous=True)
+    assert not path.exists() if removes else read_origin(path).save == 1
 
 
 @pytest.mark.filterwarnings("error:AutoResume")

@@ -48,10 +48,14 @@ class Centering(Net):
 
 
 class Gathering(Net):
-    """Lets gradients add up over four batches, as code from before `accumulate_grad_batches` does."""
+    """Lets gradients add up over four batches, as code from before `accumulate_grad_batches` does; has a count."""
 
     def __init__(self):
         super().__init__(dropout=0.2)
+        self.register_buffer("epochs_begun", torch.zeros(()))
+
+    def on_train_epoch_start(self):
+        self.epochs_begun += 1
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if batch_idx % 4 == 0:
@@ -114,7 +118,7 @@ class Slow(Net):
 
 
 class Scheduled(Net):
-    """Steps the schedules of two optimizers itself, at the start of an epoch, and one more often than the other."""
+    """Steps the schedules of two optimizers itself, where an epoch starts; one more often, and halves its moments."""
 
     def __init__(self):
         super().__init__(optimization="manual", dropout=0.2)
@@ -124,6 +128,9 @@ class Scheduled(Net):
         first.step()
         second.step()
         second.step()
+        for state in self.trainer.optimizers[1].state.values():
+            for moment in state.values():
+                moment.mul_(0.5)
 
     def configure_optimizers(self):
         optimizers = [*super().configure_optimizers()]

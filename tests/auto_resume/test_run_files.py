@@ -91,6 +91,10 @@ class Logs(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"begun": 1.0}, 0)
 
+    def on_train_epoch_start(self, trainer, pl_module):
+        for logger in trainer.loggers:
+            logger.log_metrics({"epoch_begun": 1.0}, trainer.global_step)
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         for logger in trainer.loggers:
             logger.log_metrics({"loss": float(outputs["loss"])}, trainer.global_step)
@@ -102,10 +106,11 @@ class Logs(Callback):
 
 def log(tmp_path, name, kind, ends=fit, before=False, version=None, guarded=True, **options):
     logger = kind(tmp_path / name, version=version)
+    second = kind(tmp_path / name, name="lightning_logs/second", version="other")
     if before:
         logger.log_hyperparams({"lr": 0.1})
     callbacks = [AutoResume(tmp_path / name / "guarded", every_n_train_steps=5)] * guarded
-    ends(*callbacks, Logs(), logger=logger, log_every_n_steps=1, **options)
+    ends(*callbacks, Logs(), logger=[logger, second], log_every_n_steps=1, **options)
     return logger
 
 
@@ -159,11 +164,11 @@ def test_rows_of_another_run_in_the_same_place_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_the_second_fit_continues_the_rows_of_the_first(tmp_path, kind):
+def test_later_fits_continue_the_rows_of_the_first(tmp_path, kind):
     def script(name, *callbacks, guarded=True):
         logger, guard = kind(tmp_path / name), AutoResume(tmp_path / name / "guarded", every_n_train_steps=3)
-        for epochs in (1, 2):
-            last = callbacks if epochs == 2 else ()
+        for epochs in (1, 2, 3):
+            last = callbacks if epochs == 3 else ()
             fit(*[guard] * guarded, Logs(), *last, logger=logger, epochs=epochs, log_every_n_steps=1)
 
     script("whole", guarded=False)
@@ -321,10 +326,11 @@ def test_a_run_of_wandb_that_is_open_already_warns(tmp_path, wandb):
 
 def test_mlflow_resumes_its_run(tmp_path, mlflow):
     for ends in (stop, fit):
-        logger = MLFlowLogger(save_dir=str(tmp_path))
-        ends(AutoResume(tmp_path / "runs"), Logs(), logger=logger, log_every_n_steps=1)
+        loggers = [CSVLogger(tmp_path), MLFlowLogger(save_dir=str(tmp_path))]
+        ends(AutoResume(tmp_path / "runs"), Logs(), logger=loggers, log_every_n_steps=1)
     assert list(mlflow.runs) == ["run0"]
-    assert [row["step"] for row in mlflow.runs["run0"] if row["key"] == "late"] == [8]
+    for key, steps in (("late", [8]), ("epoch_begun", [0, 10])):
+        assert [row["step"] for row in mlflow.runs["run0"] if row["key"] == key] == steps
 
 
 class Losing(Hyper):

@@ -266,9 +266,9 @@ def loader(num_workers, persistent_workers=False):
     ("wait", "loader", "cores", "words"),
     [
         (
-            WaitTotals(seconds=100, waited=43, n_batches=50),
+            WaitTotals(seconds=100, waited=43, waited_first=40, n_batches=50),
             loader(0),
-            8,
+            1,
             "Waited for data 43 % of the time: the loader is the bottleneck; try num_workers=1, now 0.",
         ),
         (
@@ -313,10 +313,10 @@ def loader(num_workers, persistent_workers=False):
             "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=8, now 4.",
         ),
         (
-            WaitTotals(seconds=100, waited=50, n_batches=50),
+            WaitTotals(seconds=100, waited=10, n_batches=10),
             None,
             16,
-            "Waited for data 50 % of the time: the loader is the bottleneck; load in worker processes, or make loading "
+            "Waited for data 10 % of the time: the loader is the bottleneck; load in worker processes, or make loading "
             "cheaper.",
         ),
         (
@@ -326,10 +326,10 @@ def loader(num_workers, persistent_workers=False):
             "Waited for data 3 % of the time: the loader keeps up.",
         ),
         (
-            WaitTotals(seconds=100, waited=43, idle=2, n_batches=50),
+            WaitTotals(seconds=100, waited=10, idle=2, n_batches=50),
             loader(0),
             8,
-            "The host waited for data 43 % of the time, and the GPU had work meanwhile: the loader keeps up.",
+            "The host waited for data 10 % of the time, and the GPU had work meanwhile: the loader keeps up.",
         ),
         (
             WaitTotals(seconds=100, waited=5, idle=2, n_batches=50),
@@ -355,7 +355,7 @@ def test_the_bottleneck_in_words(wait, loader, cores, words):
     ("busy", "words"),
     [
         (20.0, "try num_workers=8, now 4: the CPU is not busy, so the workers wait for a disk or a network."),
-        (90.0, "4 workers on 4 cores are not enough"),
+        (50.0, "4 workers on 4 cores are not enough"),
     ],
 )
 def test_workers_that_only_wait_may_be_more_than_cores(busy, words):
@@ -376,7 +376,7 @@ def test_the_quota_of_a_container_counts(quota, cores, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((97.0, {}, 100, True), []),
+        ((50.0, {}, 100, True), []),
         ((None, {}, 0, True), []),
         ((20.0, {}, 100, False), []),
         (

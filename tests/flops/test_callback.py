@@ -47,11 +47,11 @@ def test_the_first_batch_is_counted_and_not_consumed(capsys):
     assert report.count.macs == FORWARD_MACS
     text = capsys.readouterr().out
     assert text.count("FLOPs of Batches") == 1
-    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {
-        "flops/forward": 2 * FORWARD_MACS,
-        "params/total": 1242,
-        "params/trainable": 1242,
-    }
+    totals = {"flops/forward": 2 * FORWARD_MACS, "params/total": 1242, "params/trainable": 1242}
+    for fitted in (trainer, fit([report])):
+        assert {name: value.item() for name, value in fitted.callback_metrics.items()} == totals
+    (part,) = report.report_parts(trainer)
+    assert [name for name, _ in part.facts] == ["forward", "parameters"]
 
 
 def test_example_input_array_comes_first(capsys):

@@ -49,26 +49,29 @@ def test_compare_names_modules_without_a_thop_rule():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.linear = nn.Linear(8, 8)
+            self.attention, self.second = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
             self.weight = nn.Parameter(torch.zeros(4, 8))
 
         def forward(self, x):
             x = self.linear(x)
-            return nn.functional.linear(self.attention(x, x, x)[0], self.weight)
+            return nn.functional.linear(self.attention(x, x, self.second(x, x, x)[0])[0], self.weight)
 
     x = torch.randn(2, 5, 8)
     count = count_flops(Net(), x, compare=True)
     assert count.peer.backend == "thop"
     assert count.peer.macs == 10 * 64
-    assert count.peer.uncounted == {"Net": 1, "MultiheadAttention": 1}
+    assert count.peer.uncounted == {"Net": 1, "MultiheadAttention": 2}
     assert {row.name: row.has_rule for row in count.peer.rows} == {
         "": False,
         "linear": True,
         "attention": False,
         "attention.out_proj": True,
+        "second": False,
+        "second.out_proj": True,
     }
     text = str(count)
-    for words in ("thop's MACs", "no rule", "thop has no rule for: MultiheadAttention (1), Net (1)"):
+    for words in ("thop's MACs", "no rule", "thop has no rule for: MultiheadAttention (2), Net (1)"):
         assert words in text
     reverse = count_flops(Net(), x, backend="thop", compare=True)
     assert (reverse.macs, reverse.peer.macs) == (count.peer.macs, count.macs)

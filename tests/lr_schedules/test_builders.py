@@ -173,9 +173,9 @@ def test_a_schedule_that_no_run_holds_is_refused(schedule):
 class _Two(Net):
     """Two optimizers that both step in each batch, by hand."""
 
-    def __init__(self, n_optimizers):
+    def __init__(self, n_optimizers, **schedule):
         super().__init__("manual")
-        self.n_optimizers = n_optimizers
+        self.n_optimizers, self.spec = n_optimizers, ScheduleSpec("warmup_linear", **{"warmup": 1, **schedule})
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -184,17 +184,25 @@ class _Two(Net):
 
     def configure_optimizers(self):
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[4])]
-        spec = ScheduleSpec("warmup_linear", warmup=1)
-        return optimizers, [build_schedule(o, spec, self.trainer, n_optimizers=self.n_optimizers) for o in optimizers]
+        of = {"trainer": self.trainer, "n_optimizers": self.n_optimizers}
+        return optimizers, [build_schedule(optimizer, self.spec, **of) for optimizer in optimizers]
 
 
 @pytest.mark.trap("gradient_clipping: estimated_stepping_batches is wrong for two manual optimizers")
-@pytest.mark.parametrize("arguments", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 12}], ids=str)
+@pytest.mark.parametrize("arguments", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 13}], ids=str)
 def test_several_optimizers(arguments):
     trainer = _fit(_Two(2), **arguments)
     for config in trainer.lr_scheduler_configs:
         assert config.scheduler.last_epoch == trainer.global_step / 2
         assert config.scheduler.get_last_lr() == [0.0]
+        assert config.scheduler.factor(config.scheduler.last_epoch - 1) > 0
+
+
+def test_epochs_of_several_optimizers():
+    """40 steps of both are 20 batches, in 2 epochs."""
+    trainer = _fit(_Two(2, warmup=0, interval="epoch"), max_epochs=9, max_steps=40)
+    for config in trainer.lr_scheduler_configs:
+        assert [config.scheduler.factor(epoch) for epoch in range(3)] == [1.0, 0.5, 0.0]
 
 
 def test_says_that_max_steps_counts_all_optimizers():
@@ -206,9 +214,9 @@ def test_epochs():
     module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1 epoch", interval="epoch"))
     _fit(module, max_epochs=4)
     assert module.rates[::10] == pytest.approx([0.05, 0.1, 0.1 * 2 / 3, 0.1 / 3])
-    module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1 epoch"))
+    module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1.28 epochs"))  # 2 steps, and 2.8 of the 10 that follow
     _fit(module, callbacks=[GradientAccumulationScheduler({0: 5, 1: 1})])
-    assert module.rates[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
+    assert module.rates[:6] == pytest.approx([0.1 * step / 6 for step in range(1, 7)])
 
 
 def test_epochs_of_a_run_by_steps():
@@ -260,37 +268,15 @@ def test_a_group_that_is_unfrozen_in_mid_run():
     assert module.rates == [[base * factor(step) for base in bases[step]] for step in range(30)]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (
-            (
-                OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, no_decay=(), kwargs={"momentum": 0.9}),
-                ScheduleSpec("multistep", milestones=[1, 2, 4], interval="epoch"),
-            ),
-            lambda p: (
-                (optimizer := torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4)),
-                torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 4], 0.1),
-            ),
-        ),
-        (
-            (OptimizerSpec("Adam", weight_decay=0), ScheduleSpec("step", step_size=2, interval="epoch")),
-            lambda p: (
-                (optimizer := torch.optim.Adam(p, lr=1e-3)),
-                torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
-            ),
-        ),
-    ],
-    ids=["sgd with milestones", "step"],
-)
-def test_recipes_of_old_code(ours, theirs):
+def test_a_recipe_of_old_code():
     class Old(Net):
         def configure_optimizers(self):
-            optimizer, scheduler = theirs(self.parameters())
-            return [optimizer], [scheduler]
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+            return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 4], 0.1)]
 
+    spec = OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, no_decay=(), kwargs={"momentum": 0.9})
     torch.manual_seed(0)
-    new = _Scheduled(ours[1], ours[0])
+    new = _Scheduled(ScheduleSpec("multistep", milestones=[1, 2, 4], interval="epoch"), spec)
     torch.manual_seed(0)
     old = Old()
     _fit(new, max_epochs=6)
@@ -330,3 +316,6 @@ def test_fused_by_itself_on_a_gpu():
     linear = torch.nn.Linear(2, 2, device="cuda")
     assert build_optimizer(linear, OptimizerSpec()).param_groups[0]["fused"]
     assert not build_optimizer(torch.nn.Linear(2, 2), OptimizerSpec()).param_groups[0]["fused"]
+    net = Net().cuda()
+    net.trainer = Trainer(**QUIET, gradient_clip_val=1.0)
+    assert not build_optimizer(net, OptimizerSpec()).param_groups[0]["fused"], "Lightning refuses to clip its gradients"

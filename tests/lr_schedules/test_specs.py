@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_tricks import OptimizerSpec, ScheduleSpec
+from lightning_tricks.lr_schedules import one_cycle
 
 
 def test_defaults_are_what_the_issue_of_warm_up_needs():
@@ -148,14 +149,18 @@ def test_durations():
         factors = spec.factors(100, **arguments)
         return factors.index(max(factors))
 
-    assert peak(ScheduleSpec(warmup=0.1)) == 10
+    assert peak(ScheduleSpec(warmup=0.096)) == 10
     assert peak(ScheduleSpec(warmup=20)) == 20
     assert peak(ScheduleSpec(warmup="1 step")) == 1
     assert peak(ScheduleSpec(warmup="2 epochs"), steps_per_epoch=7) == 14
     assert peak(ScheduleSpec(warmup="0.5 epochs"), steps_per_epoch=10) == 5
     assert peak(ScheduleSpec(warmup=2, interval="epoch"), steps_per_epoch=10) == 20
-    assert peak(ScheduleSpec(warmup="30 steps", interval="epoch"), steps_per_epoch=10) == 30
+    assert peak(ScheduleSpec(warmup="25 steps", interval="epoch"), steps_per_epoch=10) == 30
+    by_epoch = ScheduleSpec("warmup_linear", warmup=0, interval="epoch").factors(5, steps_per_epoch=2)
+    assert by_epoch == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3])
+    assert ScheduleSpec("one_cycle").factors(25)[3] == one_cycle(3, 25, 7.5), "as torch's, which does not round"
     assert ScheduleSpec(total=50).factors(100)[50:] == [0.0] * 51
+    assert ScheduleSpec("constant", warmup=0.5).factors(4) == ScheduleSpec(warmup=2, end_factor=1).factors(4)
     assert ScheduleSpec("multistep", milestones=[0.5, 0.75]).factors(100)[49:51] == [1.0, 0.1]
 
 
@@ -166,14 +171,15 @@ def test_a_warm_up_before_kinds_that_have_none():
 
 def test_only_what_depends_on_the_run_needs_its_length():
     for spec in (
-        ScheduleSpec("multistep", milestones=[3]),
-        ScheduleSpec("step", step_size=2),
+        ScheduleSpec("multistep", milestones=[1, 3]),
+        ScheduleSpec("step", step_size=1, gamma=0.9),
         ScheduleSpec("exponential", gamma=0.9),
-        ScheduleSpec("inverse_sqrt", warmup=10),
+        ScheduleSpec("inverse_sqrt", warmup=1),
         ScheduleSpec("constant"),
     ):
         assert not spec.needs_total
         assert 0 < spec.bind(None)(50) <= 1
     assert ScheduleSpec("inverse_sqrt").needs_total
+    assert ScheduleSpec("multistep", milestones=[0.5]).needs_total
     with pytest.raises(ValueError, match=r"needs the length of the run: give ScheduleSpec\(total"):
         ScheduleSpec().bind(None)

@@ -29,16 +29,33 @@ def test_prints_once_after_the_first_step(capsys):
     assert all(row.grad_norm is not None for row in report.summary.parameters)
 
 
-def test_waits_for_the_first_step_under_accumulation(tmp_path):
+def test_waits_for_the_first_step_of_a_fit_under_accumulation():
+    """And runs the training step with the batch and the number that it has then."""
     seen = []
+
+    class Knows(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.now = batch_idx
+
+        def training_step(self, batch, batch_idx):
+            assert batch_idx == self.now
+            return super().training_step(batch, batch_idx)
 
     class Watches(ModelReport):
         def _report(self, trainer, pl_module, batch, batch_idx):
             seen.append((batch_idx, trainer.global_step))
             super()._report(trainer, pl_module, batch, batch_idx)
 
-    fit([Watches()], accumulate_grad_batches=4)
-    assert seen == [(3, 1)]
+    trainer = fit([Watches()], module := Knows(), accumulate_grad_batches=4)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+    assert seen == [(3, 1), (3, 4)]
+
+
+def test_measures_the_state_of_all_optimizers():
+    trainer = fit([report := ModelReport(graph=False)], Net(optimization="manual"))
+    sizes = [value.nbytes for one in trainer.optimizers for state in one.state.values() for value in state.values()]
+    assert report.summary.memory.optimizer_state == sum(sizes) > 0
 
 
 def test_example_input_array_and_depth():
@@ -89,25 +106,15 @@ def test_files_that_cannot_be_written_are_a_warning(tmp_path):
     assert report.summary is not None
 
 
-def test_without_a_step_there_is_no_report(lightning_log, capsys):
-    class Skips(Net):
-        def training_step(self, batch, batch_idx):
-            return None
-
-    report = ModelReport()
-    fit([report], Skips(), limit_train_batches=0)
-    assert report.summary is None
-
-
 def test_goes_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = TensorBoardLogger(tmp_path)
-    fit([ModelReport(tmp_path / "report")], logger=logger, log_every_n_steps=5)
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    (event,) = events.Tensors("model_report/text_summary")
-    assert b"net.0.weight" in event.tensor_proto.string_val[0]
+    loggers = [TensorBoardLogger(tmp_path / name) for name in "ab"]
+    fit([ModelReport(tmp_path / "report")], logger=loggers, log_every_n_steps=5)
+    for logger in loggers:
+        (event,) = EventAccumulator(logger.log_dir).Reload().Tensors("model_report/text_summary")
+        assert b"net.0.weight" in event.tensor_proto.string_val[0]
+        assert event.step == 1
     assert json.loads((tmp_path / "report" / "report.json").read_text())["model"] == "Net"
 
 

@@ -1,10 +1,12 @@
-"""Put small faults into the cores, one at a time, and see which of them the tests do not find.
+"""Put small faults into the package, one at a time, and see which of them the tests do not find.
 
 `python -m tests.mutation.run` is what `make mutants` runs. A process for each room collects its tests. A fork of it
 runs them once, and notes how long each takes and which functions it calls. Then a fork for each fault gives the
 function that has it the changed code, and runs the tests that call this function, quick ones first, until one fails.
 A fault that no test finds has survived. Tests that start other programs do not see it, and some that take long are left
-out. `results.md` lists the survivors with what was said of them: that is written by hand, and kept.
+out: `--kept FILE` keeps what was found, and a second run with `--slow --seconds 120` tries the survivors with them.
+`results.md` lists the survivors of each seed with what was said of them: that is written by hand, and kept. Tests are
+written for survivors; what share is found, only a seed tells that nobody has seen.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -32,24 +35,30 @@ import lightning  # noqa: F401
 import pytest
 import torchmetrics  # noqa: F401
 
-from tests.mutation.results import report, verdicts_in
-from tests.mutation.sampling import FILES, Mutant, sample
+from tests.mutation.results import write
+from tests.mutation.sampling import FILES, Mutant, few, sample
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.md")
 NOT_RUN = (
-    "tests/auto_resume/test_kills.py",
+    *(f"tests/auto_resume/test_{name}.py" for name in ("exit_codes", "kills", "requeues", "scenarios", "torchrun")),
     "tests/flops/test_torchvision.py",
     "tests/flops/test_transformers.py",
     "tests/flops/test_thop_rules.py",
 )
 SLOW = (
-    "FSDP2 or DDP or compile or real_fp16 or test_outputs_agree or test_the_order_of_a_file_does_not_matter"
+    "FSDP2 or compile or real_fp16 or test_outputs_agree or test_the_order_of_a_file_does_not_matter"
     " or test_other_words_never_mislead or test_a_thousand_tensors"
 )
 
 # Whose tests meet what lies below the rooms
-USERS = {"_shared": ("tests/flops", "tests/model_report", "tests/seeding", "tests/metrics")}
+USERS = {
+    "_shared": ("tests/flops", "tests/model_report", "tests/seeding", "tests/metrics"),
+    "_lightning_compat": (
+        *("tests/gradient_clipping", "tests/microbatching", "tests/spike_guard", "tests/seeding", "tests/metrics"),
+        *("tests/auto_resume/test_callback.py", "tests/auto_resume/test_loaders.py"),
+    ),
+}
 
 
 class Watch:
@@ -60,8 +69,9 @@ class Watch:
         self.seconds: dict[str, float] = defaultdict(float)
         self.called: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.bad: set[str] = set()
+        self.forks: set[str] = set()
         self._names = {str(ROOT / file): file for file in FILES}
-        os.register_at_fork(after_in_child=lambda: sys.settrace(None))
+        os.register_at_fork(before=lambda: self.forks.add(self.now), after_in_child=lambda: sys.settrace(None))
 
     def trace(self, frame, event, argument):
         """Note a call; Python asks this before each."""
@@ -136,6 +146,18 @@ class Room:
         self.found: dict[str, bool] = {}
         self.has_failed = False
 
+    def pytest_collection_modifyitems(self, items):
+        """Leave out of the contract what is promised of other rooms' callbacks."""
+        own = f"lightning_tricks.{self.mutants[0].room}."
+        items[:] = [
+            item
+            for item in items
+            if "tests/contract" not in item.nodeid
+            or (
+                item.originalname == "test_promise" and item.callspec.params["case"].callback.__module__.startswith(own)
+            )
+        ]
+
     def pytest_runtest_logreport(self, report):
         """Note a failure."""
         self.has_failed = self.has_failed or report.failed
@@ -144,6 +166,8 @@ class Room:
         """Take the place of pytest's loop."""
         self.items = {item.nodeid: item for item in session.items}
         self.watched = self._watch(session.config)
+        for mutant in self.mutants:
+            import_module(mutant.file.removesuffix(".py").replace("/", "."))  # what a test would import only later
         alive = {mutant.file: functions_of(mutant.file) for mutant in self.mutants}
         gc.freeze()
         for number, mutant in enumerate(self.mutants, 1):
@@ -177,22 +201,22 @@ class Room:
                     self._run([name])
                     self.has_failed = False
                 good = {name: seconds for name, seconds in watch.seconds.items() if name not in watch.bad}
-                notes.write_text(
-                    json.dumps({"seconds": good, "called": {k: sorted(v) for k, v in watch.called.items()}})
-                )
+                called = {name: sorted(places) for name, places in watch.called.items()}
+                notes.write_text(json.dumps({"seconds": good, "called": called, "forks": sorted(watch.forks)}))
                 return 0
 
-            status = in_fork(work, 600, 1500)
+            status = in_fork(work, 1800, 5400)
             if status:
                 raise RuntimeError(f"the tests ended with {status} before any fault was made")
             return json.loads(notes.read_text())
 
     def _tests_for(self, mutant: Mutant) -> list[str]:
-        """The tests that call the changed function, quick ones first; all where none is seen to."""
+        """The tests that call the changed function, quick ones first, and those that may in a fork; all without any."""
         times, calls = self.watched["seconds"], self.watched["called"]
         place, seconds, chosen = [mutant.file, mutant.first_line], self.seconds, []
-        names = [name for name in times if place in calls.get(name, ())] or list(times)
-        for name in sorted(names, key=times.__getitem__):
+        direct = {name for name in times if place in calls.get(name, ())}
+        names = direct | (times.keys() & self.watched["forks"]) or times.keys()
+        for name in sorted(names, key=lambda name: (name not in direct, times[name])):
             seconds -= times[name]
             if seconds < 0 and chosen:
                 break
@@ -208,7 +232,7 @@ class Room:
             return int(self._run(names))
 
         expected = sum(self.watched["seconds"][name] for name in names)
-        return in_fork(work, 10 + 5 * expected, 60 + 20 * expected) != 0
+        return in_fork(work, 10 + 5 * expected, 60 + 10 * expected) != 0
 
 
 def run_room(mutants: list[Mutant], seconds: float, slow: bool) -> dict[str, bool]:
@@ -223,6 +247,7 @@ def run_room(mutants: list[Mutant], seconds: float, slow: bool) -> dict[str, boo
         options += ["-k", f"not ({SLOW})", *(f"--ignore={path}" for path in NOT_RUN)]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that Lightning has imported already
     folders = [f"tests/{room.strip('_')}", f"lightning_tricks/{room}", *USERS.get(room, ())]
+    folders += ["tests/contract/test_contract.py"] if (ROOT / f"tests/{room}/contract.py").exists() else []
     pytest.main([*options, f"--rootdir={ROOT}", *folders], plugins=[plugin])
     if not plugin.found:
         os.write(output, (folder / "log.txt").read_bytes()[-3000:])
@@ -233,17 +258,19 @@ def run_room(mutants: list[Mutant], seconds: float, slow: bool) -> dict[str, boo
 def main() -> None:
     """Draw faults, test them, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=480)
+    parser.add_argument("--count", type=int, default=480, help="faults in the cores, and in the shells (%(default)s)")
+    parser.add_argument("--most", type=int, default=1000, help="of them in each part of each room")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=20, help="of tests for each fault (%(default)s)")
-    parser.add_argument("--room", action="append", help="this room alone; the results are not written")
+    parser.add_argument("--room", action="append", help="this room alone")
     parser.add_argument(
         "--kept", type=Path, help="a file that keeps what was found: a later run tests the survivors alone"
     )
     parser.add_argument("--slow", action="store_true", help="with the tests that take long")
     arguments = parser.parse_args()
     os.chdir(ROOT)
-    mutants = sample(ROOT, arguments.count, arguments.seed)
+    drawn = sample(ROOT, arguments.count, arguments.seed)
+    mutants = few(drawn, arguments.most, arguments.seed)
     kept = arguments.kept or Path(tempfile.mkstemp()[1])
     done: dict[str, bool] = json.loads(kept.read_text() or "{}") if kept.exists() else {}
     for room in arguments.room or dict.fromkeys(mutant.room for mutant in mutants):
@@ -254,8 +281,7 @@ def main() -> None:
         if waiting:
             os.wait()
             done = json.loads(kept.read_text() or "{}")
-    if not arguments.room:
-        RESULTS.write_text(report(mutants, done, verdicts_in(RESULTS)))
+            write(RESULTS, arguments.seed, drawn, done)
 
 
 if __name__ == "__main__":

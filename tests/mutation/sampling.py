@@ -1,4 +1,4 @@
-"""Small faults in the cores: by cosmic-ray's operators and one that leaves statements out; and a fixed sample."""
+"""Small faults in the package: by cosmic-ray's operators and one that leaves statements out; and a sample of a seed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,21 @@ CORES = (
     "*/functional.py",
     "*/core/**/*.py",
 )
-SHELL = ("run_report/[cr]*.py",)  # what of it the tests of its room meet
-# Without a sample: what the scenarios of killed runs test, minutes for each fault, and what shows or fetches
-LEFT_OUT = re.compile(
-    r"auto_resume/core/(attributes|data|signals)|/(download|plot\w*|autograd_graph|errors|__init__)\.py"
-)
-PATHS = (path.relative_to(PACKAGE.parent).as_posix() for pattern in CORES + SHELL for path in PACKAGE.glob(pattern))
-FILES = tuple(sorted(path for path in PATHS if not LEFT_OUT.search(path)))
+# Beside the cores: callbacks, runners, trackers and modules; and what of a core only whole runs meet
+SHELLS = ("[a-z]*/*.py", "_lightning_compat/*.py")
+_MET_BY_RUNS = re.compile(r"auto_resume/core/(attributes|data|signals)")
+_LEFT_OUT = re.compile(r"/(download|plot\w*|autograd_graph|errors|testing|__init__)\.py")  # what shows or fetches
+
+
+def _files(patterns: tuple[str, ...]) -> set[str]:
+    found = (path.relative_to(PACKAGE.parent).as_posix() for pattern in patterns for path in PACKAGE.glob(pattern))
+    return {path for path in found if not _LEFT_OUT.search(path)}
+
+
+_IN_CORES = _files(CORES)
+_IN_SHELLS = {path for path in _IN_CORES if _MET_BY_RUNS.search(path)} | (_files(SHELLS) - _IN_CORES)
+PARTS = {"cores": tuple(sorted(_IN_CORES - _IN_SHELLS)), "shells": tuple(sorted(_IN_SHELLS))}
+FILES = PARTS["cores"] + PARTS["shells"]
 
 ARITHMETIC = {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod"}
 BITS = {"BitOr", "BitAnd", "BitXor", "LShift", "RShift"}
@@ -58,6 +66,11 @@ class Mutant:
     def room(self) -> str:
         """The folder that holds the file."""
         return Path(self.file).parts[1]
+
+    @property
+    def part(self) -> str:
+        """Whether it is in the cores or the shells."""
+        return next(part for part, files in PARTS.items() if self.file in files)
 
     @property
     def key(self) -> str:
@@ -132,6 +145,7 @@ def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return found
 
 
+@cache
 def places(source: str) -> dict[tuple[object, ...], list[tuple[str, int]]]:
     """Every place of a file that can be changed, with the operators that do so."""
     nodes, found = list(ast_nodes(get_ast(source))), defaultdict(list)
@@ -175,13 +189,23 @@ def chosen_of(file: str, source: str, count: int, chance: random.Random) -> Iter
             yield made
 
 
-def sample(root: Path, count: int, seed: int, files: tuple[str, ...] = FILES) -> list[Mutant]:
-    """Draw `count` faults or a few more from `files`, from each as many as its size asks for, and two at least."""
-    sources: Mapping[str, str] = {file: (root / file).read_text() for file in files}
-    sizes = {file: len(places(source)) for file, source in sources.items()}
+def sample(root: Path, count: int, seed: int) -> list[Mutant]:
+    """Draw `count` faults or a few more of each part, from each file as its size asks for, and two at least."""
     found: dict[str, Mutant] = {}
-    for file, source in sources.items():
-        share = max(2, round(count * sizes[file] / sum(sizes.values())))
-        made = chosen_of(file, source, share, random.Random(f"{seed} {file}"))
-        found.update((mutant.key, mutant) for mutant in made)
+    for files in PARTS.values():
+        sources: Mapping[str, str] = {file: (root / file).read_text() for file in files}
+        sizes = {file: len(places(source)) for file, source in sources.items()}
+        for file, source in sources.items():
+            share = max(2, round(count * sizes[file] / sum(sizes.values())))
+            made = chosen_of(file, source, share, random.Random(f"{seed} {file}"))
+            found.update((mutant.key, mutant) for mutant in made)
     return list(found.values())
+
+
+def few(mutants: list[Mutant], most: int, seed: int) -> list[Mutant]:
+    """Draw `most` of each part of each room."""
+    groups = defaultdict(list)
+    for mutant in mutants:
+        groups[mutant.room, mutant.part].append(mutant)
+    chance = random.Random(seed)
+    return [mutant for group in groups.values() for mutant in chance.sample(group, min(most, len(group)))]
