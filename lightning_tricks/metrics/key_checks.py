@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_tricks._lightning_compat.flavor import (
@@ -97,6 +97,23 @@ def refuse_same_keys(monitor: str, keys: LoggedKeys, other: str, other_keys: Log
                 f"{monitor} and {other} would both log {key!r}: give one of them a prefix of its own, such as "
                 "prefix='ema', or different stages."
             )
+
+
+def refuse_unordered(monitor: str, stage: str, keys: Iterable[str], reason: str) -> None:
+    """Raise a MetricsError for metrics whose value depends on the order of the samples, which several ranks do not know.
+
+    Args:
+        monitor: The name of the monitor.
+        stage: "train", "val" or "test".
+        keys: The keys of the metrics.
+        reason: Why the order is not known.
+    """
+    for key in keys:
+        raise MetricsError(
+            f"{monitor}: the value of {key!r} in {stage} depends on the order of the samples, which is not known on "
+            f"several ranks: {reason}. Measure it on one device, or choose a metric that averages (reduction='mean', "
+            "multidim_average='global', MeanMetric)."
+        )
 
 
 class BestKeys:

@@ -27,7 +27,7 @@ from lightning_tricks.metrics.core.counts import (
     zero_counts,
 )
 from lightning_tricks.metrics.core.presets import MulticlassAUROC
-from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
+from lightning_tricks._shared.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.shared_state import merge_state
 
 SEEDS = st.integers(0, 2**20)
