@@ -122,17 +122,23 @@ def ends_with_shortest_loader(trainer: Trainer) -> bool:
 def replaced_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Pass what the user gave as training data through a function whenever the Trainer asks for it.
 
-    Entered in `setup`, before the Trainer asks; it holds for fits of this module.
+    Entered in `setup`, before the Trainer asks; it holds for fits of this module. Loaders that a schedule has asked for
+    before the Trainer has restored its loops get the states of a checkpoint as well.
     """
     with needs_private("an ensemble whose members see the samples in their own orders"):
-        source: Any = trainer.fit_loop._data_source
+        loop: Any = trainer.fit_loop
+        source, setup_data, load_states = loop._data_source, loop.setup_data, loop._load_combined_loader_states
         request = type(source).dataloader  # a Trainer keeps its source from fit to fit
+
+    def setup_data_and_load_states() -> None:
+        setup_data()
+        load_states()
 
     def dataloader() -> Any:
         loaders = request(source)
         return replace(loaders) if trainer.lightning_module is module else loaders
 
-    with overriding(source, dataloader=dataloader):
+    with overriding(source, dataloader=dataloader), overriding(loop, setup_data=setup_data_and_load_states):
         yield
 
 

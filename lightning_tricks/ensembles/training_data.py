@@ -116,13 +116,14 @@ class TrainingBatches(LightningModule):
 
 
 def unpack(batch: Any) -> Sequence[Tensor]:
-    """Return the tensors of a batch, of which the last one is the target.
+    """Return the tensors of a batch, of which the last one is the target; one of whole numbers in 64 bits.
 
     Raises:
         TypeError: If it is something else than two or more tensors.
     """
     if isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
-        return batch
+        target = batch[-1]
+        return [*batch[:-1], target if target.is_floating_point() else target.long()]
     raise TypeError(
         f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: let collate_fn return "
         "such a tuple. Other batches are for training alone, by the training_step of a LightningModule as estimator."
