@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from lightning_tricks._lightning_compat.flavor import LightningModule, import_lightning, lightning_version
+from lightning_tricks._lightning_compat.flavor import LightningModule, import_lightning, lightning_version, sized_len
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 
@@ -116,6 +116,20 @@ def ends_with_shortest_loader(trainer: Trainer) -> bool:
     """Whether an epoch of training ends with the shortest of its loaders, not with the longest."""
     combined = trainer.fit_loop._combined_loader
     return combined is not None and combined._mode == "min_size"
+
+
+@needs_private("a check that training loaders have batches")
+def empty_train_loaders(trainer: Trainer, loaders: Any = None) -> list[int]:
+    """Return which training loaders have no batches and end each epoch at once: all but those of a `max_size`.
+
+    Args:
+        trainer: The Trainer of a fit.
+        loaders: What the user gave; None for what the Trainer has.
+    """
+    combined: Any = trainer.fit_loop._combined_loader if loaders is None else _combined(loaders)
+    if combined is None or combined._mode == "max_size":
+        return []
+    return [index for index, loader in enumerate(combined.flattened) if sized_len(loader) == 0]
 
 
 @contextmanager

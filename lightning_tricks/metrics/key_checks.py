@@ -11,7 +11,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.loaders import evaluation_loader_names
+from lightning_tricks._lightning_compat.loaders import empty_train_loaders, evaluation_loader_names
 from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.metrics.core.history import History
@@ -211,8 +211,9 @@ def check_not_empty(trainer: Trainer, function: str, stages: Sequence[str], moni
         MetricsError: If a dataloader of one of the stages has no batches.
     """
     for stage in _stages_with_data(trainer, function):
-        for dataloader_idx, count in enumerate(num_batches(trainer, stage)):
-            if count == 0 and stage in stages:
+        empty = [index for index, count in enumerate(num_batches(trainer, stage)) if count == 0]
+        for dataloader_idx in empty or (empty_train_loaders(trainer) if stage == "train" else ()):
+            if stage in stages:
                 raise MetricsError(
                     f"{monitor}: loader {dataloader_idx} of {stage} has no batches, so there is nothing to measure: "
                     "give it data (or a smaller batch size if drop_last drops the only batch), or leave the stage out "

@@ -167,9 +167,9 @@ def test_collated_batches_that_mix_samples():
 
 
 def test_an_empty_loader():
-    with pytest.raises(ValueError, match=r"VotingClassifier has nothing to train with: the DataLoader has no batches"):
+    with pytest.raises(ValueError, match=r"VotingClassifier has nothing to train with: loader 0 has no batches"):
         fit(VotingClassifier(MLP, 2), _loader(torch.rand(0, 64), torch.rand(0), shuffle=False))
-    with pytest.raises(ValueError, match="the DataLoader has no batches"):
+    with pytest.raises(ValueError, match="loader 0 has no batches"):
         fit(VotingClassifier(MLP, 2), _loader(torch.rand(3, 64), torch.zeros(3), shuffle=True, drop_last=True))
 
 
