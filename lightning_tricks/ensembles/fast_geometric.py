@@ -124,9 +124,17 @@ class FastGeometricMembers(CapturedMembers):
         after_first = step - self._base_steps - (self._cycle_steps + 1) // 2
         return max(0, after_first // self._cycle_steps + 1)
 
+    def on_train_start(self) -> None:
+        """Go on as `CapturedMembers` does, and train no more if the run was stopped after the last copy."""
+        super().on_train_start()
+        self._stop_after_last_copy()
+
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, and end the run after the epoch of the last copy."""
         super().on_train_epoch_end()
+        self._stop_after_last_copy()
+
+    def _stop_after_last_copy(self) -> None:
         if self.n_members == self.n_estimators:
             self.trainer.should_stop = True
 

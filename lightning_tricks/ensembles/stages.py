@@ -145,11 +145,16 @@ class StagedEnsemble(Ensemble):
                 member.train(self.training)  # Lightning warns of modules in evaluation mode before `on_train_start`
 
     def on_train_start(self) -> None:
-        """Set the modes of the members for the stage that is trained, and begin the first stage."""
+        """Set the modes of the members for the stage that is trained, and begin the first stage.
+
+        A fit that is resumed after the last batch of a stage begins the next one here: Lightning does not call
+        `on_train_epoch_start` in its first epoch.
+        """
         self.train()
         if self.trainer.global_step == 0:
             self._warn_of_a_short_run()
             self.on_stage_start()
+        self._begin_stage_of_epoch()
 
     def _warn_of_a_short_run(self) -> None:
         epochs, needed = self.trainer.max_epochs, self.total_epochs()
@@ -163,6 +168,9 @@ class StagedEnsemble(Ensemble):
 
     def on_train_epoch_start(self) -> None:
         """Begin the stage of this epoch, with a new optimizer and schedule, where it is another one."""
+        self._begin_stage_of_epoch()
+
+    def _begin_stage_of_epoch(self) -> None:
         stage = self.stage_at(self.current_epoch)
         if stage != self.stage:
             self._set_stage(stage)

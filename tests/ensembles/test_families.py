@@ -147,11 +147,14 @@ class _Agree(Callback):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_agree(family):
-    ensemble = made(family, seed=None, optimizer=("Adam", {"lr": 1e-2}))
-    fit(
-        ensemble, some(count=640), some(shuffle=False), max_epochs={"FastGeometric": 4}.get(family, 8),
+    ensemble, val = made(family, seed=None, optimizer=("Adam", {"lr": 1e-2})), some(count=37, shuffle=False)
+    trainer = fit(
+        ensemble, some(count=640), val, max_epochs={"FastGeometric": 4}.get(family, 8),
         strategy="ddp_fork", devices=2, callbacks=[_Agree()],
     )  # fmt: skip
+    share, loss = ensemble.evaluate(val, return_loss=True)  # of 37 samples: one rank repeats the first one
+    logged = {key: trainer.callback_metrics[key].item() for key in ("val/acc", "val/loss")}
+    assert logged == pytest.approx({"val/acc": share / 100, "val/loss": loss}, rel=1e-5)
     x, y = digits()[1].tensors
     assert accuracy(ensemble.predict(x), y) > 0.7
 

@@ -19,8 +19,10 @@ from lightning_tricks import (
     AutoResume,
     BaggingClassifier,
     BaggingRegressor,
+    FastGeometricClassifier,
     FusionClassifier,
     FusionRegressor,
+    GradientBoostingClassifier,
     GradientClipping,
     MetricsMonitor,
     OptimizerSpec,
@@ -28,6 +30,7 @@ from lightning_tricks import (
     SnapshotEnsembleClassifier,
     SnapshotEnsembleRegressor,
     SoftGradientBoostingClassifier,
+    StackingClassifier,
     Tricks,
     TricksMixin,
     VotingClassifier,
@@ -253,14 +256,27 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_pat
     assert second.seed == 3
 
 
+IN_THE_MIDDLE = {
+    "Voting": lambda: VotingClassifier(MLP, 2, optimizer=ADAM, seed=0),
+    "a schedule": lambda: FusionClassifier(MLP, 2, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0),
+    "cycles": lambda: SnapshotEnsembleClassifier(MLP, 3, optimizer=ADAM, seed=0),
+    "short cycles": lambda: FastGeometricClassifier(MLP, 1, cycle=2, optimizer=ADAM, seed=0),
+    "stages": lambda: GradientBoostingClassifier(MLP, 3, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0),
+    "folds": lambda: StackingClassifier(
+        MLP, nn.Linear(20, 10), 2, n_estimators=2, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0
+    ),
+}
+
+
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
-@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
-def test_a_run_is_resumed_in_the_middle_of_an_epoch(kind, step, limit, in_memory, tmp_path):
+@pytest.mark.parametrize("name", IN_THE_MIDDLE)
+@pytest.mark.sampled(2)
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(name, step, limit, in_memory, tmp_path):
     dataset = _few_digits().dataset
     train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
-    first, second = (kind(MLP, 2, optimizer=ADAM, seed=0) for _ in range(2))
+    first, second = (IN_THE_MIDDLE[name]() for _ in range(2))
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(first, train, max_epochs=3, limit_train_batches=limit, callbacks=[saves], enable_checkpointing=True)
     trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=limit)
