@@ -35,12 +35,12 @@ class OwnSamples:
         return self._shards[place]
 
     def take(
-        self, trainer: Trainer, stage: str, dataloader_idx: int, batch_idx: int, values: Mapping[str, Any]
+        self, trainer: Trainer | None, stage: str, dataloader_idx: int, batch_idx: int, values: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], int | None]:
         """Drop the samples of a batch that other ranks count, as far as they are known.
 
         Args:
-            trainer: The Trainer.
+            trainer: The Trainer; None where a step is called without one.
             stage: "train", "val" or "test".
             dataloader_idx: The index of the loader.
             batch_idx: The index of the batch.
@@ -49,7 +49,7 @@ class OwnSamples:
         Returns:
             The values without these samples, and the number of those left; None for all.
         """
-        if trainer.world_size == 1:
+        if trainer is None or trainer.world_size == 1:
             return values, None
         shard = self.shard(trainer, stage, dataloader_idx, batch_idx)
         if isinstance(shard, str):

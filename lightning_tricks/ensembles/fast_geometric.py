@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import triangle_factor
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.lr_schedules.builders import steps_in_epochs
+from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
 
@@ -97,13 +96,9 @@ class FastGeometricMembers(CapturedMembers):
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: that of the base model, and then cycles."""
-        epochs, per_epoch = self._count_base_epochs(), steps_in_epochs(self.trainer, 1)
-        if per_epoch == math.inf:
-            raise MisconfigurationException(
-                f"{type(self).__name__} counts the steps of an epoch, and the training data has no length (an "
-                "IterableDataset): give the Trainer limit_train_batches=..., the number of batches of an epoch."
-            )
-        per_epoch = max(1, int(per_epoch))
+        epochs = self._count_base_epochs()
+        total_steps(self.trainer, remedy="give the Trainer limit_train_batches=..., the number of batches of an epoch")
+        per_epoch = max(1, int(steps_in_epochs(self.trainer, 1)))
         self._base_steps, self._cycle_steps = epochs * per_epoch, self.cycle * per_epoch
         schedule = self._base_schedule(optimizer, epochs)
         interval = per_epoch if schedule.get("interval") == "epoch" else 1

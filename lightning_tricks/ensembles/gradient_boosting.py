@@ -200,6 +200,7 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look up the scores of the earlier members."""
+        super().on_train_batch_start(batch, batch_idx)
         if self.stage:
             _CACHED[self].look_up(self, batch, batch_idx)
 

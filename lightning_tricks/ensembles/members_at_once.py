@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -87,7 +86,7 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
         self._checked_stages = {"train", "val", "test"}
         for part in self.modules():
             if isinstance(part, StackedMembers):
-                part.compared = {*product((False, True), repeat=2)}
+                part.compared = {(trains, grad) for trains in (False, True) for grad in (False, True)}
 
     # --- in a checkpoint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule
+from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._lightning_compat.own_samples import OwnSamples
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.calibration import Calibration
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modules import eval_mode
@@ -186,7 +188,8 @@ class CombinedPrediction(LightningModule):
                 count = int(self.num_counted(target))
                 for name, value in self._measure(outputs, preds, target).items():
                     means[name].update(value, count)
-        found = {name: math.nan if (value := mean.compute()) is None else value.item() for name, mean in means.items()}
+        totals = {name: mean.compute() for name, mean in means.items()}
+        found = {name: math.nan if total is None else total.item() for name, total in totals.items()}
         loss = found.get("loss", math.nan)
         if "acc" not in found:
             return loss
@@ -233,12 +236,11 @@ class CombinedPrediction(LightningModule):
         outputs = self.predict_members(*inputs)
         self.check_first_batch(outputs, target.unsqueeze(0), stage)
         preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
-        num_own, rows = None, {"outputs": outputs.transpose(0, 1), "preds": preds, "target": target}
-        if self._trainer is not None:
-            own, num_own = self._own_samples.take(self._trainer, stage, dataloader_idx, batch_idx, rows)
-            rows = rows if num_own == 0 else dict(own)
-        count = self.num_counted(rows["target"]) * (num_own != 0)
-        values = self._measure(rows["outputs"].transpose(0, 1), rows["preds"], rows["target"])
+        rows = {"outputs": outputs.transpose(0, 1), "preds": preds, "target": target}
+        own, num_own = self._own_samples.take(self._trainer, stage, dataloader_idx, batch_idx, rows)
+        own = rows if num_own == 0 else own
+        count = self.num_counted(own["target"]) * (num_own != 0)
+        values = self._measure(own["outputs"].transpose(0, 1), own["preds"], own["target"])
         # a mean of no rows is NaN, and counts for nothing
         values = {name: torch.where(count > 0, value, 0.0) for name, value in values.items()}
         self.on_evaluated(values["loss"], count, dataloader_idx)
@@ -249,7 +251,7 @@ class CombinedPrediction(LightningModule):
         return {"loss": values["loss"], "preds": preds, "target": target}
 
     def _measure(self, outputs: Tensor, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Return the loss of the outputs (n, B, ...) and the metrics of the prediction (B, ...), means over the rows."""
+        """Return the loss of outputs (n, B, ...) and the metrics of the prediction (B, ...), means over the rows."""
         return {"loss": self.prediction_loss(outputs, target), **self.metrics(preds, target)}
 
     def on_evaluated(self, loss: Tensor, count: Tensor, dataloader_idx: int) -> None:
@@ -257,14 +259,9 @@ class CombinedPrediction(LightningModule):
 
     def _keys_logged_by_callbacks(self, stage: str) -> set[str]:
         """Return the keys that callbacks such as MetricsMonitor log, whose accuracy is the more exact one."""
-        try:
-            trainer: Any = self.trainer
-        except RuntimeError:  # the step is called without a Trainer
+        if self._trainer is None:  # the step is called without one
             return set()
-        counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
-        loaders = len(counts) if isinstance(counts, Sequence) else 1
-        callbacks = getattr(trainer, "callbacks", ())
-        tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
+        tricks, loaders = callbacks_of_type(self._trainer, TrickCallback), len(evaluation_loaders(self._trainer))
         return {key for trick in tricks for key in trick.logged_keys(stage, loaders)}
 
     def check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:

@@ -80,14 +80,10 @@ class SnapshotMembers(CapturedMembers):
 
     def _steps_per_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
-        try:
-            steps = total_steps(trainer)
-        except MisconfigurationException as error:
-            raise MisconfigurationException(
-                f"{type(self).__name__} has {n} cycles of equal length, and the length of the run is not known: give "
-                f"the Trainer max_steps, a multiple of n_estimators={n}; or max_epochs and, for training data without "
-                "a length (an IterableDataset), limit_train_batches=..., the number of batches of an epoch."
-            ) from error
+        remedy = (
+            "give the Trainer max_steps, or max_epochs and limit_train_batches=..., the number of batches of an epoch"
+        )
+        steps = total_steps(trainer, remedy=remedy)
         cycle = max(1, steps // n)
         if steps % n == 0 or is_fast_dev_run(trainer):
             return cycle

@@ -145,16 +145,11 @@ class StagedEnsemble(Ensemble):
                 member.train(self.training)  # Lightning warns of modules in evaluation mode before `on_train_start`
 
     def on_train_start(self) -> None:
-        """Set the modes of the members for the stage that is trained, and begin the first stage.
-
-        A fit that is resumed after the last batch of a stage begins the next one here: Lightning does not call
-        `on_train_epoch_start` in its first epoch.
-        """
+        """Set the modes of the members for the stage that is trained, and begin the first stage."""
         self.train()
         if self.trainer.global_step == 0:
             self._warn_of_a_short_run()
             self.on_stage_start()
-        self._begin_stage_of_epoch()
 
     def _warn_of_a_short_run(self) -> None:
         epochs, needed = self.trainer.max_epochs, self.total_epochs()
@@ -168,9 +163,6 @@ class StagedEnsemble(Ensemble):
 
     def on_train_epoch_start(self) -> None:
         """Begin the stage of this epoch, with a new optimizer and schedule, where it is another one."""
-        self._begin_stage_of_epoch()
-
-    def _begin_stage_of_epoch(self) -> None:
         stage = self.stage_at(self.current_epoch)
         if stage != self.stage:
             self._set_stage(stage)
@@ -178,6 +170,12 @@ class StagedEnsemble(Ensemble):
             rewrap_ddp(self.trainer)
             self.trainer.strategy.setup_optimizers(self.trainer)
             self.on_stage_start()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin the stage where a fit is resumed after the last batch of an epoch: Lightning does not say its start."""
+        if batch_idx == 0:
+            self.on_train_epoch_start()
+        super().on_train_batch_start(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, and end the run after the last stage, where it was to be longer."""

@@ -52,10 +52,10 @@ class ImageLogger(StepsCallback):
     three times: alone, with the predicted and with the true classes drawn over it, those with the largest share of
     wrong pixels first.
 
-    Each rank keeps at most `n` images at a time, and none of the samples that a DistributedSampler repeats. Only the first batch is read from the device before the end of the
-    epoch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; for a CSVLogger it is a PNG file in its
-    folder. A `RunReport` among the callbacks shows the images of the last epoch. Without it and such a logger, the
-    callback does nothing. It needs the extra `reports`.
+    Each rank keeps at most `n` images at a time, and none of the samples that a DistributedSampler repeats. Only the
+    first batch is read from the device before the end of the epoch. TensorBoard, W&B, MLflow and Comet get the grid as
+    `<stage>/images`; for a CSVLogger it is a PNG file in its folder. A `RunReport` among the callbacks shows the images
+    of the last epoch. Without it and such a logger, the callback does nothing. It needs the extra `reports`.
 
     Args:
         n: How many images to show.
@@ -155,8 +155,8 @@ class ImageLogger(StepsCallback):
             return
         own, _ = self._own_samples.take(trainer, stage, dataloader_idx, batch_idx, inputs)
         with torch.inference_mode(False), torch.no_grad():
-            kind = self._prediction_kinds[stage]
-            samples = rank_predictions(**own, **kind, ignore_index=self.ignore_index).top(self.n)
+            kind: Any = {**self._prediction_kinds[stage], "ignore_index": self.ignore_index}
+            samples = rank_predictions(**own, **kind).top(self.n)
             self._kept[stage] = concat_samples([*self._samples_of(stage), samples]).top(self.n)
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -100,7 +100,7 @@ def refuse_same_keys(monitor: str, keys: LoggedKeys, other: str, other_keys: Log
 
 
 def refuse_unordered(monitor: str, stage: str, keys: Iterable[str], reason: str) -> None:
-    """Raise a MetricsError for metrics whose value depends on the order of the samples, which several ranks do not know.
+    """Raise a MetricsError for metrics whose value depends on the order of the samples, where ranks do not know it.
 
     Args:
         monitor: The name of the monitor.

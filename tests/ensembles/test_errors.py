@@ -198,7 +198,9 @@ class _Stream(IterableDataset):
 
 @pytest.mark.parametrize("kind", [SnapshotEnsembleClassifier, FastGeometricClassifier])
 def test_cycles_on_a_stream_take_the_remedy_of_their_error(kind):
-    with pytest.raises(MisconfigurationException, match=r"limit_train_batches=\.\.\., the number of batches of an epoch"):
+    with pytest.raises(
+        MisconfigurationException, match=r"limit_train_batches=\.\.\., the number of batches of an epoch"
+    ):
         fit(kind(MLP, 2, seed=0), DataLoader(_Stream(), 16), max_epochs=8)
     fit(ensemble := kind(MLP, 2, seed=0), DataLoader(_Stream(), 16), max_epochs=8, limit_train_batches=4)
     assert ensemble.n_members == 2

@@ -414,6 +414,9 @@ def results_of(folder, metric, make, world, **arguments):
     return [torch.load(file) for file in sorted(folder.glob(f"{world}-*.pt"))]
 
 
+SHIFTS = torch.arange(3)
+
+
 def _images(rows):
     return torch.linspace(0, 1, 256).view(16, 16) * rows.view(-1, 1, 1, 1) / 9
 
@@ -426,7 +429,7 @@ def _pair(make):
     ("metric", "make"),
     [
         (CatMetric(), lambda rows: {"value": rows}),
-        (tm.BinaryAccuracy(multidim_average="samplewise"), _pair(lambda rows: (rows[:, None].long() >> torch.arange(3)) % 2)),
+        (tm.BinaryAccuracy(multidim_average="samplewise"), _pair(lambda rows: rows[:, None].long() >> SHIFTS & 1)),
         (EditDistance(reduction="none"), _pair(lambda rows: ["a" * int(row) for row in rows])),
         (StructuralSimilarityIndexMeasure(data_range=1.0, reduction="none"), _pair(_images)),
         (PeakSignalNoiseRatio(data_range=(0, 1)), _pair(_images)),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_tricks import MetricSuite
+from lightning_tricks._shared.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.counts import (
     average_precision,
@@ -26,7 +27,6 @@ from lightning_tricks.metrics.core.counts import (
     zero_counts,
 )
 from lightning_tricks.metrics.core.presets import MulticlassAUROC
-from lightning_tricks._shared.sampler_shards import SamplerShard, get_sampler_shard
 
 SEEDS = st.integers(0, 2**20)
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
