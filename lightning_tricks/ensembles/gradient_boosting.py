@@ -174,7 +174,6 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
     ) -> None:
         self.epochs_per_estimator = check_optional_count("epochs_per_estimator", epochs_per_estimator)
         self.early_stopping_rounds = check_optional_count("early_stopping_rounds", early_stopping_rounds)
-        self._stage_sums: Tensor | float = 0.0  # of the losses of a validation, and of their rows
         super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def set_members(self, members: Sequence[nn.Module]) -> None:
@@ -234,18 +233,16 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         """Let the members of the stage predict, also where the run goes on after it was to end (`min_epochs`)."""
         self.set_count("kept_number", "_n_kept", 0)
 
-    def on_evaluated(self, loss: Tensor, count: Tensor, dataloader_idx: int) -> None:
-        """Add up the loss of the first loader, which is that of early stopping."""
-        if self._is_fitting and self.early_stopping_rounds is not None and dataloader_idx == 0:
-            self._stage_sums = self._stage_sums + torch.stack([loss * count, count])
-
     def on_validation_epoch_end(self) -> None:
-        """Keep the loss of the stage, and decide at its end which members predict from then on."""
-        sums, self._stage_sums = self._stage_sums, 0.0
-        if not isinstance(sums, Tensor) or self.trainer.sanity_checking or not self._is_last_epoch_of_stage:
+        """Keep the loss of the stage on the first loader, and decide at its end which members predict from then on."""
+        is_checked = self._is_fitting and self.early_stopping_rounds is not None and not self.trainer.sanity_checking
+        if not is_checked or not self._is_last_epoch_of_stage:
             return
-        total, count = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        self.stage_losses[self.stage] = (total / count).nan_to_num(nan=math.inf)
+        logged = self.trainer.callback_metrics
+        loss = logged.get("val/loss", logged.get("val/loss/dataloader_idx_0"))
+        if loss is None:
+            return
+        self.stage_losses[self.stage] = loss.nan_to_num(nan=math.inf)
         if self.trainer.is_last_batch:
             self._keep_best_stages()
 

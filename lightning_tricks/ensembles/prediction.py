@@ -243,7 +243,6 @@ class CombinedPrediction(LightningModule):
         values = self._measure(own["outputs"].transpose(0, 1), own["preds"], own["target"])
         # a mean of no rows is NaN, and counts for nothing
         values = {name: torch.where(count > 0, value, 0.0) for name, value in values.items()}
-        self.on_evaluated(values["loss"], count, dataloader_idx)
         taken = self._keys_logged_by_callbacks(stage)
         to_log = {key: value for name, value in values.items() if (key := f"{stage}/{name}") not in taken}
         # by a floating-point number of rows: of whole ones Lightning rounds the mean over the ranks
@@ -253,9 +252,6 @@ class CombinedPrediction(LightningModule):
     def _measure(self, outputs: Tensor, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the loss of outputs (n, B, ...) and the metrics of the prediction (B, ...), means over the rows."""
         return {"loss": self.prediction_loss(outputs, target), **self.metrics(preds, target)}
-
-    def on_evaluated(self, loss: Tensor, count: Tensor, dataloader_idx: int) -> None:
-        """React to the loss of a batch of an evaluation, the mean of so many rows."""
 
     def _keys_logged_by_callbacks(self, stage: str) -> set[str]:
         """Return the keys that callbacks such as MetricsMonitor log, whose accuracy is the more exact one."""
