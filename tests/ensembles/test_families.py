@@ -24,6 +24,7 @@ FAMILIES = {
     "AdversarialTraining": ({}, 4),
     "NeuralForest": ({"depth": 3}, 4),
 }
+ALL = (*FAMILIES, "Voting", "Bagging", "Fusion", "SnapshotEnsemble")
 STACKED = ("SoftGradientBoosting", "AdversarialTraining", "NeuralForest")
 
 
@@ -34,7 +35,7 @@ def made(family, kind="Classifier", n=2, make=MLP, **options):
     if family == "NeuralForest":
         members = {"n_estimators": n, "n_outputs": 1 if kind == "Regressor" else 10}
     return getattr(lightning_tricks, family + kind)(
-        **members, **{"optimizer": ADAM, "seed": 0, **FAMILIES[family][0], **options}
+        **members, **{"optimizer": ADAM, "seed": 0, **FAMILIES.get(family, ({}, 4))[0], **options}
     )
 
 
@@ -116,7 +117,7 @@ def test_settings_of_the_trainer(family, setting):
     assert trainer.callback_metrics["val/loss"].isfinite()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_real_fp16(family):
     ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
     epochs = {"FastGeometric": 4}.get(family, 10)
@@ -145,7 +146,7 @@ class _Agree(Callback):
         assert torch.equal(trainer.strategy.broadcast(of_rank), of_rank)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_two_ranks_agree(family):
     ensemble, val = made(family, seed=None, optimizer=("Adam", {"lr": 1e-2})), some(count=37, shuffle=False)
     trainer = fit(
@@ -199,7 +200,7 @@ def test_a_checkpoint_says_what_the_ensemble_is(family, kind, tmp_path):
     assert (loaded.seed, loaded.n_outputs, loaded.n_members) == (ensemble.seed, ensemble.n_outputs, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 @pytest.mark.trap("ensembles: fit() twice doubles the members (Fusion, GB, Snapshot)")
 def test_a_second_fit_trains_the_same_members(family):
     ensemble = made(family)

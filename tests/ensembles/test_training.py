@@ -188,16 +188,6 @@ def test_settings_of_the_trainer(kind, setting):
     assert trainer.callback_metrics["val/loss"].isfinite()
 
 
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_real_fp16(kind, vectorize):
-    options = {} if kind is SnapshotEnsembleClassifier else {"vectorize": vectorize}
-    ensemble = kind(MLP, 2, optimizer=ADAM, seed=0, **options)
-    fit(ensemble, _few_digits(640, batch_size=32), plugins=real_fp16(), max_epochs=10, gradient_clip_val=1.0)
-    x, y = digits()[1].tensors
-    assert accuracy(ensemble.predict(x), y) > 0.8
-
-
 def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
     def fused(parameters):
         return torch.optim.Adam(parameters, fused=True)
@@ -205,14 +195,6 @@ def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
     ensemble = VotingClassifier(MLP, 2, optimizer=fused, seed=0)
     with pytest.raises(Exception, match=r"gradient_clip_val=1.0 with fp16 needs an optimizer that is not fused"):
         fit(ensemble, _few_digits(), plugins=real_fp16(), gradient_clip_val=1.0)
-
-
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-def test_two_ranks_agree_and_see_all_samples(kind):
-    ensemble = kind(MLP, 2, optimizer=ADAM)  # of seeds of their own, until they agree
-    x, y = digits()[1].tensors
-    fit(ensemble, _few_digits(640, batch_size=16), _unshuffled(), max_epochs=6, strategy="ddp_fork", devices=2)
-    assert accuracy(ensemble.predict(x), y) > 0.8
 
 
 class _Recorder(VotingClassifier):
@@ -467,19 +449,6 @@ def test_a_checkpoint_of_members_that_have_no_name_needs_them_again(tmp_path):
         VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt")
     loaded = VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", estimator=MLP)
     assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
-
-
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.trap("ensembles: fit() twice doubles the members (Fusion, GB, Snapshot)")
-def test_a_second_fit_trains_the_same_members(kind):
-    ensemble = kind(MLP, 2, seed=0)
-    names = list(ensemble.state_dict())
-    fit(ensemble, _few_digits(), max_epochs=2)
-    first = values(ensemble)
-    fit(ensemble, _few_digits(), max_epochs=2)
-    assert list(ensemble.state_dict()) == names
-    assert len(ensemble.estimators_) == ensemble.n_members == 2
-    assert not torch.equal(values(ensemble)["estimators_.0.first.weight"], first["estimators_.0.first.weight"])
 
 
 @pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
