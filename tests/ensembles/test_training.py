@@ -154,40 +154,6 @@ def test_each_member_is_trained_as_if_it_were_alone(vectorize):
         _same(dict(ensemble.estimators_.member(index).state_dict()), member.state_dict(), atol=1e-5, rtol=1e-4)
 
 
-SETTINGS = {
-    "bf16": {"precision": "bf16-mixed"},
-    "64": {"precision": "64-true"},
-    "bf16-true": {"precision": "bf16-true"},
-    "accumulation": {"accumulate_grad_batches": 3},
-    "clipping": {"gradient_clip_val": 0.5},
-    "clipping by value": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
-    "limited": {"limit_train_batches": 3},
-    "max_steps": {"max_steps": 6, "max_epochs": -1},
-    "overfit": {"overfit_batches": 2},
-    "dev run": {"fast_dev_run": True},
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
-@pytest.mark.filterwarnings("ignore:`lr_scheduler.step")
-def test_settings_of_the_trainer(kind, setting):
-    train = _few_digits(96)
-    ensemble = kind(MLP, 2, seed=0)
-    before = values(ensemble)
-    trainer = fit(ensemble, train, _unshuffled(), **{"max_epochs": 2, **SETTINGS[setting]})
-    after = values(ensemble)
-    trained = "working" if kind is SnapshotEnsembleClassifier else "estimators_"
-    assert all(
-        not torch.equal(value.float(), before[name].float()) and value.isfinite().all()
-        for name, value in after.items()
-        if name.startswith(trained)
-    )
-    assert trainer.callback_metrics["train/loss"].isfinite()
-    assert trainer.callback_metrics["val/loss"].isfinite()
-
-
 def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
     def fused(parameters):
         return torch.optim.Adam(parameters, fused=True)
