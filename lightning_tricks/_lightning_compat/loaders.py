@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from lightning_tricks._lightning_compat.flavor import LightningModule, import_lightning, lightning_version
+from lightning_tricks._lightning_compat.flavor import LightningModule, import_lightning, lightning_version, sized_len
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 
@@ -118,21 +118,41 @@ def ends_with_shortest_loader(trainer: Trainer) -> bool:
     return combined is not None and combined._mode == "min_size"
 
 
+@needs_private("a check that training loaders have batches")
+def empty_train_loaders(trainer: Trainer, loaders: Any = None) -> list[int]:
+    """Return which training loaders have no batches and end each epoch at once: all but those of a `max_size`.
+
+    Args:
+        trainer: The Trainer of a fit.
+        loaders: What the user gave; None for what the Trainer has.
+    """
+    combined: Any = trainer.fit_loop._combined_loader if loaders is None else _combined(loaders)
+    if combined is None or combined._mode == "max_size":
+        return []
+    return [index for index, loader in enumerate(combined.flattened) if sized_len(loader) == 0]
+
+
 @contextmanager
 def replaced_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Pass what the user gave as training data through a function whenever the Trainer asks for it.
 
-    Entered in `setup`, before the Trainer asks; it holds for fits of this module.
+    Entered in `setup`, before the Trainer asks; it holds for fits of this module. Loaders that a schedule has asked for
+    before the Trainer has restored its loops get the states of a checkpoint as well.
     """
     with needs_private("an ensemble whose members see the samples in their own orders"):
-        source: Any = trainer.fit_loop._data_source
+        loop: Any = trainer.fit_loop
+        source, setup_data, load_states = loop._data_source, loop.setup_data, loop._load_combined_loader_states
         request = type(source).dataloader  # a Trainer keeps its source from fit to fit
+
+    def setup_data_and_load_states() -> None:
+        setup_data()
+        load_states()
 
     def dataloader() -> Any:
         loaders = request(source)
         return replace(loaders) if trainer.lightning_module is module else loaders
 
-    with overriding(source, dataloader=dataloader):
+    with overriding(source, dataloader=dataloader), overriding(loop, setup_data=setup_data_and_load_states):
         yield
 
 

@@ -17,6 +17,7 @@ from lightning_tricks._lightning_compat.fit import closed_on_exception
 from lightning_tricks._lightning_compat.flavor import rank_zero_warn
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
+from lightning_tricks._lightning_compat.own_samples import OwnSamples
 from lightning_tricks._shared.calibration import calibration_of
 from lightning_tricks._shared.checks import check_count, check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
@@ -118,6 +119,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         self.set_members(members)
         self._checked_stages: set[str] = set()
         self._losses = MeanLoss()
+        self._own_samples = OwnSamples(type(self).__name__)
         self._installed = ExitStack()  # the context managers that a fit has entered
         frame = currentframe()
         self._unsaved_arguments = arguments.save_plain_hyperparameters(self, estimator, frame)

@@ -96,8 +96,9 @@ class FastGeometricMembers(CapturedMembers):
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: that of the base model, and then cycles."""
-        total_steps(self.trainer)  # raises an error where the training data has no length
-        epochs, per_epoch = self._count_base_epochs(), max(1, int(steps_in_epochs(self.trainer, 1)))
+        epochs = self._count_base_epochs()
+        total_steps(self.trainer, remedy="give the Trainer limit_train_batches=..., the number of batches of an epoch")
+        per_epoch = max(1, int(steps_in_epochs(self.trainer, 1)))
         self._base_steps, self._cycle_steps = epochs * per_epoch, self.cycle * per_epoch
         schedule = self._base_schedule(optimizer, epochs)
         interval = per_epoch if schedule.get("interval") == "epoch" else 1
@@ -118,9 +119,17 @@ class FastGeometricMembers(CapturedMembers):
         after_first = step - self._base_steps - (self._cycle_steps + 1) // 2
         return max(0, after_first // self._cycle_steps + 1)
 
+    def on_train_start(self) -> None:
+        """Go on as `CapturedMembers` does, and train no more if the run was stopped after the last copy."""
+        super().on_train_start()
+        self._stop_after_last_copy()
+
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, and end the run after the epoch of the last copy."""
         super().on_train_epoch_end()
+        self._stop_after_last_copy()
+
+    def _stop_after_last_copy(self) -> None:
         if self.n_members == self.n_estimators:
             self.trainer.should_stop = True
 

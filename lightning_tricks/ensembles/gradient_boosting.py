@@ -20,7 +20,6 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks._shared.checks import check_optional_count
-from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.boosting import BoostedMembers, negative_gradient
 from lightning_tricks.ensembles.core.combination import at_least_single
@@ -175,7 +174,6 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
     ) -> None:
         self.epochs_per_estimator = check_optional_count("epochs_per_estimator", epochs_per_estimator)
         self.early_stopping_rounds = check_optional_count("early_stopping_rounds", early_stopping_rounds)
-        self._stage_loss = MeanLoss()
         super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def set_members(self, members: Sequence[nn.Module]) -> None:
@@ -201,6 +199,7 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look up the scores of the earlier members."""
+        super().on_train_batch_start(batch, batch_idx)
         if self.stage:
             _CACHED[self].look_up(self, batch, batch_idx)
 
@@ -234,21 +233,16 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         """Let the members of the stage predict, also where the run goes on after it was to end (`min_epochs`)."""
         self.set_count("kept_number", "_n_kept", 0)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Evaluate the combined prediction; the first loader's loss is that of early stopping."""
-        results = super().validation_step(batch, batch_idx, dataloader_idx)
-        if self._is_fitting and self.early_stopping_rounds is not None and dataloader_idx == 0:
-            self._stage_loss.update(results["loss"], len(results["target"]))
-        return results
-
     def on_validation_epoch_end(self) -> None:
-        """Keep the loss of the stage, and decide at its end which members predict from then on."""
-        mean, samples, self._stage_loss = self._stage_loss.compute(), self._stage_loss.samples, MeanLoss()
-        if mean is None or self.trainer.sanity_checking or not self._is_last_epoch_of_stage:
+        """Keep the loss of the stage on the first loader, and decide at its end which members predict from then on."""
+        is_checked = self._is_fitting and self.early_stopping_rounds is not None and not self.trainer.sanity_checking
+        if not is_checked or not self._is_last_epoch_of_stage:
             return
-        count = torch.tensor(samples, dtype=mean.dtype, device=mean.device)
-        total, count = self.trainer.strategy.reduce(torch.stack([mean * count, count]), reduce_op="sum")
-        self.stage_losses[self.stage] = (total / count).nan_to_num(nan=math.inf)
+        logged = self.trainer.callback_metrics
+        loss = logged.get("val/loss", logged.get("val/loss/dataloader_idx_0"))
+        if loss is None:
+            return
+        self.stage_losses[self.stage] = loss.nan_to_num(nan=math.inf)
         if self.trainer.is_last_batch:
             self._keep_best_stages()
 

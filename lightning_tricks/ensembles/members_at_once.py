@@ -81,6 +81,13 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
         if members.reason != known:
             self._log_why_sequential(members)
 
+    def on_dry_run(self) -> None:
+        """Let a copy that is run to see its operators check and compare nothing, which would need data."""
+        self._checked_stages = {"train", "val", "test"}
+        for part in self.modules():
+            if isinstance(part, StackedMembers):
+                part.compared = {(trains, grad) for trains in (False, True) for grad in (False, True)}
+
     # --- in a checkpoint
 
     def how_members_run(self) -> dict[str, Any]:

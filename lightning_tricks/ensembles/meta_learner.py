@@ -140,7 +140,7 @@ class MetaLearner(Ensemble):
     def features(self, outputs: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return the features (B, F) of the members' outputs (n, B, C) and, with `passthrough`, of their inputs."""
         columns = self.member_features(outputs)
-        given = [x.reshape(len(columns), -1).to(columns.dtype) for x in inputs] if self.passthrough else []
+        given = [x.unsqueeze(-1).flatten(1).to(columns.dtype) for x in inputs] if self.passthrough else []
         return torch.cat([columns, *given], 1)
 
     def member_features(self, outputs: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule
+from lightning_tricks._lightning_compat.loaders import evaluation_loaders
+from lightning_tricks._lightning_compat.own_samples import OwnSamples
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.calibration import Calibration
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modules import eval_mode
@@ -49,6 +54,7 @@ class CombinedPrediction(LightningModule):
     weights: Tensor | None
     n_outputs: int | None
     _checked_stages: set[str]
+    _own_samples: OwnSamples
 
     # --- the prediction, which a family overrides
 
@@ -83,6 +89,10 @@ class CombinedPrediction(LightningModule):
     def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation logs beside its loss."""
         return {}
+
+    def num_counted(self, target: Tensor) -> Tensor:
+        """Return the number of rows of a batch that loss and metrics are means of, in double precision."""
+        return to_double(torch.full((), len(target), device=target.device))
 
     def num_outputs(self, outputs: Tensor) -> int:
         """Return the number of outputs of the ensemble, for outputs of members (n, B, columns)."""
@@ -169,19 +179,21 @@ class CombinedPrediction(LightningModule):
             The accuracy of a classifier in per cent, or a tuple of it and the loss; the loss alone of a regressor, and
             of a classifier whose targets are probabilities. Both are means over samples.
         """
-        loss, share = MeanLoss(), MeanLoss()
+        means = defaultdict[str, MeanLoss](MeanLoss)
         with eval_mode(self), torch.no_grad():
             for batch in test_loader:
                 *inputs, target = (self._as_input(part) for part in unpack(batch))
                 outputs = self.predict_members(*inputs)
                 preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
-                loss.update(self.prediction_loss(outputs, target), len(target))
-                for value in self.metrics(preds, target).values():
-                    share.update(value, len(target))
-        means = [mean if mean is None else mean.item() for mean in (share.compute(), loss.compute())]
-        if means[0] is None:
-            return means[1]
-        return (100 * means[0], means[1]) if return_loss else 100 * means[0]
+                count = int(self.num_counted(target))
+                for name, value in self._measure(outputs, preds, target).items():
+                    means[name].update(value, count)
+        totals = {name: mean.compute() for name, mean in means.items()}
+        found = {name: math.nan if total is None else total.item() for name, total in totals.items()}
+        loss = found.get("loss", math.nan)
+        if "acc" not in found:
+            return loss
+        return (100 * found["acc"], loss) if return_loss else 100 * found["acc"]
 
     def as_matrices(self, outputs: Tensor) -> Tensor:
         """Return outputs as (n, B, columns), and set or check `n_outputs`."""
@@ -209,38 +221,43 @@ class CombinedPrediction(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Evaluate the combined prediction."""
-        return self._evaluate(batch, "val")
+        return self._evaluate(batch, "val", batch_idx, dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Evaluate the combined prediction."""
-        return self._evaluate(batch, "test")
+        return self._evaluate(batch, "test", batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Predict for a batch of inputs, or of inputs and a target, which is ignored."""
         return cast(Tensor, self(*inputs_to_predict(batch)))
 
-    def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
+    def _evaluate(self, batch: Any, stage: str, batch_idx: int, dataloader_idx: int) -> dict[str, Tensor]:
         *inputs, target = unpack(batch)
         outputs = self.predict_members(*inputs)
         self.check_first_batch(outputs, target.unsqueeze(0), stage)
         preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
-        loss = self.prediction_loss(outputs, target)
-        values = {f"{stage}/{name}": value for name, value in {"loss": loss, **self.metrics(preds, target)}.items()}
+        rows = {"outputs": outputs.transpose(0, 1), "preds": preds, "target": target}
+        own, num_own = self._own_samples.take(self._trainer, stage, dataloader_idx, batch_idx, rows)
+        own = rows if num_own == 0 else own
+        count = self.num_counted(own["target"]) * (num_own != 0)
+        values = self._measure(own["outputs"].transpose(0, 1), own["preds"], own["target"])
+        # a mean of no rows is NaN, and counts for nothing
+        values = {name: torch.where(count > 0, value, 0.0) for name, value in values.items()}
         taken = self._keys_logged_by_callbacks(stage)
-        own = {key: value for key, value in values.items() if key not in taken}
-        self.log_dict(own, batch_size=len(target), sync_dist=True)
-        return {"loss": loss, "preds": preds, "target": target}
+        to_log = {key: value for name, value in values.items() if (key := f"{stage}/{name}") not in taken}
+        # by a floating-point number of rows: of whole ones Lightning rounds the mean over the ranks
+        self.log_dict(to_log, batch_size=count, sync_dist=True)  # type: ignore[arg-type]
+        return {"loss": values["loss"], "preds": preds, "target": target}
+
+    def _measure(self, outputs: Tensor, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return the loss of outputs (n, B, ...) and the metrics of the prediction (B, ...), means over the rows."""
+        return {"loss": self.prediction_loss(outputs, target), **self.metrics(preds, target)}
 
     def _keys_logged_by_callbacks(self, stage: str) -> set[str]:
         """Return the keys that callbacks such as MetricsMonitor log, whose accuracy is the more exact one."""
-        try:
-            trainer: Any = self.trainer
-        except RuntimeError:  # the step is called without a Trainer
+        if self._trainer is None:  # the step is called without one
             return set()
-        counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
-        loaders = len(counts) if isinstance(counts, Sequence) else 1
-        callbacks = getattr(trainer, "callbacks", ())
-        tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
+        tricks, loaders = callbacks_of_type(self._trainer, TrickCallback), len(evaluation_loaders(self._trainer))
         return {key for trick in tricks for key in trick.logged_keys(stage, loaders)}
 
     def check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
@@ -250,6 +267,11 @@ class CombinedPrediction(LightningModule):
             self._checked_stages.add(stage)
 
     def _as_input(self, x: Any) -> Tensor:
+        if not isinstance(x, Tensor | list | tuple | int | float) and not hasattr(x, "__array__"):
+            raise TypeError(
+                f"{type(self).__name__} predicts for tensors or arrays of inputs, got a {type(x).__name__}: for the "
+                "batches of a loader call trainer.predict(ensemble, loader)."
+            )
         tensor = torch.as_tensor(x)
         first = next(iter(self.parameters()), torch.empty(0))
         return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)
@@ -312,7 +334,21 @@ class ClassifierEnsemble(CombinedPrediction):
         """Return the accuracy, of class indices."""
         if target.is_floating_point():
             return {}
-        return {"acc": (preds.argmax(-1) == target).float().mean()}
+        hits = preds.argmax(-1) == target
+        if self._ignore_index is not None:
+            hits = hits & (target != self._ignore_index)
+        return {"acc": (hits.sum() / self.num_counted(target)).float()}
+
+    def num_counted(self, target: Tensor) -> Tensor:
+        """Return the number of rows of a batch that are not ignored, without a read from the device."""
+        if self._ignore_index is None or target.is_floating_point():
+            return super().num_counted(target)
+        return to_double((target != self._ignore_index).sum())
+
+    @property
+    def _ignore_index(self) -> int | None:
+        """The class whose rows the criterion ignores, if it has one."""
+        return getattr(self.criterion, "ignore_index", None)
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
         """Refuse one output, and classes that there are not."""
@@ -326,7 +362,7 @@ class ClassifierEnsemble(CombinedPrediction):
             return  # probabilities of the classes
         if targets.ndim != 2:
             raise ValueError(f"{stage}: targets must be class indices (B,), got {tuple(targets.shape[1:])}.")
-        ignored = getattr(self.criterion, "ignore_index", None)
+        ignored = self._ignore_index
         wrong = targets[((targets < 0) | (targets >= columns)) & (targets != (columns if ignored is None else ignored))]
         if len(wrong):
             raise ValueError(

@@ -80,7 +80,8 @@ class SnapshotMembers(CapturedMembers):
 
     def _steps_per_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
-        steps = int(total_steps(trainer))
+        limit = "max_epochs and limit_train_batches=..., the number of batches of an epoch"
+        steps = total_steps(trainer, remedy=f"give the Trainer max_steps, or {limit}")
         cycle = max(1, steps // n)
         if steps % n == 0 or is_fast_dev_run(trainer):
             return cycle

@@ -171,6 +171,12 @@ class StagedEnsemble(Ensemble):
             self.trainer.strategy.setup_optimizers(self.trainer)
             self.on_stage_start()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin the stage where a fit is resumed after the last batch of an epoch: Lightning does not say its start."""
+        if batch_idx == 0:
+            self.on_train_epoch_start()
+        super().on_train_batch_start(batch, batch_idx)
+
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, and end the run after the last stage, where it was to be longer."""
         super().on_train_epoch_end()

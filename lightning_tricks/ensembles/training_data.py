@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_tricks._lightning_compat.flavor import LightningModule, rank_zero_info
-from lightning_tricks._lightning_compat.loaders import uses_distributed_sampler
+from lightning_tricks._lightning_compat.loaders import empty_train_loaders, uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import overfit_batches_of
 from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
@@ -57,9 +56,13 @@ class TrainingBatches(LightningModule):
         """Return the loader to train with, for the loaders that the user gave.
 
         Raises:
-            ValueError: If the DataLoader has no batches.
+            ValueError: If a loader has no batches, so that epochs end at once.
         """
-        self._check_not_empty(loaders)
+        for index in empty_train_loaders(self.trainer, loaders):
+            raise ValueError(
+                f"{type(self).__name__} has nothing to train with: loader {index} has no batches. Give it data, or a "
+                "smaller batch size if drop_last drops the only batch."
+            )
         self.has_member_rows = False
         if overfit_batches_of(self.trainer):
             return loaders  # the same batches in each epoch
@@ -102,27 +105,20 @@ class TrainingBatches(LightningModule):
         rows = loader.indices_of(batch_idx).numel()
         return [batch_of_member(batch, index, n_members, rows) for index in range(n_members)]
 
-    def _check_not_empty(self, loaders: Any) -> None:
-        if isinstance(loaders, DataLoader) and not why_not_reorder(loaders) and not len(loaders):
-            batches: Any = loaders.batch_sampler
-            raise ValueError(
-                f"{type(self).__name__} has nothing to train with: the DataLoader has no batches "
-                f"({len(batches.sampler)} samples, batch_size={batches.batch_size}, drop_last={batches.drop_last})."
-            )
-
     def _log_info(self, *messages: str) -> None:
         for message in filter(None, messages):
             rank_zero_info(f"{type(self).__name__}: {message}.")
 
 
 def unpack(batch: Any) -> Sequence[Tensor]:
-    """Return the tensors of a batch, of which the last one is the target.
+    """Return the tensors of a batch, of which the last one is the target; one of whole numbers in 64 bits.
 
     Raises:
         TypeError: If it is something else than two or more tensors.
     """
     if isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
-        return batch
+        target = batch[-1]
+        return [*batch[:-1], target if target.is_floating_point() else target.long()]
     raise TypeError(
         f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: let collate_fn return "
         "such a tuple. Other batches are for training alone, by the training_step of a LightningModule as estimator."

@@ -18,6 +18,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.own_samples import OwnSamples
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks._shared.report_parts import Pictures
@@ -51,10 +52,10 @@ class ImageLogger(StepsCallback):
     three times: alone, with the predicted and with the true classes drawn over it, those with the largest share of
     wrong pixels first.
 
-    Each rank keeps at most `n` images at a time. Only the first batch is read from the device before the end of the
-    epoch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; for a CSVLogger it is a PNG file in its
-    folder. A `RunReport` among the callbacks shows the images of the last epoch. Without it and such a logger, the
-    callback does nothing. It needs the extra `reports`.
+    Each rank keeps at most `n` images at a time, and none of the samples that a DistributedSampler repeats. Only the
+    first batch is read from the device before the end of the epoch. TensorBoard, W&B, MLflow and Comet get the grid as
+    `<stage>/images`; for a CSVLogger it is a PNG file in its folder. A `RunReport` among the callbacks shows the images
+    of the last epoch. Without it and such a logger, the callback does nothing. It needs the extra `reports`.
 
     Args:
         n: How many images to show.
@@ -123,6 +124,7 @@ class ImageLogger(StepsCallback):
         self._reported: dict[str, tuple[int, list[str], Tensor, bool]] = {}
         self._prediction_kinds: dict[str, dict[str, bool]] = {}
         self._warned: set[str] = set()
+        self._own_samples = OwnSamples(None)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out whether a logger or a report takes images."""
@@ -147,14 +149,14 @@ class ImageLogger(StepsCallback):
         inputs = self._read_outputs(outputs, batch, stage)
         if inputs is None:
             return
-        images, preds, target = inputs
         if stage not in self._prediction_kinds:
-            self._prediction_kinds[stage] = self._prediction_kind(images, preds, target, stage)
+            self._prediction_kinds[stage] = self._prediction_kind(**inputs, stage=stage)
         if self._is_sanity_checking:
             return
+        own, _ = self._own_samples.take(trainer, stage, dataloader_idx, batch_idx, inputs)
         with torch.inference_mode(False), torch.no_grad():
-            kind = self._prediction_kinds[stage]
-            samples = rank_predictions(images, preds, target, **kind, ignore_index=self.ignore_index).top(self.n)
+            kind: Any = {**self._prediction_kinds[stage], "ignore_index": self.ignore_index}
+            samples = rank_predictions(**own, **kind).top(self.n)
             self._kept[stage] = concat_samples([*self._samples_of(stage), samples]).top(self.n)
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -217,7 +219,7 @@ class ImageLogger(StepsCallback):
     def _samples_of(self, stage: str) -> list[RankedSamples]:
         return [self._kept[stage]] if stage in self._kept else []
 
-    def _read_outputs(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _read_outputs(self, outputs: Any, batch: Any, stage: str) -> dict[str, Tensor] | None:
         """Return images, predictions and targets of a batch; None where a step returned neither of the last two."""
         returned = outputs if self.output_transform is None else self.output_transform(outputs, batch, stage)
         names = set(returned) if isinstance(returned, Mapping) else set()
@@ -247,7 +249,7 @@ class ImageLogger(StepsCallback):
         if self.shape is not None:
             images = images.reshape(-1, *self.shape)
         preds, target = (_without_column(returned[name].detach()) for name in ("preds", "target"))
-        return images.detach(), preds, target
+        return {"images": images.detach(), "preds": preds, "target": target}
 
     def _images_in(self, batch: Any) -> Tensor:
         tensors = list(tensors_in(batch))

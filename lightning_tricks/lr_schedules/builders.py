@@ -104,7 +104,7 @@ def build_schedule(
     return {"scheduler": FactorLR(optimizer, factor), "interval": spec.interval, "frequency": 1}
 
 
-def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
+def total_steps(trainer: Trainer, *, n_optimizers: int | None = None, remedy: str = _REMEDY) -> int:
     """Count the steps that one optimizer makes in a run, from its beginning.
 
     Right for accumulation (also by GradientAccumulationScheduler), `limit_train_batches`, `max_steps`, `max_epochs` and
@@ -114,12 +114,13 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
         trainer: A Trainer that has its training data, as in `configure_optimizers`.
         n_optimizers: How many optimizers step in each batch under manual optimization: Lightning's `max_steps` counts
             the steps of all. None stands for 1.
+        remedy: What the error advises where the number cannot be known.
 
     Raises:
         MisconfigurationException: If the number cannot be known, with the reason and the remedy.
     """
-    if remedy := other_flavor(type(trainer)):
-        raise MisconfigurationException(f"The steps of a run cannot be counted: {remedy}")
+    if flavor := other_flavor(type(trainer)):
+        raise MisconfigurationException(f"The steps of a run cannot be counted: {flavor}")
     limit = math.inf
     if trainer.max_steps != -1:
         limit = math.ceil(trainer.max_steps / (n_optimizers or 1))
@@ -134,7 +135,7 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
             reason = "the run has no end (max_epochs=-1, max_steps=-1)"
         else:
             reason = "the training data has no length (an IterableDataset)"
-        raise MisconfigurationException(f"The schedule needs the number of steps, and {reason}: {_REMEDY}.")
+        raise MisconfigurationException(f"The schedule needs the number of steps, and {reason}: {remedy}.")
     if timers:
         rank_zero_info(f"max_time may end the run before the schedule does, which has {total:g} steps.")
     if limit < by_epochs and n_optimizers is None and not trainer.lightning_module.automatic_optimization:

@@ -12,6 +12,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
+from lightning_tricks._lightning_compat.own_samples import OwnSamples
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choices, check_count
 from lightning_tricks._shared.report_parts import Facts, ReportPart
@@ -35,6 +36,7 @@ from lightning_tricks.metrics.key_checks import (
     check_not_empty,
     loader_names,
     refuse_same_keys,
+    refuse_unordered,
 )
 
 if TYPE_CHECKING:
@@ -152,6 +154,7 @@ class MetricsMonitor(StepsCallback):
             self._history, self._keys, self._parts, every_n_epochs, are_logged=self._are_plotted
         )
         self._conflicts = KeyConflicts(self._name)
+        self._own_samples = OwnSamples(self._name)
         self._unmeasured = UnmeasuredBatches(self._name, self.stages, has_transform=self.output_transform is not None)
 
     @property
@@ -248,14 +251,18 @@ class MetricsMonitor(StepsCallback):
             dataloader.has_seen_batch = True
             keys = self._keys.expected(stage, loader_names(trainer, stage))
             self._conflicts.compare_in_first_batch(trainer, pl_module, stage, keys)
+            if trainer.world_size > 1:
+                shard = self._own_samples.shard(trainer, stage, dataloader_idx, batch_idx)
+                refuse_unordered(self._name, stage, dataloader.suite.per_batch, "each rank has batches of its own")
+                if isinstance(shard, str):
+                    refuse_unordered(self._name, stage, dataloader.suite.per_sample, shard)
         returned = self._transform(outputs, batch, stage)
         is_complete = self._check_inputs(dataloader.suite, returned, stage, batch_idx)
         if self._is_sanity_checking:
             return
         inputs, num_rows = returned if isinstance(returned, Mapping) else {}, None
-        if stage != "train" and trainer.world_size > 1 and self.exact:
-            place = stage, dataloader_idx, batch_idx
-            inputs, num_rows = dataloader.drop_repeated(self._name, trainer, place, inputs)
+        if stage != "train" and self.exact:
+            inputs, num_rows = self._own_samples.take(trainer, stage, dataloader_idx, batch_idx, inputs)
         # with automatic optimization, Lightning has divided the loss of training and made a copy of it
         is_divided = stage == "train" and pl_module.automatic_optimization
         dataloader.update(
@@ -282,6 +289,8 @@ class MetricsMonitor(StepsCallback):
         self._unmeasured.report_epoch(stage, num_unmeasured, num_measured)
         names = loader_names(trainer, stage)
         for index, dataloader in dataloaders.items():
+            unordered = [key for key, is_in_order in dataloader.suite.per_sample.items() if not is_in_order]
+            refuse_unordered(self._name, stage, unordered, "not each sample has one value")
             if dataloader.suite.updates or dataloader.loss.samples:
                 place = (index, names[index]) if len(names) > 1 else None
                 self._log(trainer, pl_module, dataloader, stage, place, other_keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,17 +14,15 @@ from lightning_tricks._lightning_compat.flavor import (
     ParallelStrategy,
     Trainer,
     rank_zero_info,
-    rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.pictures import log_image
 from lightning_tricks._shared.report_parts import ReportPart
+from lightning_tricks._shared.sampler_shards import has_rows
 from lightning_tricks._shared.tensors import gather_objects, tensors_in
 from lightning_tricks.metrics.core.history import EpochRecord, EvaluationData, History, make_parts
 from lightning_tricks.metrics.core.logged_keys import LoggedKeys
 from lightning_tricks.metrics.core.plots import as_array, make_figures
-from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.key_checks import merge_logged_keys
 
@@ -154,15 +151,15 @@ class DataloaderMetrics:
     Attributes:
         suite: The metrics.
         loss: The mean loss.
-        shard: The samples that the sampler gives this rank, or the reason why they are not known.
         num_unmeasured: The number of batches for which the step returned nothing to measure.
+        num_samples: The number of samples that the metrics have seen.
         has_seen_batch: Whether there was a batch, in sanity checking or after it.
     """
 
     suite: MetricSuite
     loss: MeanLoss
-    shard: SamplerShard | str = ""
     num_unmeasured: int = 0
+    num_samples: int = 0
     has_seen_batch: bool = False
 
     def update(
@@ -185,42 +182,15 @@ class DataloaderMetrics:
             loss_factor: What the loss is multiplied with.
             owns_loss: Whether nobody else will write to the loss.
         """
+        samples = _count_rows(inputs, batch) if num_rows is None else num_rows
         if not is_complete:
             self.num_unmeasured += 1
         elif num_rows != 0:
             self.suite.update(**inputs)
+            self.num_samples += samples
         loss = inputs.get("loss")
         if isinstance(loss, Tensor):
-            samples = _count_rows(inputs, batch) if num_rows is None else num_rows
             self.loss.update(loss, samples, loss_factor, own=owns_loss)
-
-    def drop_repeated(
-        self, monitor: str, trainer: Trainer, place: tuple[str, int, int], inputs: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], int | None]:
-        """Drop the samples of a batch of an evaluation that other ranks count.
-
-        Args:
-            monitor: The name of the monitor, for warnings: it may be unknown which samples the sampler gives this rank.
-            trainer: The Trainer.
-            place: The stage, the index of the dataloader, and that of the batch.
-            inputs: The inputs of the metrics, by name.
-
-        Returns:
-            The inputs without these samples, and the number of those left; None for all.
-        """
-        stage, dataloader_idx, batch_idx = place
-        if batch_idx == 0 or not self.shard:
-            before, self.shard = self.shard, get_sampler_shard(evaluation_loaders(trainer)[dataloader_idx])
-            if isinstance(self.shard, str) and self.shard != before:
-                rank_zero_warn(
-                    f"{monitor}: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
-                    f"{self.shard}."
-                )
-        if isinstance(self.shard, SamplerShard):
-            size, num_own = self.shard.batch_sizes(batch_idx)
-            if num_own < size:
-                return _take_first_rows(monitor, inputs, size, num_own, stage), num_own
-        return inputs, None
 
     def flush(self) -> None:
         """Count the batches that wait, of which there are more bytes than of what they are counted in."""
@@ -229,47 +199,24 @@ class DataloaderMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics and the loss so far, as tensors and plain values on the CPU."""
-        return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict(), "passed_over": self.num_unmeasured}
+        counts = {"passed_over": self.num_unmeasured, "samples": self.num_samples}
+        return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict(), **counts}
 
     def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | None = None) -> None:
         """Replace metrics and loss by the merged states of several ranks; reset them if there are none."""
-        self.suite.load([state["suite"] for state in states], device)
-        self.loss.load([state["loss"] for state in states], device)
         self.num_unmeasured = sum(state.get("passed_over", 0) for state in states)
-
-
-def _take_first_rows(monitor: str, inputs: Mapping[str, Any], size: int, count: int, stage: str) -> Mapping[str, Any]:
-    """Return the first `count` of the `size` samples of a batch; all of them, with a warning, where that is not clear.
-
-    Args:
-        monitor: The name of the monitor, for the warning.
-        inputs: The inputs of the metrics, by name.
-        size: The number of samples in the batch.
-        count: How many of them to take.
-        stage: "val" or "test".
-    """
-    rows = {name: value for name, value in inputs.items() if _has_rows(value)}
-    if count and any(len(value) != size for name, value in rows.items() if name != "loss"):
-        shapes = ", ".join(f"{name} {tuple(getattr(v, 'shape', [len(v)]))}" for name, v in rows.items())
-        warnings.warn(  # not on rank zero alone: the last batch of one rank may differ from those of the others
-            f"{monitor}: {size - count} of the {size} samples of the last batch of {stage} are repeated ones, "
-            f"and it is unknown which rows belong to them ({shapes}), so they count twice.",
-            stacklevel=2,
-        )
-        return inputs
-    return {name: value[:count] if name in rows else value for name, value in inputs.items()}
+        samples = [state.get("samples", 0) for state in states]
+        self.num_samples = sum(samples)
+        self.suite.load([state["suite"] for state in states], device, () if self.num_unmeasured else samples)
+        self.loss.load([state["loss"] for state in states], device)
 
 
 def _count_rows(inputs: Mapping[str, Any], batch: Any) -> int:
     target = inputs.get("target")
     if isinstance(target, Tensor) and target.ndim:
         return target.shape[0]
-    rows = (len(value) for name, value in inputs.items() if name != "loss" and _has_rows(value))
+    rows = (len(value) for name, value in inputs.items() if name != "loss" and has_rows(value))
     return next(rows, None) or next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
-
-
-def _has_rows(value: Any) -> bool:
-    return bool(value.ndim) if isinstance(value, Tensor) else isinstance(value, list | tuple)
 
 
 class EvaluationPlots:

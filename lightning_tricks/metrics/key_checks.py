@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_tricks._lightning_compat.flavor import (
@@ -11,7 +11,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.loaders import evaluation_loader_names
+from lightning_tricks._lightning_compat.loaders import empty_train_loaders, evaluation_loader_names
 from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.metrics.core.history import History
@@ -97,6 +97,23 @@ def refuse_same_keys(monitor: str, keys: LoggedKeys, other: str, other_keys: Log
                 f"{monitor} and {other} would both log {key!r}: give one of them a prefix of its own, such as "
                 "prefix='ema', or different stages."
             )
+
+
+def refuse_unordered(monitor: str, stage: str, keys: Iterable[str], reason: str) -> None:
+    """Raise a MetricsError for metrics whose value depends on the order of the samples, where ranks do not know it.
+
+    Args:
+        monitor: The name of the monitor.
+        stage: "train", "val" or "test".
+        keys: The keys of the metrics.
+        reason: Why the order is not known.
+    """
+    for key in keys:
+        raise MetricsError(
+            f"{monitor}: the value of {key!r} in {stage} depends on the order of the samples, which is not known on "
+            f"several ranks: {reason}. Measure it on one device, or choose a metric that averages (reduction='mean', "
+            "multidim_average='global', MeanMetric)."
+        )
 
 
 class BestKeys:
@@ -194,8 +211,9 @@ def check_not_empty(trainer: Trainer, function: str, stages: Sequence[str], moni
         MetricsError: If a dataloader of one of the stages has no batches.
     """
     for stage in _stages_with_data(trainer, function):
-        for dataloader_idx, count in enumerate(num_batches(trainer, stage)):
-            if count == 0 and stage in stages:
+        empty = [index for index, count in enumerate(num_batches(trainer, stage)) if count == 0]
+        for dataloader_idx in empty or (empty_train_loaders(trainer) if stage == "train" else ()):
+            if stage in stages:
                 raise MetricsError(
                     f"{monitor}: loader {dataloader_idx} of {stage} has no batches, so there is nothing to measure: "
                     "give it data (or a smaller batch size if drop_last drops the only batch), or leave the stage out "

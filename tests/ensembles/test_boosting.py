@@ -376,7 +376,7 @@ class _Same(Callback):
 
 
 def test_two_ranks_stop_at_the_same_stage():
-    x = torch.arange(8.0).unsqueeze(1)
+    x = torch.arange(1.0, 8.0).unsqueeze(1)  # of which one rank repeats the first
     ensemble = GradientBoostingRegressor(
         _constants(3.0, 0.5, 9.0, 9.0), optimizer=("SGD", {"lr": 0.0}), early_stopping_rounds=1, seed=0
     )

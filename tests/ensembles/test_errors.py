@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_tricks import (
     FastGeometricClassifier,
@@ -11,11 +12,12 @@ from lightning_tricks import (
     GradientBoostingClassifier,
     OptimizerSpec,
     SnapshotEnsembleClassifier,
+    SoftGradientBoostingClassifier,
     SoftGradientBoostingRegressor,
     VotingClassifier,
     VotingRegressor,
 )
-from tests.ensembles.nets import MLP, digits, few, fit
+from tests.ensembles.nets import MLP, accuracy, digits, few, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -167,9 +169,9 @@ def test_collated_batches_that_mix_samples():
 
 
 def test_an_empty_loader():
-    with pytest.raises(ValueError, match=r"VotingClassifier has nothing to train with: the DataLoader has no batches"):
+    with pytest.raises(ValueError, match=r"VotingClassifier has nothing to train with: loader 0 has no batches"):
         fit(VotingClassifier(MLP, 2), _loader(torch.rand(0, 64), torch.rand(0), shuffle=False))
-    with pytest.raises(ValueError, match="the DataLoader has no batches"):
+    with pytest.raises(ValueError, match="loader 0 has no batches"):
         fit(VotingClassifier(MLP, 2), _loader(torch.rand(3, 64), torch.zeros(3), shuffle=True, drop_last=True))
 
 
@@ -184,6 +186,41 @@ def test_nothing_to_train():
 def test_batches_that_are_none_to_predict():
     with pytest.raises(TypeError, match=r"a batch to predict must be x, \(x, y\) or \(x1, x2, ..., y\), got dict"):
         VotingClassifier(MLP, 2).predict_step({"x": torch.rand(4, 64)}, 0)
+    for predict in (VotingClassifier(MLP, 2).predict, GradientBoostingClassifier(MLP, 2).predict_uncertainty):
+        with pytest.raises(TypeError, match=r"got a DataLoader: .* trainer.predict\(ensemble, loader\)"):
+            predict(few(digits()[0], 32))
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return iter(few(digits()[0], 64).dataset)
+
+
+@pytest.mark.parametrize("kind", [SnapshotEnsembleClassifier, FastGeometricClassifier])
+def test_cycles_on_a_stream_take_the_remedy_of_their_error(kind):
+    with pytest.raises(
+        MisconfigurationException, match=r"limit_train_batches=\.\.\., the number of batches of an epoch"
+    ):
+        fit(kind(MLP, 2, seed=0), DataLoader(_Stream(), 16), max_epochs=8)
+    fit(ensemble := kind(MLP, 2, seed=0), DataLoader(_Stream(), 16), max_epochs=8, limit_train_batches=4)
+    assert ensemble.n_members == 2
+
+
+@pytest.mark.parametrize("kind", [VotingClassifier, GradientBoostingClassifier, SoftGradientBoostingClassifier])
+def test_rows_that_are_ignored_and_labels_of_any_whole_numbers(kind):
+    x, y = (tensor[:48] for tensor in digits()[0].tensors)
+    ignored = y.where(torch.arange(48) % 3 > 0, 255)
+    ignored[:16] = 255  # a batch of nothing else
+    loader = DataLoader(TensorDataset(x, ignored.byte()), 16)
+    ensemble = kind(MLP, 2, criterion=nn.CrossEntropyLoss(ignore_index=255), seed=0)
+    trainer = fit(ensemble, DataLoader(TensorDataset(x, y.byte()), 16), loader, max_epochs=4)
+    counted = ignored != 255
+    probabilities = ensemble.predict(x)[counted]
+    expected = accuracy(probabilities, y[counted]), nn.functional.nll_loss(probabilities.log(), y[counted]).item()
+    share, loss = ensemble.evaluate(loader, return_loss=True)
+    logged = [trainer.callback_metrics[key].item() for key in ("val/acc", "val/loss")]
+    assert [share / 100, loss] == pytest.approx(expected, rel=1e-4)
+    assert logged == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", [GradientBoostingClassifier, SnapshotEnsembleClassifier, FastGeometricClassifier])

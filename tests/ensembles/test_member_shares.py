@@ -123,6 +123,10 @@ def test_members_on_more_ranks_than_two_are_close_to_those_that_run_at_once():
 class Differs(Callback):
     """What is apart while training, and what is not in a validation."""
 
+    def setup(self, trainer, pl_module, stage):
+        for member in pl_module.estimators_:
+            member.shift.fill_(trainer.global_rank)
+
     def on_train_batch_end(self, trainer, pl_module, *args):
         assert trainer.strategy.model is pl_module  # no DDP
         has_gradients = [any(p.grad is not None for p in member.parameters()) for member in pl_module.estimators_]
@@ -137,12 +141,19 @@ class Differs(Callback):
         assert torch.equal(mean, weights)
 
 
+class Shifted(CNN):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(()))
+
+
 def test_a_rank_has_gradients_of_its_members_and_in_validations_the_values_of_all():
-    ensemble = VotingClassifier(CNN, 5, optimizer=ADAM, **SHARDED)  # of seeds of the ranks' own
+    ensemble = VotingClassifier(Shifted, 5, optimizer=ADAM, **SHARDED)  # of seeds of the ranks' own
     before = values(ensemble)
     fit(ensemble, *loaders(), callbacks=[Differs()], **ranks(2))
     weights = [key for key in before if key.endswith("weight")]
     assert not any(torch.equal(before[key], value) for key, value in values(ensemble).items() if key in weights)
+    assert not any(member.shift for member in ensemble.estimators_), "buffers begin with those of rank zero"
 
 
 def saved(folder):

@@ -288,6 +288,15 @@ def test_a_second_fit_begins_with_the_same_weights(final):
         assert torch.equal(value, first[name]), name
 
 
+def test_the_refit_begins_with_the_initial_weights():
+    refitted = []
+    for cv in (2, 3):
+        ensemble = StackingClassifier(CNN, n_estimators=2, cv=cv, optimizer=ADAM, seed=0)
+        fit(ensemble, few(digits()[0], 60, shuffle=False), max_epochs=2)
+        refitted.append(values(ensemble.estimators_))
+    torch.testing.assert_close(refitted[0], refitted[1], rtol=0, atol=0)
+
+
 def test_held_out_rows_draw_no_numbers_of_the_run():
     data = even(40).dataset
 

@@ -19,8 +19,10 @@ from lightning_tricks import (
     AutoResume,
     BaggingClassifier,
     BaggingRegressor,
+    FastGeometricClassifier,
     FusionClassifier,
     FusionRegressor,
+    GradientBoostingClassifier,
     GradientClipping,
     MetricsMonitor,
     OptimizerSpec,
@@ -28,6 +30,7 @@ from lightning_tricks import (
     SnapshotEnsembleClassifier,
     SnapshotEnsembleRegressor,
     SoftGradientBoostingClassifier,
+    StackingClassifier,
     Tricks,
     TricksMixin,
     VotingClassifier,
@@ -151,50 +154,6 @@ def test_each_member_is_trained_as_if_it_were_alone(vectorize):
         _same(dict(ensemble.estimators_.member(index).state_dict()), member.state_dict(), atol=1e-5, rtol=1e-4)
 
 
-SETTINGS = {
-    "bf16": {"precision": "bf16-mixed"},
-    "64": {"precision": "64-true"},
-    "bf16-true": {"precision": "bf16-true"},
-    "accumulation": {"accumulate_grad_batches": 3},
-    "clipping": {"gradient_clip_val": 0.5},
-    "clipping by value": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
-    "limited": {"limit_train_batches": 3},
-    "max_steps": {"max_steps": 6, "max_epochs": -1},
-    "overfit": {"overfit_batches": 2},
-    "dev run": {"fast_dev_run": True},
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
-@pytest.mark.filterwarnings("ignore:`lr_scheduler.step")
-def test_settings_of_the_trainer(kind, setting):
-    train = _few_digits(96)
-    ensemble = kind(MLP, 2, seed=0)
-    before = values(ensemble)
-    trainer = fit(ensemble, train, _unshuffled(), **{"max_epochs": 2, **SETTINGS[setting]})
-    after = values(ensemble)
-    trained = "working" if kind is SnapshotEnsembleClassifier else "estimators_"
-    assert all(
-        not torch.equal(value.float(), before[name].float()) and value.isfinite().all()
-        for name, value in after.items()
-        if name.startswith(trained)
-    )
-    assert trainer.callback_metrics["train/loss"].isfinite()
-    assert trainer.callback_metrics["val/loss"].isfinite()
-
-
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_real_fp16(kind, vectorize):
-    options = {} if kind is SnapshotEnsembleClassifier else {"vectorize": vectorize}
-    ensemble = kind(MLP, 2, optimizer=ADAM, seed=0, **options)
-    fit(ensemble, _few_digits(640, batch_size=32), plugins=real_fp16(), max_epochs=10, gradient_clip_val=1.0)
-    x, y = digits()[1].tensors
-    assert accuracy(ensemble.predict(x), y) > 0.8
-
-
 def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
     def fused(parameters):
         return torch.optim.Adam(parameters, fused=True)
@@ -202,14 +161,6 @@ def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
     ensemble = VotingClassifier(MLP, 2, optimizer=fused, seed=0)
     with pytest.raises(Exception, match=r"gradient_clip_val=1.0 with fp16 needs an optimizer that is not fused"):
         fit(ensemble, _few_digits(), plugins=real_fp16(), gradient_clip_val=1.0)
-
-
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-def test_two_ranks_agree_and_see_all_samples(kind):
-    ensemble = kind(MLP, 2, optimizer=ADAM)  # of seeds of their own, until they agree
-    x, y = digits()[1].tensors
-    fit(ensemble, _few_digits(640, batch_size=16), _unshuffled(), max_epochs=6, strategy="ddp_fork", devices=2)
-    assert accuracy(ensemble.predict(x), y) > 0.8
 
 
 class _Recorder(VotingClassifier):
@@ -253,14 +204,27 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_pat
     assert second.seed == 3
 
 
+IN_THE_MIDDLE = {
+    "Voting": lambda: VotingClassifier(MLP, 2, optimizer=ADAM, seed=0),
+    "a schedule": lambda: FusionClassifier(MLP, 2, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0),
+    "cycles": lambda: SnapshotEnsembleClassifier(MLP, 3, optimizer=ADAM, seed=0),
+    "short cycles": lambda: FastGeometricClassifier(MLP, 1, cycle=2, optimizer=ADAM, seed=0),
+    "stages": lambda: GradientBoostingClassifier(MLP, 3, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0),
+    "folds": lambda: StackingClassifier(
+        MLP, nn.Linear(20, 10), 2, n_estimators=2, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0
+    ),
+}
+
+
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
-@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
-def test_a_run_is_resumed_in_the_middle_of_an_epoch(kind, step, limit, in_memory, tmp_path):
+@pytest.mark.parametrize("name", IN_THE_MIDDLE)
+@pytest.mark.sampled(2)
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(name, step, limit, in_memory, tmp_path):
     dataset = _few_digits().dataset
     train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
-    first, second = (kind(MLP, 2, optimizer=ADAM, seed=0) for _ in range(2))
+    first, second = (IN_THE_MIDDLE[name]() for _ in range(2))
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(first, train, max_epochs=3, limit_train_batches=limit, callbacks=[saves], enable_checkpointing=True)
     trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=limit)
@@ -451,19 +415,6 @@ def test_a_checkpoint_of_members_that_have_no_name_needs_them_again(tmp_path):
         VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt")
     loaded = VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", estimator=MLP)
     assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
-
-
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.trap("ensembles: fit() twice doubles the members (Fusion, GB, Snapshot)")
-def test_a_second_fit_trains_the_same_members(kind):
-    ensemble = kind(MLP, 2, seed=0)
-    names = list(ensemble.state_dict())
-    fit(ensemble, _few_digits(), max_epochs=2)
-    first = values(ensemble)
-    fit(ensemble, _few_digits(), max_epochs=2)
-    assert list(ensemble.state_dict()) == names
-    assert len(ensemble.estimators_) == ensemble.n_members == 2
-    assert not torch.equal(values(ensemble)["estimators_.0.first.weight"], first["estimators_.0.first.weight"])
 
 
 @pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])

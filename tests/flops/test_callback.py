@@ -11,7 +11,14 @@ from lightning.pytorch.callbacks import Callback, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_tricks import FlopsReport, Tricks, TricksMixin
+from lightning_tricks import (
+    FlopsReport,
+    FusionClassifier,
+    SoftGradientBoostingClassifier,
+    Tricks,
+    TricksMixin,
+    VotingClassifier,
+)
 from tests.contract.checks import assert_same_run
 from tests.contract.lab import QUIET, SETTINGS, EvaluatedNet, Net, loader, real_fp16
 from tests.flops.contract import BACKWARD_MACS, FORWARD_MACS
@@ -52,6 +59,16 @@ def test_the_first_batch_is_counted_and_not_consumed(capsys):
         assert {name: value.item() for name, value in fitted.callback_metrics.items()} == totals
     (part,) = report.report_parts(trainer)
     assert [name for name, _ in part.facts] == ["forward", "parameters"]
+
+
+@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier, SoftGradientBoostingClassifier])
+def test_the_members_of_an_ensemble_count_by_themselves(kind):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+    report = FlopsReport(backward=True)
+    fit([report], kind(net, 3, seed=0))
+    assert report.count.flops == 3 * 2 * len(next(iter(loader()))[0]) * (64 * 8 + 8 * 10)
+    assert report.count.train_step_flops > 2 * report.count.flops
+    assert not report.count.notes  # it needed no data
 
 
 def test_example_input_array_comes_first(capsys):

@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,24 @@ def test_an_epoch_shows_its_own_images_alone(tmp_path, monkeypatch, stage):
     for epoch, shown in enumerate(kept):
         assert shown.min() >= epoch / 4
         assert shown.max() <= (epoch + 1) / 4
+
+
+def test_each_sample_is_shown_once_on_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "lightning_tricks.images.callback.image_grid",
+        lambda images, **options: torch.save(images, tmp_path / "shown.pt") or Image.new("RGB", (2, 2)),
+    )
+
+    def scores(images, labels):  # all wrong, the first one by most
+        return nn.functional.one_hot((labels + 1) % 10, 10).float() * (1 - images[:, :1, 0, 0] / 2)
+
+    images = PIXELS[:9] * 0 + torch.linspace(0, 1, 9).view(-1, 1, 1, 1)
+    ranks = {"strategy": "ddp_fork", "devices": 2}
+    fitter = trainer(ImageLogger(4), CSVLogger(tmp_path), **ranks)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `DistributedSampler`")
+        fitter.validate(Images(scores), loader(images, LABELS[:9]), verbose=False)
+    assert torch.equal(torch.load(tmp_path / "shown.pt"), images[:4])
 
 
 def test_normalized_images_and_values(tmp_path):

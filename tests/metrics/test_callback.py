@@ -11,8 +11,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
-from torchmetrics import Metric
+from torchmetrics import CatMetric, Metric
+from torchmetrics.aggregation import RunningMean
+from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMeasure
 from torchmetrics.retrieval import RetrievalMAP
+from torchmetrics.text import EditDistance
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
@@ -160,7 +163,7 @@ class _Loss(LightningModule):
     def __init__(self, how):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.how = how
+        self.how, self.rows = how, torch.zeros(())  # which each step overwrites
 
     def training_step(self, batch, batch_idx):
         return {"loss": (self.weight * 0).sum() + 1.0, "preds": batch[0], "target": batch[1]}
@@ -168,7 +171,7 @@ class _Loss(LightningModule):
     def validation_step(self, batch, batch_idx):
         if self.how == "step":
             self.log("val/loss", 7.0)
-        return {"loss": torch.tensor(float(len(batch[1]))), "preds": batch[0], "target": batch[1]}
+        return {"loss": self.rows.fill_(len(batch[1])), "preds": batch[0], "target": batch[1]}
 
     def on_validation_epoch_end(self):
         if self.how == "epoch":
@@ -384,6 +387,77 @@ def test_lists_are_rows_too(tmp_path):
     assert values["val/loss"] == pytest.approx(1 / 9)  # the last sample is alone in its batch
 
 
+class _OfRows(OneLoader):
+    """Returns what a function makes of the numbers of the rows."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def validation_step(self, batch, batch_idx):
+        return self.make(batch[0])
+
+
+class _KeepsResults(_Keeper):
+    def on_validation_end(self, trainer, pl_module):
+        (monitor,) = (callback for callback in trainer.callbacks if isinstance(callback, MetricsMonitor))
+        torch.save(monitor.results["val/m"], self.folder / f"{trainer.world_size}-{trainer.global_rank}.pt")
+
+
+def results_of(folder, metric, make, world, **arguments):
+    """What each rank has of a metric of 9 rows."""
+    ranks = {"strategy": "ddp_fork", "devices": world} if world > 1 else {}
+    monitor = MetricsMonitor({"m": metric})
+    trainer(monitor, _KeepsResults(folder), **ranks, **arguments).validate(
+        _OfRows(make), loader_of(torch.arange(9.0)), verbose=False
+    )
+    return [torch.load(file) for file in sorted(folder.glob(f"{world}-*.pt"))]
+
+
+SHIFTS = torch.arange(3)
+
+
+def _images(rows):
+    return torch.linspace(0, 1, 256).view(16, 16) * rows.view(-1, 1, 1, 1) / 9
+
+
+def _pair(make):
+    return lambda rows: {"preds": make(rows), "target": make(rows.flip(0) * 0 + 2)}
+
+
+@pytest.mark.parametrize(
+    ("metric", "make"),
+    [
+        (CatMetric(), lambda rows: {"value": rows}),
+        (tm.BinaryAccuracy(multidim_average="samplewise"), _pair(lambda rows: rows[:, None].long() >> SHIFTS & 1)),
+        (EditDistance(reduction="none"), _pair(lambda rows: ["a" * int(row) for row in rows])),
+        (StructuralSimilarityIndexMeasure(data_range=1.0, reduction="none"), _pair(_images)),
+        (PeakSignalNoiseRatio(data_range=(0, 1)), _pair(_images)),
+        (RetrievalMAP(), lambda rows: {"preds": rows * 0, "target": rows.long() % 3 == 1, "indexes": rows.long() // 5}),
+    ],
+)  # fmt: skip
+def test_values_of_single_samples_come_in_the_order_of_the_data_set(tmp_path, metric, make):
+    (expected,) = results_of(tmp_path, metric, make, 1)
+    assert expected.shape in ((), (9,))
+    for values in results_of(tmp_path, metric, make, 2):
+        assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize(
+    ("metric", "make", "distributed", "reason"),
+    [
+        (CatMetric(), lambda rows: {"value": rows.mean()}, True, "not each sample has one value"),
+        (CatMetric(), lambda rows: {"value": rows} if 0 not in rows else None, True, "not each sample has one value"),
+        (CatMetric(), lambda rows: {"value": rows}, False, "has no DistributedSampler"),
+        (RunningMean(3), lambda rows: {"value": rows}, True, "each rank has batches of its own"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:MetricsMonitor")
+def test_values_whose_order_is_not_known_are_refused_on_several_ranks(tmp_path, metric, make, distributed, reason):
+    with pytest.raises(ProcessRaisedException, match=f"MetricsError: .*'m' in val depends on the order .* {reason}"):
+        results_of(tmp_path, metric, make, 2, use_distributed_sampler=distributed)
+
+
 def test_reloaded_loaders_are_divided_anew(tmp_path):
     class Grows(OneLoader):
         def train_dataloader(self):
@@ -523,8 +597,9 @@ def test_best_history_and_plot(tmp_path):
         monitor.plot(["f2"])
 
     before = monitor.best
-    fitter.validate(Learning(), loader, verbose=False)
+    fitter.validate(OneLoader(), loader_of(torch.eye(10), torch.arange(10)), verbose=False)
     assert monitor.best == before  # of the fit
+    assert monitor.results["val/f1"] > before["val/f1"][0]
     assert len(monitor.history()) > len(rows)
 
 
@@ -672,8 +747,9 @@ def test_a_loader_without_batches_is_refused():
         warnings.simplefilter("ignore")  # Lightning's, that the loader is empty
         with pytest.raises(MetricsError, match="loader 1 of val has no batches"):
             trainer(MetricsMonitor(multiclass_metrics(4))).fit(Table(), some, [some, empty])
-        with pytest.raises(MetricsError, match="loader 0 of train has no batches"):
-            trainer(MetricsMonitor(multiclass_metrics(4))).fit(OneLoader(), empty)
+        for loaders, index in ((empty, 0), ({"some": some, "empty": empty}, 1)):
+            with pytest.raises(MetricsError, match=f"loader {index} of train has no batches"):
+                trainer(MetricsMonitor(multiclass_metrics(4))).fit(OneLoader(), loaders)
         with pytest.raises(MetricsError, match="loader 0 of test has no batches"):
             trainer(MetricsMonitor(multiclass_metrics(4))).test(OneLoader(), empty, verbose=False)
         with pytest.raises(MetricsError, match="loader 0 of val has no batches"):
@@ -694,7 +770,8 @@ def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
     again = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/f1": "max"})
     trainer(again, max_epochs=2).fit(OneLoader(), loader, loader, ckpt_path=tmp_path / "it.ckpt")
     assert again.history() == monitor.history()
-    assert again.best == monitor.best != {}
+    assert again.best == monitor.best
+    assert monitor.best["val/f1"][1] == 3  # the first of two equal ones
 
 
 @pytest.mark.parametrize(

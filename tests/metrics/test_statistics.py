@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
-from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from lightning_tricks import MetricSuite
+from lightning_tricks._shared.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.counts import (
     average_precision,
@@ -27,8 +27,6 @@ from lightning_tricks.metrics.core.counts import (
     zero_counts,
 )
 from lightning_tricks.metrics.core.presets import MulticlassAUROC
-from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
-from lightning_tricks.metrics.core.shared_state import merge_state
 
 SEEDS = st.integers(0, 2**20)
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
@@ -103,16 +101,6 @@ def test_areas_without_one_of_the_classes_are_nan():
     for area in (roc_auc, average_precision):
         assert area(torch.tensor([]), torch.tensor([0.5])).isnan()
         assert area(torch.tensor([0.5]), torch.tensor([])).isnan()
-
-
-def test_states_merge_as_their_reduction_says():
-    one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-    assert torch.equal(merge_state([one, two], dim_zero_sum), torch.tensor([4.0, 6.0]))
-    assert torch.equal(merge_state([one, two], dim_zero_cat), torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert torch.equal(merge_state([torch.tensor(1.0), two], dim_zero_cat), torch.tensor([1.0, 3.0, 4.0]))
-    assert merge_state([one, two], None).shape == (2, 2)
-    assert merge_state([[one], [two, one]], None) == [one, two, one]
-    assert merge_state([one], None) is one
 
 
 @FEW

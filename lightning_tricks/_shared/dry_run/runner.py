@@ -126,6 +126,8 @@ def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: T
     if trainer is not None:
         copier.substitute(trainer, ReadOnlyTrainer(trainer))
     model_copy = copier.copy_module(original)
+    if callable(prepare := getattr(model_copy, "on_dry_run", None)):  # of an ensemble, which looks at first batches
+        prepare()
     for part in model_copy.modules():
         if is_batch_norm(part) and part.training and part.running_mean is not None:
             part.training = False  # so that one image is enough, and SyncBatchNorm needs no other ranks

@@ -175,8 +175,9 @@ class StackedMembers(Members):
         return [value.expand(self.n_members, *value.shape).flatten(0, 1) for value in inputs]
 
     def _is_loop_for(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether members run one after another on the same rows, because there are many."""
-        return not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _MIN_SEQUENTIAL_WORK
+        """Whether members run one after another on the same rows, because there are many, or none."""
+        work = len(inputs[0]) * self.n_parameters
+        return not work or (not torch.is_grad_enabled() and work >= _MIN_SEQUENTIAL_WORK)
 
     def in_mode(self, member: nn.Module) -> nn.Module:
         """Give the parts of a member the modes and the Trainer that they have in the stack."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_tricks._shared.sampler_shards import turns_of
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.counts import (
     binary_cells,
@@ -22,7 +23,13 @@ from lightning_tricks.metrics.core.counts import (
     stat_scores,
     zero_counts,
 )
-from lightning_tricks.metrics.core.metric_properties import Task, stores_confusion_matrix, task_of, update_arguments
+from lightning_tricks.metrics.core.metric_properties import (
+    Task,
+    metrics_in,
+    stores_confusion_matrix,
+    task_of,
+    update_arguments,
+)
 
 State = Any  # of tensors, lists and dicts of tensors and whole numbers
 
@@ -38,9 +45,11 @@ class MetricGroup(ABC):
         required_inputs: The names of the arguments that an update needs.
         accepted_inputs: The names of the arguments that an update accepts.
         can_concat_batches: Whether an update with concatenated batches gives the same result as one for each batch.
+        is_in_order: Whether the rows that it keeps are in the order of the samples.
     """
 
     can_concat_batches = True
+    is_in_order = True
 
     def __init__(self, members: Mapping[str, Metric]) -> None:
         self.members = dict(members)
@@ -60,8 +69,13 @@ class MetricGroup(ABC):
         """Return the statistic of all data so far."""
 
     @abstractmethod
-    def load(self, states: Sequence[State]) -> None:
-        """Replace the statistic by the merged states of several parts of the data; reset it if there are none."""
+    def load(self, states: Sequence[State], samples: Sequence[int] = ()) -> None:
+        """Replace the statistic by the merged states of several parts of the data; reset it if there are none.
+
+        Args:
+            states: The states.
+            samples: How many samples each of them is of, where ranks may have taken turns; empty if they have not.
+        """
 
     @abstractmethod
     def set_member_states(self) -> None:
@@ -78,9 +92,25 @@ def set_states(metric: Metric, states: Mapping[str, Any]) -> None:
     vars(metric).update(states, _update_count=1, _computed=None)
 
 
-def metrics_in(metric: Metric) -> list[Metric]:
-    """Return a metric and those that it wraps."""
-    return [part for part in metric.modules() if isinstance(part, Metric)]
+def joined_rows(parts: Sequence[list[Any]], samples: Sequence[int]) -> tuple[list[Any], bool]:
+    """Return what several parts of the data have kept, and whether it is in the order of the samples.
+
+    Args:
+        parts: Entries of each part: one for each sample, or tensors with as many rows for each.
+        samples: How many samples each part has, where ranks may have taken turns.
+    """
+    entries = [entry for part in parts for entry in part]
+    order = turns_of(samples) if samples and len(parts) > 1 else None
+    if order is None or not entries:
+        return entries, len(parts) < 2 or not entries
+    if [len(part) for part in parts] == list(samples):
+        return [entries[place] for place in order], True
+    if all(isinstance(entry, Tensor) and entry.ndim for entry in entries):
+        rows = [sum(map(len, part)) for part in parts]
+        of_sample = rows[0] // samples[0]
+        if of_sample and rows == [of_sample * count for count in samples]:
+            return [torch.cat(entries).unflatten(0, (-1, of_sample))[order].flatten(0, 1)], True
+    return entries, False
 
 
 def _return_false() -> bool:
@@ -96,7 +126,7 @@ class CountsGroup(MetricGroup):
         """Return the counts."""
         return self._counts
 
-    def load(self, states: Sequence[State]) -> None:
+    def load(self, states: Sequence[State], samples: Sequence[int] = ()) -> None:
         """Replace the counts by the sum of those of several parts."""
         counts = [part for part in states if part is not None]
         self._counts = torch.stack(counts).sum(0) if counts else None
@@ -211,9 +241,10 @@ class CatGroup(MetricGroup):
         """Return the rows."""
         return {name: torch.cat(kept) for name, kept in self._rows.items() if kept}
 
-    def load(self, states: Sequence[State]) -> None:
+    def load(self, states: Sequence[State], samples: Sequence[int] = ()) -> None:
         """Replace the rows by those of several parts of the data."""
-        self._rows: dict[str, list[Tensor]] = {name: [part[name] for part in states if part] for name in self.names}
+        parts = {name: [[part[name]] if part else [] for part in states] for name in self.names}
+        self._rows: dict[str, list[Tensor]] = {name: joined_rows(kept, samples)[0] for name, kept in parts.items()}
 
     def set_member_states(self) -> None:
         """Set the states that each member would have kept: the rows that it does not ignore."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torchmetrics.classification as tm
-from torchmetrics import Metric
+from torchmetrics import CatMetric, Metric
 from torchmetrics.retrieval.base import RetrievalMetric
+from torchmetrics.wrappers import Running
 
 from lightning_tricks.metrics.core.soft_targets import SoftTargetScore
 
@@ -108,6 +109,27 @@ def stores_confusion_matrix(metric: Metric) -> bool:
 def can_concat_batches(metric: Metric) -> bool:
     """Whether an update with concatenated batches gives the same result as one update for each batch."""
     return _update_module(metric).startswith(_CONCATENABLE)
+
+
+def metrics_in(metric: Metric) -> list[Metric]:
+    """Return a metric and those that it wraps."""
+    return [part for part in metric.modules() if isinstance(part, Metric)]
+
+
+def depends_on_batches(metric: Metric) -> bool:
+    """Whether the value of a metric depends on which samples are in one batch: that of a running window does."""
+    return any(isinstance(part, Running) for part in metrics_in(metric))
+
+
+def has_value_per_sample(metric: Metric) -> bool:
+    """Whether a metric has a value for each sample, in their order."""
+    return any(
+        isinstance(part, CatMetric)
+        or getattr(part, "multidim_average", "") == "samplewise"
+        or getattr(part, "reduction", "") in ("none", None)
+        or getattr(part, "return_sentence_level_score", False)
+        for part in metrics_in(metric)
+    )
 
 
 def update_arguments(metric: Metric) -> tuple[set[str], set[str]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import CatMetric, Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core.metric_properties import state_sharing_key, task_of
+from lightning_tricks.metrics.core.metric_properties import has_value_per_sample, state_sharing_key, task_of
 from lightning_tricks.metrics.core.presets import BalancedAccuracy, Preset, preset
 
 _AVERAGES = ("micro", "macro", "weighted")
@@ -178,8 +178,7 @@ def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str,
         value = stack_numbers(value)
     if not isinstance(value, Tensor):
         return [] if value is None else [(key, value)]
-    is_per_sample = isinstance(metric, CatMetric) or getattr(metric, "multidim_average", "") == "samplewise"
-    if value.numel() > 1 and (value.ndim > 1 or is_per_sample):
+    if value.numel() > 1 and (value.ndim > 1 or has_value_per_sample(metric)):
         return [(key, value)]
     value = value if value.is_floating_point() else value.float()
     if value.numel() == 1:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_tricks.metrics.core.metric_groups import MetricGroup, State, metrics_in, set_states
-from lightning_tricks.metrics.core.metric_properties import can_concat_batches, task_of
+from lightning_tricks._shared.tensors import to_double
+from lightning_tricks.metrics.core.metric_groups import MetricGroup, State, joined_rows, set_states
+from lightning_tricks.metrics.core.metric_properties import can_concat_batches, metrics_in, task_of
 
 
 class SharedStateGroup(MetricGroup):
@@ -46,9 +47,10 @@ class SharedStateGroup(MetricGroup):
         ]
         return own if self._earlier is None else self._merge([self._earlier, own])
 
-    def load(self, states: Sequence[State]) -> None:
+    def load(self, states: Sequence[State], samples: Sequence[int] = ()) -> None:
         """Replace the states by those of several parts of the data, merged as each `dist_reduce_fx` says."""
-        whole, self._earlier = self._merge(states), None
+        self.is_in_order = True
+        whole, self._earlier = self._merge(states, samples), None
         self._is_stacked = [merged["stacked"] for merged in whole]
         self._updated.reset()
         for part, merged in zip(metrics_in(self._updated), whole, strict=True):
@@ -59,17 +61,18 @@ class SharedStateGroup(MetricGroup):
                 if hasattr(part, "_num_vals_seen"):
                     part._num_vals_seen = merged["updates"]
 
-    def _merge(self, states: Sequence[State]) -> State:
+    def _merge(self, states: Sequence[State], samples: Sequence[int] = ()) -> State:
         """Return one state for those of several parts of the data."""
         merged = []
         for position, part in enumerate(metrics_in(self._updated)):
             seen = [state[position] for state in states if state[position]["updates"]]
+            counts = samples if len(seen) == len(states) else ()
             stacked = [state.get("stacked", False) for state in seen]
-            values = {
-                name: merge_state([state["states"][name] for state in seen], reduction, stacked)  # type: ignore[arg-type]
-                for name, reduction in part._reductions.items()
-                if seen
-            }
+            values: dict[str, Any] = {}
+            for name, reduction in part._reductions.items() if seen else ():
+                found = [state["states"][name] for state in seen]
+                values[name], is_in_order = merge_state(found, reduction, stacked, counts)  # type: ignore[arg-type]
+                self.is_in_order &= is_in_order
             can_stack = any(
                 part._reductions[name] is None and isinstance(value, Tensor) for name, value in values.items()
             )
@@ -113,25 +116,35 @@ def _update_count(part: Metric) -> int:
 
 
 def merge_state(
-    parts: Sequence[Any], reduction: Callable[[Tensor], Tensor] | None, stacked: Sequence[bool] = ()
-) -> Any:
+    parts: Sequence[Any],
+    reduction: Callable[[Tensor], Tensor] | None,
+    stacked: Sequence[bool] = (),
+    samples: Sequence[int] = (),
+) -> tuple[Any, bool]:
     """Merge one state of a metric over ranks or over the parts of an epoch, as its `dist_reduce_fx` says.
 
     Args:
         parts: The state's values, each a tensor or a list of tensors, of those that have seen data.
         reduction: What torchmetrics made of `dist_reduce_fx`.
         stacked: Which of them are already such stacks as a `dist_reduce_fx` of None makes; empty for none.
+        samples: How many samples each part has, where ranks may have taken turns; empty if they have not.
 
     Returns:
-        A tensor, or a list of tensors where the parts are lists.
+        A tensor, or a list of tensors where the parts are lists; and whether rows are in the order of the samples.
     """
     if len(parts) == 1:
-        return parts[0]
+        return parts[0], True
+    name = getattr(reduction, "__name__", "")
     if isinstance(parts[0], list):
-        return [tensor for part in parts for tensor in part]
+        return joined_rows(parts, samples)
+    if name == "dim_zero_cat":
+        rows = [[part.reshape(-1) if part.ndim == 0 else part] for part in parts]
+        joined, is_in_order = joined_rows(rows, samples)
+        return torch.cat(joined), is_in_order
     if reduction is None:
         places = [number for number, is_stacked in enumerate(stacked) if is_stacked]
-        return torch.cat([part if number in places else part[None] for number, part in enumerate(parts)])
-    if getattr(reduction, "__name__", "") == "dim_zero_cat":
-        return torch.cat([part.reshape(-1) if part.ndim == 0 else part for part in parts])
-    return reduction(torch.stack(list(parts)))
+        return torch.cat([part if number in places else part[None] for number, part in enumerate(parts)]), True
+    whole = torch.stack(list(parts))
+    if name == "dim_zero_mean":  # of whole numbers as well, such as a `data_range`
+        return to_double(whole).mean(0).to(whole.dtype), True
+    return reduction(whole), True

@@ -21,7 +21,13 @@ from lightning_tricks.metrics.core.metric_groups import (
     RetrievalGroup,
     ScoreHistogram,
 )
-from lightning_tricks.metrics.core.metric_properties import Task, state_sharing_key, task_of
+from lightning_tricks.metrics.core.metric_properties import (
+    Task,
+    depends_on_batches,
+    has_value_per_sample,
+    state_sharing_key,
+    task_of,
+)
 from lightning_tricks.metrics.core.metric_table import (
     find_name_conflict,
     is_floating_number,
@@ -155,6 +161,17 @@ class MetricSuite:
             count = count + group.num_invalid()
         return count
 
+    @property
+    def per_sample(self) -> dict[str, bool]:
+        """The keys of metrics with a value for each sample, and whether these are in the order of the samples."""
+        keys = {key: group.is_in_order for group in self._groups for key in group.members}
+        return {entry.key: keys[name] for name, entry in self._entries.items() if has_value_per_sample(entry.metric)}
+
+    @property
+    def per_batch(self) -> list[str]:
+        """The keys of metrics whose value depends on which samples are in one batch."""
+        return [entry.key for entry in self._entries.values() if depends_on_batches(entry.metric)]
+
     def compute(self) -> dict[str, Tensor]:
         """Compute the metrics of all data so far.
 
@@ -231,12 +248,19 @@ class MetricSuite:
         state = {**counts, "groups": groups, "waiting": self._buffer.waiting()}
         return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)  # type: ignore[no-any-return]
 
-    def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | str | None = None) -> None:
+    def load(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        device: torch.device | str | None = None,
+        samples: Sequence[int] = (),
+    ) -> None:
         """Replace the state by the merged states of several parts of the data, such as those of all ranks.
 
         Args:
             states: What `state_dict()` returned; those without updates are ignored.
             device: Where the data will be.
+            samples: How many samples each state is of, where ranks took turns in the data set: values for single
+                samples are then in its order.
 
         Raises:
             ValueError: If they are those of other metrics.
@@ -244,6 +268,7 @@ class MetricSuite:
         self._buffer.clear()
         self._num_invalid = 0
         seen = [state for state in states if state["updates"]]
+        samples = [count for count, state in zip(samples, states, strict=False) if state["updates"]]
         if any(len(state["groups"]) != len(self._groups) for state in seen):
             raise ValueError("The state belongs to other metrics: use the metrics that it was saved with.")
         if device is not None:
@@ -251,7 +276,7 @@ class MetricSuite:
         with outside_inference_mode():
             seen = [clone_tensors(state, device) for state in seen]
             for position, group in enumerate(self._groups):
-                group.load([state["groups"][position] for state in seen])
+                group.load([state["groups"][position] for state in seen], samples)
         for state in seen:
             self._num_invalid = self._num_invalid + state["misfits"]
         self.updates = sum(state["updates"] for state in seen)

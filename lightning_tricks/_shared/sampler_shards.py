@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+
+_OF_LIBRARIES = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,49 @@ def get_sampler_shard(loader: Any) -> SamplerShard | str:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return f"{type(loader).__name__} has no DistributedSampler, so that each rank may see each sample"
+    if not f"{type(sampler).__iter__.__module__}.".startswith(_OF_LIBRARIES):
+        return f"{type(sampler).__name__} has an order of its own"
     if getattr(loader, "drop_last", False) or sampler.drop_last:
         return "drop_last leaves out other samples on several ranks than on one"
     length = len(sampler.dataset)  # type: ignore[arg-type]
     num_own = len(range(sampler.rank, length, sampler.num_replicas))
     return SamplerShard(num_own, sampler.num_samples, loader.batch_size or 1)
+
+
+def take_first_rows(values: Mapping[str, Any], size: int, count: int) -> Mapping[str, Any] | str:
+    """Return values with the first `count` of the `size` samples of a batch, or the shapes for which that is unclear.
+
+    Args:
+        values: Tensors and lists with a row for each sample, and values without rows, which are left as they are. A
+            `loss` may have rows of its own.
+        size: The number of samples in the batch.
+        count: How many of them to take.
+    """
+    rows = {name: value for name, value in values.items() if has_rows(value)}
+    if count and any(len(value) != size for name, value in rows.items() if name != "loss"):
+        return ", ".join(f"{name} {tuple(getattr(v, 'shape', [len(v)]))}" for name, v in rows.items())
+    return {name: value[:count] if name in rows else value for name, value in values.items()}
+
+
+def has_rows(value: Any) -> bool:
+    """Whether a value is a tensor with dimensions, or a list."""
+    return bool(value.ndim) if isinstance(value, Tensor) else isinstance(value, list | tuple)
+
+
+def turns_of(sizes: Sequence[int]) -> list[int] | None:
+    """Return the order in which a `DistributedSampler` has given out the samples of ranks that lie one after another.
+
+    Args:
+        sizes: The number of samples of each rank.
+
+    Returns:
+        The places of the samples, or None where ranks have not taken turns.
+
+    Examples:
+        >>> turns_of([3, 2]), turns_of([1, 3])
+        ([0, 3, 1, 4, 2], None)
+    """
+    if list(sizes) != sorted(sizes, reverse=True) or sizes[0] - sizes[-1] > 1:
+        return None
+    positions = [torch.arange(size) * len(sizes) + rank for rank, size in enumerate(sizes)]
+    return torch.cat(positions).argsort().tolist()
