@@ -47,8 +47,8 @@ class BatchStep:
         result = self._loop._training_step(OrderedDict(self._arguments, batch=part))
         return result.closure_loss, result.extra
 
-    def loss_alone(self, part: Any) -> Tensor | None:
-        """Return the loss of a part past the strategy, which does not hear of it."""
+    def training_step_alone(self, part: Any) -> tuple[Tensor | None, Any]:
+        """Return the loss of a part, and all that came, past the strategy, which does not hear of it."""
         module: Any = self._trainer.lightning_module
         set_private(module, _current_fx_name="training_step")
         try:
@@ -56,8 +56,7 @@ class BatchStep:
                 out = module.training_step(*OrderedDict(self._arguments, batch=part).values())
         finally:
             set_private(module, _current_fx_name=self._hook)
-        loss: Tensor | None = out if isinstance(out, Tensor) or out is None else out["loss"]
-        return loss
+        return out if isinstance(out, Tensor) or out is None else out["loss"], out
 
     def zero_grad(self) -> None:
         """Set the gradients to zero if the batch is the first of those that are accumulated."""
@@ -157,6 +156,11 @@ class LogQueue:
             yield
         finally:
             self._waiting = outer
+
+    def batch_sizes(self) -> dict[str, int]:
+        """Return the batch sizes that were given last with what is kept, by key."""
+        last = {name: entries[-1][2].get("batch_size") for (_, name), entries in (self._waiting or {}).items()}
+        return {name: size for name, size in last.items() if size is not None}
 
     def flush(self) -> None:
         """Log what was kept, the values of each key as one."""

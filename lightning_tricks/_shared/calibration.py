@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.checks import check_names
+from lightning_tricks._shared.checks import check_choice, check_names
 from lightning_tricks._shared.tensors import to_double
 
 METHODS: dict[str, tuple[str, ...]] = {  # the tensors of each, of 0, 1 and 2 dimensions
@@ -16,11 +16,11 @@ METHODS: dict[str, tuple[str, ...]] = {  # the tensors of each, of 0, 1 and 2 di
     "vector": ("scale", "bias"),
     "isotonic": ("thresholds", "values"),
 }
-_NAMES = [name for names in METHODS.values() for name in names]
+_NAMES = [*(name for names in METHODS.values() for name in names), "from_probabilities"]
 
 
 class Calibration(nn.Module):
-    """A map from logits to calibrated probabilities, which `calibrate` fits.
+    """A map from logits, or probabilities, to calibrated probabilities, which `calibrate` fits.
 
     As a part of a LightningModule, `self.calibration = Calibration()` in its `__init__`, it is in each checkpoint once
     it is fitted, and a new module takes it from the checkpoint. Before, it adds nothing to the state dict. Its numbers
@@ -32,6 +32,7 @@ class Calibration(nn.Module):
         bias: (C,).
         thresholds: (C, K), probabilities of each class in ascending order.
         values: (C, K), the shares of rows that were of the class; a line leads from each to the next.
+        from_probabilities: 1, without dimensions, if it was fitted to probabilities, which it takes then; else None.
 
     Examples:
         >>> calibration = Calibration()
@@ -43,6 +44,7 @@ class Calibration(nn.Module):
     temperature: Tensor | None
     scale: Tensor | None
     bias: Tensor | None
+    from_probabilities: Tensor | None
     _place: Tensor
 
     def __init__(self) -> None:
@@ -76,7 +78,8 @@ class Calibration(nn.Module):
         """Return calibrated probabilities in the shape of the logits.
 
         Args:
-            logits: (B, C); of a binary classifier also (B,) or (B, 1), which gives the probabilities of class 1.
+            logits: (B, C); of a binary classifier also (B,) or (B, 1), which gives the probabilities of class 1. If
+                it was fitted to probabilities, these.
 
         Raises:
             RuntimeError: If it was not fitted.
@@ -87,7 +90,7 @@ class Calibration(nn.Module):
             raise RuntimeError("The module is not calibrated: call calibrate(module, loader) with held-out data first.")
         if logits.ndim > 2:
             raise ValueError(f"logits must be (B, C), or (B,), got {tuple(logits.shape)}: flatten all but the classes.")
-        columns = as_columns(to_double(logits))
+        columns = as_logits(to_double(logits), None if self.from_probabilities is None else "probabilities")
         first, *others = (getattr(self, name).to(columns) for name in METHODS[method])
         if first.ndim and len(first) != columns.shape[1]:
             raise ValueError(f"The calibration is one of {len(first)} classes, but got logits {tuple(logits.shape)}.")
@@ -133,6 +136,7 @@ def placed(value: Tensor, device: torch.device) -> Tensor:
 
 def _are_of_one_method(given: Mapping[str, Any]) -> bool:
     """Whether values from a file are those of a method, or none."""
+    given = {name: value for name, value in given.items() if name != "from_probabilities"}
     shapes = [tuple(value.shape) for value in given.values() if isinstance(value, Tensor) and value.is_floating_point()]
     dims = {names: number for number, names in enumerate(METHODS.values())}.get(tuple(given))
     fits = len(shapes) == len(given) and len({*shapes}) == 1 and len(shapes[0]) == dims and 0 not in shapes[0]
@@ -151,9 +155,55 @@ def prepare_calibrations(module: nn.Module, weights: Mapping[str, Any]) -> None:
             part.set_values(**{name: weights[key] for name in _NAMES if (key := f"{prefix}.{name}") in weights})
 
 
+def stated_outputs(module: nn.Module, outputs: str | None) -> str | None:
+    """Return what a module returns, by its attribute `outputs_kind` or by the caller; None if neither says it.
+
+    Raises:
+        ValueError: If they differ, or the caller gives something else than "logits" or "probabilities".
+    """
+    own = getattr(module, "outputs_kind", None)
+    if outputs is not None and own in (None, check_choice("outputs", outputs, ("logits", "probabilities"))):
+        return outputs
+    if outputs is not None:
+        raise ValueError(f"outputs={outputs!r}, but {type(module).__name__} returns {own}: leave outputs out.")
+    return own
+
+
+def check_outputs(outputs: str | None, between: Tensor, sums_to_one: Tensor) -> None:
+    """Ask whether rows are logits or probabilities where that was not said and they could be either.
+
+    Args:
+        outputs: What was said, or None.
+        between: Whether each row is between 0 and 1, (N,).
+        sums_to_one: Whether each row is one of probabilities, (N,).
+
+    Raises:
+        ValueError: If it has to be said, or rows are no probabilities although they should be.
+    """
+    if outputs is None and between.all():
+        raise ValueError(
+            f"All {len(between):,} rows that the module returns are between 0 and 1, so that they may be logits or "
+            'probabilities. Say which: outputs="probabilities" if it ends with softmax or sigmoid, else '
+            'outputs="logits".'
+        )
+    if outputs == "probabilities" and (wrong := int((~sums_to_one).sum())):
+        raise ValueError(
+            f'outputs="probabilities", but {wrong:,} of the {len(between):,} rows that the module returns are none, '
+            'from 0 to 1 and with the sum 1: give outputs="logits", or return the output of softmax.'
+        )
+
+
 def logits_in(output: Any) -> Any:
     """Return the attribute or entry `logits` of what a module returned, or else all of it."""
     return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+
+
+def as_logits(outputs: Tensor, kind: str | None) -> Tensor:
+    """Return logits, or the logarithms of "probabilities", as (B, C); one number for each row is that of class 1."""
+    columns = as_columns(outputs)
+    if kind != "probabilities":
+        return columns
+    return (columns if columns is outputs else torch.stack([1 - columns[:, 1], columns[:, 1]], 1)).log()
 
 
 def as_columns(logits: Tensor) -> Tensor:

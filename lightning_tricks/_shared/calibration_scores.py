@@ -109,3 +109,8 @@ def are_probabilities(rows: Tensor) -> Tensor:
     """Return whether each row (N, C), perhaps once rounded to bfloat16, holds the probabilities of C classes, (N,)."""
     sums = (rows.float() if rows.itemsize < 4 else rows).sum(1)
     return (rows >= 0).all(1) & ((sums - 1).abs() < 1e-2)
+
+
+def are_between_0_and_1(rows: Tensor) -> Tensor:
+    """Return whether all numbers of each row (N, ...) are from 0 to 1, but for rounding to bfloat16, (N,)."""
+    return ((rows[:, None].flatten(1) - 0.5).abs() <= 0.51).all(1)

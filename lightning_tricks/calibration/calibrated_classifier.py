@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.calibration import METHODS, Calibration, as_columns, calibration_of
+from lightning_tricks._shared.calibration import METHODS, Calibration, as_columns, calibration_of, stated_outputs
 from lightning_tricks._shared.calibration_scores import are_probabilities, classification_scores
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
@@ -18,23 +18,19 @@ from lightning_tricks._shared.fitting_table import FittingTable
 from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.calibration.core.fitting import fit_calibration
-from lightning_tricks.calibration.held_out_rows import (
-    found_logits,
-    held_out_rows,
-    target_probabilities,
-)
+from lightning_tricks.calibration.held_out_rows import found_logits, held_out_rows, target_probabilities
 
 _TITLES = {"nll": "NLL", "ece": "ECE, 15 bins", "adaptive_ece": "adaptive ECE, 15 bins", "brier": "Brier score"}
 
 
 class CalibratedClassifier(nn.Module):
-    """A classifier whose output are calibrated probabilities, once `calibrate` was called with it.
+    """A classifier whose outputs are calibrated probabilities, once `calibrate` was called with it.
 
     Its state dict holds the module and the calibration; a new `CalibratedClassifier(Net())` loads both. A module that
     has a `Calibration` of its own keeps it, and this one applies it.
 
     Args:
-        module: Any module that returns logits, (B, C), or (B,) or (B, 1) for a binary classifier.
+        module: Any module that returns logits or probabilities, (B, C), or (B,) or (B, 1) for a binary classifier.
 
     Raises:
         TypeError: If it is no module.
@@ -45,6 +41,8 @@ class CalibratedClassifier(nn.Module):
         >>> net(torch.randn(2, 4)).shape
         torch.Size([2, 3])
     """
+
+    outputs_kind = "probabilities"
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -57,11 +55,11 @@ class CalibratedClassifier(nn.Module):
             self.calibration = Calibration().to(place.device)
 
     def uncalibrated_logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of the module."""
+        """Return what `calibrate` maps to probabilities: the logits of the module, or what else it returns."""
         return found_logits(getattr(unwrap_model(self.module), "uncalibrated_logits", self.module)(*args, **kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return calibrated probabilities in the shape of the module's logits.
+        """Return calibrated probabilities in the shape of the module's outputs.
 
         Raises:
             RuntimeError: If it is not calibrated.
@@ -111,9 +109,13 @@ class CalibrationTable:
 
 
 def calibrate(
-    module: nn.Module, loader: Iterable[Any], method: Literal["temperature", "vector", "isotonic"] = "temperature"
+    module: nn.Module,
+    loader: Iterable[Any],
+    method: Literal["temperature", "vector", "isotonic"] = "temperature",
+    *,
+    outputs: Literal["logits", "probabilities"] | None = None,
 ) -> CalibrationTable:
-    """Fit a map from a classifier's logits to calibrated probabilities to held-out data.
+    """Fit a map from a classifier's outputs to calibrated probabilities to held-out data.
 
     Weights, buffers, modes and random state of the module stay as they are, also after an error. An ensemble keeps the
     calibration of its combined prediction, and applies it in `predict_uncertainty(x)` and in
@@ -122,21 +124,24 @@ def calibrate(
     few plain tensors. A calibration that there was is replaced.
 
     Args:
-        module: An ensemble, or a LightningModule or module that returns logits, (B, C), or (B,) or (B, 1) for a binary
-            classifier.
+        module: An ensemble, or a LightningModule or module that returns logits or probabilities, (B, C), or (B,) or
+            (B, 1) for a binary classifier.
         loader: Batches (x, y), (x1, x2, ..., y) or a dict with the labels as `target`, `label`, `labels` or `y`, of
             data that the module was not trained on. Labels are class indices (B,), or probabilities (B, C). With a
             `DistributedSampler`, all ranks have to call it, and get the same.
         method: "temperature" divides logits by one number, which keeps the predicted class; "vector" multiplies the
             logit of each class and adds to it; "isotonic" maps the probability of each class by a function that never
             falls, and gives the classes the sum 1.
+        outputs: What the module returns, "logits" or "probabilities"; the logarithms of probabilities are logits. None
+            for an ensemble, and for a module some of whose outputs are below 0 or above 1, which are logits.
 
     Returns:
         The scores before and after, and the calibrated module.
 
     Raises:
         TypeError: If the module, a batch or an output is of the wrong kind.
-        ValueError: If there is no such method, the data do not determine a calibration, or they are wrong.
+        ValueError: If there is no such method, the data do not determine a calibration, they are wrong, or all outputs
+            are between 0 and 1 and `outputs` does not say what they are.
 
     Source: Guo et al., arXiv 1706.04599; Zadrozny and Elkan, KDD 2002.
 
@@ -154,15 +159,22 @@ def calibrate(
     inner = unwrap_model(module)
     is_owner = isinstance(inner, CalibratedClassifier) or calibration_of(inner) is not None
     owner = inner if is_owner else CalibratedClassifier(inner)
+    model = unwrap_model(owner.module) if isinstance(owner, CalibratedClassifier) else owner
+    kind = stated_outputs(model, outputs)
+    if hasattr(model, "uncalibrated_logits"):
+        kind = "logits"  # which are those of the probabilities that it returns
     with outside_inference_mode():
-        logits, target = held_out_rows(owner, loader)
+        logits, target = held_out_rows(owner, loader, kind)
+        values = fit_calibration(method, logits, target)
         fitted = Calibration()
-        fitted.set_values(**fit_calibration(method, logits, target))
+        fitted.set_values(**values)
         before, after = (
             {name: value.item() for name, value in classification_scores(probabilities, target).items()}
             for probabilities in (logits.softmax(1), fitted(logits))
         )
-        _calibration_in(owner).set_values(**{name: getattr(fitted, name) for name in METHODS[method]})
+        if kind == "probabilities":
+            values["from_probabilities"] = torch.ones(())
+        _calibration_in(owner).set_values(**values)
     temperature = None if fitted.temperature is None else fitted.temperature.item()
     return CalibrationTable(method, len(logits), before, after, owner, temperature)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
-from lightning_tricks._shared.calibration import as_columns, logits_in
-from lightning_tricks._shared.calibration_scores import are_probabilities
+from lightning_tricks._shared.calibration import as_logits, check_outputs, logits_in
+from lightning_tricks._shared.calibration_scores import are_between_0_and_1, are_probabilities
 from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
 from lightning_tricks._shared.modules import explained_arguments
 from lightning_tricks._shared.tensors import gather_objects
@@ -23,22 +23,23 @@ from lightning_tricks._torch_compat.tensors import tree_map_only
 _LABELS = ("target", "targets", "label", "labels", "y")
 
 
-def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Tensor]:
+def held_out_rows(module: nn.Module, loader: Iterable[Any], outputs: str | None = None) -> tuple[Tensor, Tensor]:
     """Run a module in evaluation mode, and return logits and labels of all rows; the module stays as it is.
 
     The rows of a `DistributedSampler` are gathered from all ranks, without those that it repeats.
 
     Args:
-        module: Returns logits (B, C), or (B,) or (B, 1) if it is binary; if it has a method `uncalibrated_logits`, that
-            does.
+        module: Returns logits or probabilities, (B, C), or (B,) or (B, 1) if it is binary; if it has a method
+            `uncalibrated_logits`, that does.
         loader: Batches (x, y), (x1, x2, ..., y), or a dict with the labels as `target`, `label`, `labels` or `y`.
+        outputs: What the module returns, "logits" or "probabilities"; None if nobody has said it.
 
     Returns:
-        Logits and probabilities of the labels, (N, C) each, float64, on the CPU.
+        Logits, or logarithms of probabilities, and probabilities of the labels, (N, C) each, float64, on the CPU.
 
     Raises:
         TypeError: If a batch or an output is of another kind.
-        ValueError: If logits are NaN or look like probabilities, or labels do not fit them.
+        ValueError: If outputs are NaN, or may be either and that was not said, or labels do not fit them.
     """
     logits_of = getattr(module, "uncalibrated_logits", module)
     place = next(chain(module.parameters(), module.buffers()), torch.empty(0, device="cpu"))
@@ -58,19 +59,24 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Ten
             if not 1 <= logits.ndim <= 2 or not target.ndim or len(logits) != len(target):
                 given = f"logits {tuple(logits.shape)} and labels {tuple(target.shape)}"
                 raise ValueError(f"Batch {number} has {given}, but must have logits (B, C) and a label for each row.")
-            parts.append((as_columns(logits).cpu().double(), target_probabilities(target.cpu(), logits)))
+            parts.append((logits.cpu().double(), target_probabilities(target.cpu(), logits)))
     if not sum(len(rows) for rows, _ in parts):
         raise ValueError("The loader has no rows, so there is nothing to calibrate with: give it held-out data.")
-    logits, target = (torch.cat(part) for part in zip(*parts, strict=True))
-    return _checked(*_of_all_ranks(logits, target, loader))
+    found, target = (torch.cat(part) for part in zip(*parts, strict=True))
+    found, target = _of_all_ranks(found, target, loader)
+    logits = as_logits(found, outputs)
+    check_outputs(outputs, are_between_0_and_1(found), are_probabilities(logits.exp()))
+    if (wrong := ~logits.amax(1).isfinite()).any():
+        rows = f"{int(wrong.sum())} of {len(logits)} held-out rows, the first is row {int(wrong.nonzero()[0])}"
+        raise ValueError(f"The logits are NaN or infinite in {rows}: look for NaN in inputs, or an overflow in fp16.")
+    return logits, target
 
 
 def found_logits(output: Any) -> Tensor:
     """Return the logits in what a module returned, or raise an error if it has none."""
     found = logits_in(output)
     if not isinstance(found, Tensor):
-        kind = type(output).__name__
-        raise TypeError(f"the module must return a tensor of logits, got {kind}: wrap it in one that does.")
+        raise TypeError(f"the module must return a tensor of logits, got {type(output).__name__}: wrap it to do so.")
     return found
 
 
@@ -133,18 +139,3 @@ def _of_all_ranks(logits: Tensor, target: Tensor, loader: Any) -> tuple[Tensor, 
     places, logits, target = (torch.cat(parts) for parts in zip(*ranks, strict=True))
     order = places.argsort()[: int((places < size).sum())]
     return logits[order], target[order]
-
-
-def _checked(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    if (wrong := ~logits.amax(1).isfinite()).any():
-        rows = f"{int(wrong.sum())} of {len(logits)} held-out rows, the first is row {int(wrong.nonzero()[0])}"
-        raise ValueError(f"The logits are NaN or infinite in {rows}: look for NaN in inputs, or an overflow in fp16.")
-    first, last = logits[:, 0], logits[:, -1]
-    pairs = torch.stack([1 - last, last], 1)  # of one number for each row, which may be a logit as well
-    alone = logits.shape[1] == 2 and last.any() and not first.any() and are_probabilities(pairs).all()
-    fits = alone and (pairs - target).square().mean() < (logits.softmax(1) - target).square().mean()
-    if fits or are_probabilities(logits).all():
-        raise ValueError(
-            "The module returns probabilities, and calibrate needs logits: leave out its softmax or sigmoid."
-        )
-    return logits, target

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.calibration import logits_in
-from lightning_tricks._shared.calibration_scores import are_probabilities
+from lightning_tricks._shared.calibration import check_outputs, logits_in, stated_outputs
+from lightning_tricks._shared.calibration_scores import are_between_0_and_1, are_probabilities
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
-from lightning_tricks._shared.tensors import to_double
+from lightning_tricks._shared.tensors import outside_inference_mode, to_double
 from lightning_tricks.conformal.functional import ROUNDING, choose_penalty, needed_rows, rank_penalty, ranked_scores
 from lightning_tricks.conformal.predictor import ConformalPredictor
 
@@ -36,10 +36,11 @@ class ConformalClassifier(ConformalPredictor):
         score: "lac" for one minus the probability, with the smallest sets on average; "aps" for the sum of the
             probabilities of the more probable classes, with sets that are larger for difficult rows; "raps" for "aps"
             with a penalty for unlikely classes, with smaller sets where there are many classes.
-        outputs: What the module returns: "logits", or "probabilities" as the ensembles of this package do.
-        groups: None for one quantile. "class-conditional" for one of each class, so that the promise holds in each. A
-            function of the inputs of a batch that returns the group of each row, whole numbers (N,), for one of each
-            group; a row of a group without calibration data has all classes.
+        outputs: What the module returns, "logits" or "probabilities". None for an ensemble or a `CalibratedClassifier`
+            of this package, and for a module some of whose outputs are below 0 or above 1, which are logits.
+        groups: None for one quantile. "class-conditional" for one of each class, so that the promise holds in each;
+            `coverage` reports it. A function of the inputs of a batch that returns the group of each row, whole numbers
+            (N,), for one of each group; a row of a group without calibration data has all classes.
         allow_empty: Whether sets may be empty, as those of "lac" and randomized ones are where no class is likely;
             False puts the most probable class into them.
         generator: Draws the random numbers of randomized "aps" and "raps", in calibration and in each prediction; None
@@ -51,7 +52,8 @@ class ConformalClassifier(ConformalPredictor):
     Raises:
         TypeError: If an argument, or a batch of the loader, is of the wrong kind.
         ValueError: If an argument is out of range, there are too few rows for `alpha` (ceil(1 / alpha) - 1, in each
-            group), labels are not classes, or outputs are NaN or not what `outputs` says.
+            group), labels are not classes, outputs are NaN or not what `outputs` says, or all are between 0 and 1 and
+            it does not say what they are.
 
     Source: Sadinle, Lei and Wasserman, arXiv 1609.00451 ("lac"); Romano, Sesia and Candes, arXiv 2006.02544 ("aps");
     Angelopoulos et al., arXiv 2009.14193 ("raps"); Vovk, arXiv 1209.2673 (classes and groups).
@@ -70,7 +72,7 @@ class ConformalClassifier(ConformalPredictor):
         alpha: float = 0.1,
         score: Literal["lac", "aps", "raps"] = "lac",
         *,
-        outputs: Literal["logits", "probabilities"] = "logits",
+        outputs: Literal["logits", "probabilities"] | None = None,
         groups: Literal["class-conditional"] | Callable[..., Tensor] | None = None,
         allow_empty: bool = True,
         generator: torch.Generator | None = None,
@@ -78,7 +80,6 @@ class ConformalClassifier(ConformalPredictor):
         k_reg: int | None = None,
     ) -> None:
         check_choice("score", score, ("lac", "aps", "raps"))
-        check_choice("outputs", outputs, ("logits", "probabilities"))
         if groups is not None and not callable(groups):
             check_choice("groups", groups, ("class-conditional",))
         if score != "raps" and (lambda_reg, k_reg) != (None, None):
@@ -87,13 +88,29 @@ class ConformalClassifier(ConformalPredictor):
             raise ValueError(f'generator must be a torch.Generator, for score="aps" or "raps", got {generator!r}.')
         lambda_reg = None if lambda_reg is None else check_not_negative("lambda_reg", lambda_reg)
         k_reg = check_optional_count("k_reg", k_reg, minimum=0)
-        arguments = {"outputs": outputs, "lambda_reg": lambda_reg, "k_reg": k_reg, "randomized": generator is not None}
-        super().__init__(module, alpha, score, groups, arguments, allow_empty=allow_empty)
+        self._kind = stated_outputs(module, outputs)
+        own = {"outputs": self._kind or "logits", "lambda_reg": lambda_reg, "k_reg": k_reg}
+        super().__init__(module, alpha, score, groups, own | {"randomized": bool(generator)}, allow_empty=allow_empty)
         self.outputs, self.allow_empty, self.generator = outputs, allow_empty, generator
         self.lambda_reg, self.k_reg, self._by_class = lambda_reg, k_reg, groups == "class-conditional"
         self._tuning_share = 0.2 if score == "raps" and None in (lambda_reg, k_reg) else 0
         if loader is not None:
             self.calibrate(loader)
+
+    @outside_inference_mode()
+    def coverage(self, loader: Iterable[Any]) -> dict[int, float]:
+        """Return the share of rows whose set holds the true class, for each class or group; under 0 without groups.
+
+        Args:
+            loader: Batches as `calibrate` takes them, of rows with which it was not calibrated.
+        """
+
+        def found(inputs: Sequence[Any], target: Tensor) -> tuple[Tensor, ...]:
+            groups = self.calibration_rows(inputs, target, torch.Generator("cpu"))[1]
+            return self(*inputs).gather(1, target.long().unsqueeze(1))[:, 0], groups
+
+        (held, groups), _ = self.evaluated(loader, found)
+        return {int(group): held[groups == group].double().mean().item() for group in groups.unique()}
 
     def prediction(self, inputs: Sequence[Any]) -> Tensor:
         """Return the sets of a batch as boolean masks, (N, C)."""
@@ -106,7 +123,7 @@ class ConformalClassifier(ConformalPredictor):
         return torch.empty_like(chosen).scatter_(1, order, chosen)
 
     def calibration_rows(self, inputs: Sequence[Any], target: Tensor, draws: torch.Generator) -> tuple[Tensor, ...]:
-        """Return score, group and rank of each row, whether it sums to 1, whether it tunes, and scores that tune."""
+        """Return score, group, rank and kind of each row, whether it tunes, and scores that tune."""
         outputs = logits_in(self.module(*inputs))
         order, scores = self._ranked_scores(outputs)
         n, classes = scores.shape
@@ -114,24 +131,18 @@ class ConformalClassifier(ConformalPredictor):
             raise ValueError(f"targets must be class indices, ({n},), got {tuple(target.shape)} of {target.dtype}.")
         target = target.long()
         if len(wrong := target[(target < 0) | (target >= classes)]):
-            remedy = "correct it, or leave such rows out of the loader"
-            raise ValueError(
-                f"class {int(wrong[0])} is not one of the module's {classes} classes, 0 to {classes - 1}: {remedy}."
-            )
+            remedy = f"0 to {classes - 1}: correct it, or leave such rows out of the loader."
+            raise ValueError(f"class {int(wrong[0])} is not one of the module's {classes} classes, {remedy}")
         place = (order == target.unsqueeze(1)).int().argmax(1, keepdim=True)
         groups = target if self._by_class else self.group_ids(inputs, target)
-        sums_to_one = are_probabilities(outputs)
+        kinds = torch.stack([are_between_0_and_1(outputs), are_probabilities(outputs)], 1)
         tunes = (torch.rand(n, generator=draws, device=draws.device) < self._tuning_share).to(scores.device)
-        return scores.gather(1, place)[:, 0], groups, place[:, 0] + 1, sums_to_one, tunes, scores[tunes]
+        return scores.gather(1, place)[:, 0], groups, place[:, 0] + 1, kinds, tunes, scores[tunes]
 
     def finish_calibration(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores (n,), groups (n,), all groups (G,), and penalty (2,), which is chosen here."""
-        scores, ids, ranks, sums_to_one, tunes, tuning = rows
-        if bool(sums_to_one.all()) != (self.outputs == "probabilities"):
-            raise ValueError(
-                f'outputs="{self.outputs}", but {int(sums_to_one.sum())} of {len(scores)} rows of the module are '
-                'probabilities, not negative and with the sum 1: give outputs="logits" or "probabilities".'
-            )
+        scores, ids, ranks, kinds, tunes, tuning = rows
+        check_outputs(self._kind, *kinds.T)
         penalty = torch.zeros(2, device=scores.device)
         if self.score == "raps":
             n, needed = len(tuning), needed_rows(self.alpha)
@@ -155,4 +166,4 @@ class ConformalClassifier(ConformalPredictor):
         u = None
         if self.generator is not None:
             u = torch.rand(len(outputs), generator=self.generator, device=self.generator.device).to(outputs.device)
-        return ranked_scores(outputs.softmax(1) if self.outputs == "logits" else outputs, self.score, u)
+        return ranked_scores(outputs if self._kind == "probabilities" else outputs.softmax(1), self.score, u)

@@ -122,13 +122,13 @@ def choose_penalty(scores: Tensor, ranks: Tensor, alpha: float, weight: float | 
         k_reg: The number of classes without penalty, if it is given.
     """
     free = int(conformal_quantile(ranks, alpha)) if k_reg is None else k_reg
+    weights = LAMBDAS if weight is None else (weight,)
+    penalties = [torch.tensor([each, free], dtype=torch.float32, device=scores.device) for each in weights]
     if weight is not None:
-        return torch.tensor([weight, free], dtype=torch.float32, device=scores.device)
-    places, own = torch.arange(1, scores.shape[1] + 1, device=scores.device), ranks.unsqueeze(1) - 1
-    penalties, sizes = [], []
-    for candidate in LAMBDAS:
-        penalties.append(torch.tensor([candidate, free], dtype=torch.float32, device=scores.device))
-        penalized = scores + rank_penalty(places, penalties[-1])
+        return penalties[0]
+    places, own, sizes = torch.arange(1, scores.shape[1] + 1, device=scores.device), ranks.unsqueeze(1) - 1, []
+    for penalty in penalties:
+        penalized = scores + rank_penalty(places, penalty)
         sizes.append(int((penalized <= conformal_quantile(penalized.gather(1, own).squeeze(1), alpha)).sum()))
     return penalties[sizes.index(min(sizes))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,10 +65,7 @@ class ConformalPredictor(LightningModule):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        kind = type(self).__name__
-        raise AttributeError(
-            f"alpha={value!r} needs other quantiles: make a new {kind}(module, loader, alpha={value!r})."
-        )
+        raise AttributeError(f"alpha={value!r} needs other quantiles: make a new {type(self).__name__} with it.")
 
     # --- what a kind of prediction adds
 
@@ -100,15 +97,8 @@ class ConformalPredictor(LightningModule):
             ValueError: If there are too few rows, or outputs, targets or scores are not valid.
         """
         draws = torch.Generator("cpu").manual_seed(0)
-        with outside_inference_mode(), evaluated_unchanged(self.module, loader):
-            given = transferred_batches(self, loader, self._example().device)
-            batches = []
-            for inputs, target in map(self._inputs_and_target, given):
-                with explained_arguments():
-                    batches.append(self.calibration_rows(inputs, target, draws))
-            if not sum(len(scores) for scores, *_ in batches):
-                raise ValueError("loader has no rows to calibrate with.")
-            rows = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+        with outside_inference_mode():
+            rows, inputs = self.evaluated(loader, self.calibration_rows, draws)
             if bad := int((~rows[0].isfinite()).sum()):
                 raise ValueError(
                     f"The scores of {bad} of {len(rows[0])} calibration rows are NaN or infinite: outputs and targets "
@@ -116,7 +106,19 @@ class ConformalPredictor(LightningModule):
                 )
             scores, ids, groups, penalty = self.finish_calibration(rows)
             self.quantiles = group_quantiles(scores, ids, groups, self.alpha)
-            self.calibrated_groups, self.penalty, self._inputs = groups, penalty, len(inputs)
+            self.calibrated_groups, self.penalty, self._inputs = groups, penalty, inputs
+
+    def evaluated(self, loader: Iterable[Any], function: Callable[..., Any], *others: Any) -> tuple[list[Tensor], int]:
+        """Return what a function makes of all inputs and targets, and others, and how many inputs a batch has."""
+        with evaluated_unchanged(self.module, loader):
+            batches: list[tuple[Tensor, ...]] = []
+            for batch in transferred_batches(self, loader, self._example().device):
+                inputs, target = self._inputs_and_target(batch)
+                with explained_arguments():
+                    batches.append(function(inputs, target, *others))
+            if not sum(len(first) for first, *_ in batches):
+                raise ValueError("loader has no rows to calibrate with.")
+            return [torch.cat(parts) for parts in zip(*batches, strict=True)], len(inputs)
 
     def _inputs_and_target(self, batch: Any) -> tuple[Sequence[Any], Tensor]:
         if isinstance(batch, list | tuple) and len(batch) > 1:
@@ -230,6 +232,5 @@ class ConformalPredictor(LightningModule):
         self.quantiles = self.quantiles.float()  # some devices have no double
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for name, value in exact.items():
-            device = getattr(self, name).device
-            setattr(self, name, placed(value, device))
+            setattr(self, name, placed(value, getattr(self, name).device))
         return self

@@ -281,6 +281,7 @@ class ClassifierEnsemble(CombinedPrediction):
     """The prediction of classifiers: members give logits (B, n_outputs); the prediction is one of probabilities."""
 
     voting_strategy: str = "soft"
+    outputs_kind = "probabilities"  # of `forward`, for `calibrate` and `ConformalClassifier`
     calibration: Calibration
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ and results depend on it. `Microbatching()` cuts a batch only when memory has ru
 
 What it does that `accumulate_grad_batches` does not: one batch of the loader stays one step, with its hooks, its place
 in the epoch and its logged values; microbatches of unequal sizes count by their rows; a loss that is no mean or sum
-over the rows is refused, after a comparison; ranks agree on a size, and synchronise once for a batch.
+over the rows is refused; ranks agree on a size, and synchronise once for a batch.
 
 Caveats: `training_step` is called once for each microbatch. Layers with batch statistics see a microbatch at a time.
 

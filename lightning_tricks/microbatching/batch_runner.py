@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,9 @@ from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks._shared.tensors import detach_tensors
 from lightning_tricks._shared.text import describe_error, list_names
-from lightning_tricks.microbatching.core.batches import (
-    copy_batch,
-    count_rows,
-    cut_batch,
-    join_rows,
-    take_rows,
-    versions_in,
-)
-from lightning_tricks.microbatching.core.comparison import Comparison, batch_norms_in, compare_with_parts, part_weights
+from lightning_tricks.microbatching.core import batches, comparison
 
 _FITS = 2**62  # a size that no rank needs to shrink
-_FIRST_REPETITION = 32  # batches after the first comparison, whose rows may have been alike
 
 
 @dataclass
@@ -43,14 +34,17 @@ class Found:
         reduction: What the loss is over the rows, "mean" or "sum", once a batch was compared.
         cut_batches: How many batches were cut.
         compare_at: How many batches are cut before the next comparison; None where there is no other.
-        sizes_of_whole: For each logged key, whether parts log the size of the whole batch with it.
+        without_rows: The returned values whose length, and the logged keys whose batch size, is that of any number of
+            rows.
+        means_add_up: Whether the loss is one over the rows although means over targets in it are not.
     """
 
     found: int | None = None
     reduction: str | None = None
     cut_batches: int = 0
     compare_at: int | None = 0
-    sizes_of_whole: dict[str, bool] = field(default_factory=dict)
+    without_rows: list[str] = field(default_factory=list)
+    means_add_up: bool = False
 
 
 class BatchRunner:
@@ -61,11 +55,15 @@ class BatchRunner:
         size: The largest number of rows of a microbatch; None finds it when memory runs out.
         on_mismatch: "raise" or "warn", where the comparison shows another loss or gradient.
         found: Filled in meanwhile.
+
+    Attributes:
         logs: Takes what the microbatches log.
     """
 
-    def __init__(self, trainer: Trainer, size: int | None, on_mismatch: str, found: Found, logs: LogQueue) -> None:
-        self._trainer, self._size, self._on_mismatch, self._found, self._logs = trainer, size, on_mismatch, found, logs
+    def __init__(self, trainer: Trainer, size: int | None, on_mismatch: str, found: Found) -> None:
+        self._trainer, self._size, self._on_mismatch, self._found = trainer, size, on_mismatch, found
+        self._logged = batches.LoggedValues()
+        self.logs = LogQueue(trainer, self._logged.merge)
         self._has_ranks = size is None and trainer.world_size > 1  # which have to agree on a size
         needs_group = self._has_ranks and torch.distributed.get_backend() != "gloo"
         self._group: Any = torch.distributed.new_group(backend="gloo") if needs_group else None
@@ -79,7 +77,7 @@ class BatchRunner:
         parts, sizes = self._cut(step, self._size)
         if len(parts) == 1:
             return step.run_whole()
-        with self._logs.keeping():
+        with self.logs.keeping():
             return step.result(*self._train(step, parts, sizes, step.zero_grad))
 
     def _run_what_fits(self, step: BatchStep) -> Any:
@@ -87,7 +85,9 @@ class BatchRunner:
         synchronize_buffers(self._trainer)  # or a rank without memory would leave the others alone with it
         module = self._trainer.lightning_module
         state, random_state = copy_step_state(module), capture_rng_state()
-        batch, versions = _copied(step.batch), versions_in(step.batch)
+        batch = step.batch
+        with suppress(Exception):  # of a container of its own kind, which cannot be cut either
+            batch = batches.copy_batch(batch)
         gradients: dict[str, Tensor] | None = None
 
         def begin() -> None:
@@ -98,7 +98,7 @@ class BatchRunner:
 
         while True:
             limit, reason = _FITS, "on another rank"
-            with self._logs.keeping():
+            with self.logs.keeping():
                 try:
                     loss, extra = self._train(step, *self._cut(step, self._found.found), begin)
                 except Exception as error:
@@ -106,9 +106,12 @@ class BatchRunner:
                         raise
                     rows = min(_count_rows(batch, "memory ran out. "), self._found.found or _FITS)
                     limit, reason = -(-rows // 2) if rows > 1 else 0, describe_error(error)
-                limit = self._smallest_of_all_ranks(limit)
+                if self._has_ranks:
+                    smallest = torch.tensor([limit], device="cpu")
+                    torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=self._group)
+                    limit = int(smallest)
                 if limit == _FITS:
-                    self._logs.flush()
+                    self.logs.flush()
                     if self._has_ranks and loss is not None:
                         step.end_unsynchronised(loss)
                     return step.result(loss, extra)
@@ -119,26 +122,11 @@ class BatchRunner:
             if gradients is not None:
                 restore_gradients(module, gradients)
             step.rewind()
-            step.batch = _copied(batch)
-            if versions_in(batch) != versions:
-                raise MisconfigurationException(
-                    f"Microbatching: memory ran out ({reason}), and the batch cannot be tried again, as "
-                    "`training_step` has changed its tensors in place. Let it change copies, or give a number of rows "
-                    "that fit, as Microbatching(size=8)."
-                )
+            step.batch = batches.copy_batch(batch)
             if limit == 0:
                 raise torch.OutOfMemoryError(f"Microbatching: memory runs out with a single row ({reason}).")
             self._found.found = limit
-            rank_zero_info(
-                f"Microbatching: out of memory; batches are cut into microbatches of {limit:,} rows at most."
-            )
-
-    def _smallest_of_all_ranks(self, number: int) -> int:
-        if not self._has_ranks:
-            return number
-        numbers = torch.tensor([number], device="cpu")
-        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN, group=self._group)
-        return int(numbers)
+            rank_zero_info(f"Microbatching: out of memory; microbatches have {limit:,} rows at most.")
 
     def _cut(self, step: BatchStep, size: int | None) -> tuple[Sequence[Any], list[int]]:
         """Return the microbatches and their numbers of rows; 1 for a batch that need not be cut."""
@@ -148,7 +136,7 @@ class BatchRunner:
             self._compare(step, rows, size)
         self._found.cut_batches += not step.is_cut
         step.is_cut = True
-        return cut_batch(step.batch, -(-rows // size))
+        return batches.cut_batch(step.batch, -(-rows // size))
 
     def _train(
         self, step: BatchStep, parts: Sequence[Any], sizes: Sequence[int], begin: Callable[[], None]
@@ -165,22 +153,29 @@ class BatchRunner:
         """
         total: Tensor | None = None
         extras: list[dict[str, Any]] = []
-        weights = part_weights(self._found.reduction, sizes)
-        for part, weight, rows in zip(parts, weights, sizes, strict=True):
-            self._logs.rows = rows
-            is_last = len(extras) + 1 == len(parts) and not self._has_ranks
+        calls: list[Any] = []
+        found, divisor = self._found, self._trainer.accumulate_grad_batches
+        self._logged.summed, self._logged.without_rows = [], found.without_rows
+        is_first = found.cut_batches == 1 and found.compare_at is not None  # in which nobody was warned yet
+        looks_for_means = len(parts) > 1 and not found.means_add_up and (is_first or self._on_mismatch == "raise")
+        for part, weight, rows in zip(parts, comparison.part_weights(found.reduction, sizes), sizes, strict=True):
+            self.logs.rows = rows
+            is_last, means = len(extras) + 1 == len(parts) and not self._has_ranks, comparison.TargetMeans()
             with nullcontext() if is_last else step.without_sync():
-                loss, extra = step.training_step(part)
+                with means if looks_for_means else nullcontext():
+                    loss, extra = step.training_step(part)
+                calls.append(means.calls)
+                if loss is not None and found.reduction == "sum":
+                    self._logged.summed.append(loss.detach() * divisor)
                 if not extras:
                     begin()
                 elif (loss is None) != (total is None):
                     raise MisconfigurationException(
-                        f"Microbatching: `training_step` returned None for some of {len(parts)} microbatches, and a "
-                        "loss for others. Return a loss for each, such as one that is multiplied by 0."
+                        f"`training_step` returned None for some of {len(parts)} microbatches: return a loss that is 0."
                     )
                 extras.append(detach_tensors(extra))
                 if is_last and self._size is not None:
-                    self._logs.flush()  # before gradients are averaged, as on a rank whose batch is not cut
+                    self.logs.flush()  # before gradients are averaged, as on a rank whose batch is not cut
                 if loss is None:
                     continue
                 loss = loss if weight == 1 else loss * weight
@@ -189,42 +184,51 @@ class BatchRunner:
                     step.backward_with_hooks(loss if before is None else loss + before)
                 else:
                     step.backward(loss)
-        return total, join_rows(extras, sizes)
+        if problem := comparison.problem_of_means(calls, sizes)[0]:
+            self._report_mismatch(problem)
+        return total, batches.join_rows(extras, sizes, found.without_rows)
 
     def _compare(self, step: BatchStep, rows: int, size: int) -> None:
         """Find out, or confirm, what the loss is over the rows, on as many of them at once as fit."""
         module, precision, found = self._trainer.lightning_module, str(self._trainer.precision), self._found
         is_half, compared = "16" in precision or "transf" in precision, max(size, 2)
-        outcome, batch_norms = Comparison(), batch_norms_in(module)
-        if batch_norms:
+        lengths: list[dict[str, int]] = []  # of what each call has returned, and batch sizes that it has logged
+
+        def loss_of(part: Any) -> Tensor | None:
+            loss, returned = step.training_step_alone(part)
+            lengths.append(batches.lengths_in(returned) | self.logs.batch_sizes())
+            return loss
+
+        if batch_norms := comparison.batch_norms_in(module):
             self._report_mismatch(f"BatchNorm uses the statistics of each microbatch in {list_names(batch_norms)}")
-        for start in range(0, rows - 1, compared):
-            chosen = slice(start, min(start + compared, rows))
-            sample, number = take_rows(step.batch, rows, chosen), chosen.stop - start
-            try:
-                with self._logs.keeping():
-                    outcome = compare_with_parts(
-                        module, step.loss_alone, sample, number, known=found.reduction, half_precision=is_half
+        try:
+            with self.logs.keeping():
+                for start in range(0, rows - 1, compared):
+                    number = min(compared, rows - start)
+                    sample = batches.take_rows(step.batch, rows, slice(start, start + number))
+                    how, add_up = comparison.compare_with_parts(
+                        module, loss_of, sample, number, found.reduction, is_half
                     )
-            except Exception as error:
-                may_shrink = size > 1 and self._size is None
-                if may_shrink or not memory_that_ran_out(error):
-                    raise  # evaluation mode may leave out what saves memory, such as checkpoints of activations
-                outcome = Comparison(problem=f"{number:,} rows at once run out of memory")
-            found.reduction = found.reduction or outcome.reduction or ("mean" if outcome.problem else None)
-            if outcome.problem:
-                break
-        if outcome.is_refuted:
-            self._report_mismatch(outcome.problem)
-        elif outcome.problem:
-            rank_zero_warn(
-                f"Microbatching could not compare microbatches with whole batches, as {outcome.problem}. It takes the "
-                f"loss for a {found.reduction} over the rows: check that it is one."
-            )
-        if batch_norms or outcome.problem:
+                    found.reduction, found.means_add_up = found.reduction or how, found.means_add_up or add_up
+            if batch_norms or found.reduction is not None:
+                # the rows that were compared may have been alike
+                found.compare_at = None if batch_norms else max(32, 2 * found.cut_batches)
+        except Exception as error:
+            # evaluation mode may leave out what saves memory, such as checkpoints of activations
+            ran_out = memory_that_ran_out(error) and (size == 1 or self._size is not None)
+            if not ran_out and not isinstance(error, comparison.ComparisonError):
+                raise
             found.compare_at = None
-        elif found.reduction is not None:
-            found.compare_at = max(_FIRST_REPETITION, 2 * found.cut_batches)
+            problem, is_mismatch = (f"{number:,} rows at once run out of memory", False) if ran_out else error.args
+            if is_mismatch:
+                self._report_mismatch(problem)
+            else:
+                doubt = f"It takes the loss for a {found.reduction or 'mean'} over the rows: check that it is one."
+                rank_zero_warn(
+                    f"Microbatching could not compare microbatches with whole batches, as {problem}. {doubt}"
+                )
+        if len(lengths) > 2:  # of all rows and of two parts of them
+            found.without_rows = [name for name in lengths[0] if len({each.get(name) for each in lengths}) == 1]
 
     def _report_mismatch(self, problem: str) -> None:
         text = f"Microbatching does not train as with whole batches: {problem}."
@@ -232,17 +236,10 @@ class BatchRunner:
             rank_zero_warn(text)
             return
         raise MisconfigurationException(
-            f"{text} Let `training_step` return a mean or a sum over the rows (a mean over tokens, pairs or weights is "
-            "neither), use GroupNorm or put BatchNorm into evaluation mode, or accept the difference with "
-            'on_mismatch="warn".'
+            f"{text} Let `training_step` return a mean or a sum over the rows, such as `cross_entropy(..., "
+            'reduction="sum") / target.numel()` with class weights or ignored targets; use GroupNorm or put BatchNorm '
+            'into evaluation mode; or accept the difference with on_mismatch="warn".'
         )
-
-
-def _copied(batch: Any) -> Any:
-    try:
-        return copy_batch(batch)
-    except Exception:  # a container of its own kind, of which a step takes nothing out, as a rule
-        return batch
 
 
 def _count_rows(batch: Any, remark: str = "") -> int:
@@ -252,6 +249,6 @@ def _count_rows(batch: Any, remark: str = "") -> int:
             "batch as an argument, `training_step(self, batch)`."
         )
     try:
-        return count_rows(batch)
+        return batches.count_rows(batch)
     except ValueError as error:
         raise MisconfigurationException(f"Microbatching: {remark}{error}") from error

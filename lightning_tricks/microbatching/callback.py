@@ -19,21 +19,21 @@ from lightning_tricks._lightning_compat.flavor import (
     ModelParallelStrategy,
     Trainer,
 )
-from lightning_tricks._lightning_compat.microbatches import LogQueue, batches_run_by
+from lightning_tricks._lightning_compat.microbatches import batches_run_by
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.microbatching.batch_runner import BatchRunner, Found
-from lightning_tricks.microbatching.core.batches import LoggedValues
 
 
 class Microbatching(TrickCallback):
     """Train on each batch in microbatches that fit in memory, with the loss and the gradient of the whole batch.
 
     `training_step` is called once for each microbatch; everything else happens once for a batch: hooks, the optimizer
-    step, progress, and what is logged. Microbatches count by their rows. Before the first batch is cut, and now and
-    then later, loss and gradient of as many rows as fit are compared with those of two parts of them; a loss that is
-    neither a mean nor a sum over the rows, such as a contrastive one, is an error. With dropout, this is done with the
-    modules in evaluation mode; each microbatch draws random numbers of its own later.
+    step, progress, and what is logged. Microbatches count by their rows. A loss that is neither a mean nor a sum over
+    the rows is an error: a cross-entropy with class weights or ignored targets is known by what `training_step` calls;
+    any other one, such as a contrastive loss, as the gradient of as many rows as fit is compared with that of two parts
+    of them, before the first batch is cut and now and then later. With dropout, this is done with the modules in
+    evaluation mode; each microbatch draws random numbers of its own later.
 
     With `size=None` nothing changes until memory runs out in a training batch. What the attempt has changed is then
     undone (gradients, random state, buffers, metrics, logged values), and the batch is tried again in microbatches of
@@ -44,8 +44,8 @@ class Microbatching(TrickCallback):
     Args:
         size: The largest number of rows of a microbatch, at least 1; None finds it when memory runs out. A number that
             is at least the batch size changes nothing.
-        on_mismatch: "raise" raises an error where the comparison shows another loss or another gradient, as BatchNorm
-            in training mode does; "warn" warns, and trains with the mean over the rows.
+        on_mismatch: "raise" raises an error where the loss is another one, as with BatchNorm in training mode; "warn"
+            warns, and trains with the mean over the rows.
 
     Raises:
         TypeError: If `size` is not a whole number.
@@ -81,9 +81,8 @@ class Microbatching(TrickCallback):
         self._found = Found()
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
-                "Microbatching needs automatic optimization: under manual optimization it does not know which backward "
-                "passes belong to a batch. Remove `self.automatic_optimization = False`, or cut the batch in "
-                "`training_step`."
+                "Microbatching needs automatic optimization, to know which backward passes belong to a batch: remove "
+                "`self.automatic_optimization = False`, or cut the batch in `training_step`."
             )
         if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
             raise MisconfigurationException(
@@ -103,15 +102,11 @@ class Microbatching(TrickCallback):
                 "Microbatching does not work with DDPStrategy(static_graph=True), whose first backward pass has to "
                 "average gradients. Leave static_graph out."
             )
-        logs = LogQueue(trainer, LoggedValues(self._found.sizes_of_whole).merge)
-        runner = BatchRunner(trainer, self.size, self.on_mismatch, self._found, logs)
-        self._installed.enter_context(logs.installed())
+        runner = BatchRunner(trainer, self.size, self.on_mismatch, self._found)
+        self._installed.enter_context(runner.logs.installed())
         self._installed.enter_context(batches_run_by(trainer, runner.run))
-        self.say(
-            "cuts a batch where it runs out of memory"
-            if self.size is None
-            else f"cuts batches into microbatches of at most {self.size:,} rows"
-        )
+        how = "where memory runs out" if self.size is None else f"into microbatches of at most {self.size:,} rows"
+        self.say(f"cuts batches {how}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were cut."""
@@ -141,9 +136,7 @@ class Microbatching(TrickCallback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        sizes = self._found.sizes_of_whole
-        vars(self._found).update(state_dict, sizes_of_whole=sizes)
-        sizes.update(state_dict.get("sizes_of_whole", {}))
+        vars(self._found).update(state_dict)
 
 
 def waits_in_forward(module: nn.Module) -> bool:

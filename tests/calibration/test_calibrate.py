@@ -383,11 +383,58 @@ def test_one_logit_is_that_of_class_1(method, shape, as_float):
     torch.testing.assert_close(ours.module(one).flatten(), both.module(pairs)[:, 1])
 
 
-def test_one_logit_between_0_and_1_is_no_probability():
-    logits = torch.linspace(0.1, 0.9, 100)
-    labels = torch.rand(100, generator=torch.Generator().manual_seed(1)) < logits.sigmoid()
-    first = functional.pad(logits[:, None], (2, 0))
-    assert calibrate(nn.Identity(), [(logits, labels)]).rows == calibrate(nn.Identity(), [(first, 2 * labels)]).rows
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1), (-1, 2), (-1, 3)])
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("method", ["temperature", "isotonic"])
+def test_outputs_that_may_be_either_kind_are_asked_for(method, times, shape):
+    logits, labels = drawn(2000, max(2, shape[-1]), sure=times)
+    if shape[-1] in (-1, 1):
+        probabilities = (logits[:, 1] - logits[:, 0]).sigmoid().reshape(shape)
+    else:
+        probabilities = logits.softmax(1)
+    for asked in (calibrate, lambda *given: calibrate(CalibratedClassifier(given[0]), *given[1:])):
+        with pytest.raises(ValueError, match=r'may be logits or probabilities\. Say which: outputs="probabilities"'):
+            asked(nn.Identity(), loader_of(probabilities, labels), method)
+    of_logits = calibrate(nn.Identity(), loader_of(logits, labels), method)
+    table = calibrate(nn.Identity(), loader_of(probabilities, labels), method, outputs="probabilities")
+    found = table.module(probabilities)
+    assert found.shape == probabilities.shape
+    expected = of_logits.module(logits)
+    assert table.after["nll"] <= table.before["nll"]
+    expected = expected[:, 1].reshape(shape) if shape[-1] in (-1, 1) else expected
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    new = CalibratedClassifier(nn.Identity())
+    new.load_state_dict(table.module.state_dict())  # which says of what it is the calibration
+    assert torch.equal(new(probabilities), found)
+    as_logits = calibrate(nn.Identity(), loader_of(probabilities, labels), method, outputs="logits")
+    assert as_logits.module.calibration.from_probabilities is None
+    assert as_logits.rows == 2000
+
+
+def test_what_is_said_of_outputs_has_to_be_so(voting):
+    logits, labels = drawn()
+    with pytest.raises(ValueError, match=r'outputs="probabilities", but 600 of the 600 rows .* give outputs="logits"'):
+        calibrate(nn.Identity(), loader_of(logits, labels), outputs="probabilities")
+    with pytest.raises(
+        ValueError, match="outputs='logits', but VotingClassifier returns probabilities: leave outputs out"
+    ):
+        calibrate(copy.deepcopy(voting), loader_of(*held_out()), outputs="logits")
+    with pytest.raises(ValueError, match="outputs must be one of logits, probabilities, got 'logit'"):
+        calibrate(nn.Identity(), loader_of(logits, labels), outputs="logit")
+    stated = calibrate(copy.deepcopy(voting), loader_of(*held_out()), outputs="probabilities")
+    assert stated.as_dict() == calibrate(copy.deepcopy(voting), loader_of(*held_out())).as_dict()
+
+
+@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
+def test_modules_of_another_precision_than_the_held_out_data(change):
+    logits, labels = drawn()
+    net = nn.Linear(3, 3)
+    with torch.no_grad():
+        net.weight.copy_(torch.eye(3))
+        net.bias.zero_()
+    expected = calibrate(nn.Identity(), loader_of(logits, labels)).as_dict()["after"]
+    found = calibrate(change(net), loader_of(logits, labels))
+    assert found.as_dict()["after"] == pytest.approx(expected, abs=0.02)
 
 
 def test_soft_labels_that_are_sure_are_labels():
@@ -396,9 +443,17 @@ def test_soft_labels_that_are_sure_are_labels():
     assert (
         calibrate(nn.Identity(), [(logits, soft)]).as_dict() == calibrate(nn.Identity(), [(logits, labels)]).as_dict()
     )
-    even = (0.5 * soft + 0.5 / 3).bfloat16()  # whose sum is not quite 1
+    even = 0.5 * soft + 0.5 / 3
     softened = calibrate(nn.Identity(), [(logits, even)]).module.calibration.temperature
     assert softened > calibrate(nn.Identity(), [(logits, labels)]).module.calibration.temperature
+    for method in METHODS:  # the sum is not quite 1, and another one in each row
+        off = even * torch.linspace(0.9925, 1.0075, 600)[:, None]
+        rounded, exact = (
+            calibrate(nn.Identity(), [(logits, y)], method)
+            for y in (off, off.double() / off.double().sum(1, keepdim=True))
+        )
+        assert rounded.as_dict()["before"] == pytest.approx(exact.as_dict()["before"], rel=1e-9)
+        assert rounded.as_dict()["after"] == pytest.approx(exact.as_dict()["after"], rel=1e-9)
 
 
 class TwoInputs(nn.Module):
@@ -448,9 +503,9 @@ REFUSED = {
         ValueError,
     ),
     "inf": ((torch.where(LOGITS > 5, torch.inf, LOGITS), LABELS), "NaN or infinite", ValueError),
-    "probabilities": ((LOGITS.softmax(1), LABELS), "leave out its softmax", ValueError),
-    "bfloat16 probabilities": ((SURE.bfloat16().softmax(1), LABELS), "leave out its softmax", ValueError),
-    "probabilities of class 1": ((LOGITS[:, 0].sigmoid(), LABELS == 0), "leave out its softmax or sigmoid", ValueError),
+    "bfloat16 probabilities": ((SURE.bfloat16().softmax(1), LABELS), "may be logits or probabilities", ValueError),
+    "all but normalized": ((LOGITS.softmax(1) * 1.005, LABELS), "may be logits or probabilities", ValueError),
+    "independent classes": ((LOGITS.sigmoid(), LABELS), "may be logits or probabilities", ValueError),
     "pixels": ((LOGITS[:, :, None, None], LABELS), r"Batch 0 has logits \(60, 3, 1, 1\)", ValueError),
     "other rows": ((LOGITS, LABELS[:9]), r"labels \(9,\)", ValueError),
     "too few rows": ((LOGITS[:9], LABELS[:9]), "needs 10 held-out rows", ValueError),

@@ -124,6 +124,25 @@ def test_each_group_is_covered_by_itself(kind):
             conformal.calibrate([calibration])
             covered = conformal.predict(x)[torch.arange(200), y]
             found.append([covered[ids == group].float().mean() for group in (0, 1)])
+            if conformal is grouped:
+                shares_of_groups = conformal.coverage([(x[:50], y[:50]), (x[50:], y[50:])])
+                assert shares_of_groups == pytest.approx(dict(enumerate(map(float, found[-1]))), abs=1e-6)
     means = {conformal: np.array(found).mean(0) for conformal, found in shares.items()}
     assert np.abs(means[grouped] - 33 / 41).max() < 0.015  # rank 33 of 40 + 1 rows
     assert np.abs(means[single] - 33 / 41).max() > 0.05
+
+
+def test_rows_that_choose_the_penalty_do_not_calibrate():
+    """With a fifth of the rows in both places, sets would cover too little where there are few rows."""
+    generator = torch.Generator().manual_seed(4)
+    conformal = ConformalClassifier(nn.Identity(), None, 0.1, "raps")
+    x, y = _rows(generator, 100)
+    conformal.calibrate([(x, y)])
+    draws = torch.rand(100, generator=torch.Generator().manual_seed(0)) < 0.2
+    rest = ConformalClassifier(
+        nn.Identity(), None, 0.1, "raps", lambda_reg=float(conformal.penalty[0]), k_reg=int(conformal.penalty[1])
+    )
+    rest.calibrate([(x[~draws], y[~draws])])
+    assert torch.equal(conformal.quantiles, rest.quantiles)
+    rest.calibrate([(x, y)])
+    assert not torch.equal(conformal.quantiles, rest.quantiles)

@@ -1,17 +1,19 @@
-"""The same sets and intervals as MAPIE's, where it is installed; elsewhere `test_functional.py` has the oracles."""
+"""The same sets, intervals and coverage as MAPIE's."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from mapie.classification import SplitConformalClassifier
+from mapie.conformity_scores import ResidualNormalisedScore
+from mapie.metrics.classification import classification_coverage_score
+from mapie.regression import ConformalizedQuantileRegressor, SplitConformalRegressor
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from torch import nn
 
 from lightning_tricks import ConformalClassifier, ConformalRegressor
 from lightning_tricks.conformal.functional import conformal_quantile, ranked_scores
-
-classification = pytest.importorskip("mapie.classification", reason="MAPIE is not installed: pip install mapie")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # MAPIE's own
 RNG = np.random.default_rng(0)
@@ -65,7 +67,7 @@ class Outputs(nn.Module):
 
 
 def _sets(score, **arguments):
-    theirs = classification.SplitConformalClassifier(Given(), 0.9, score, prefit=True, random_state=7)
+    theirs = SplitConformalClassifier(Given(), 0.9, score, prefit=True, random_state=7)
     return theirs.conformalize(CALIBRATION, LABELS).predict_set(TEST, **arguments)[1][:, :, 0]
 
 
@@ -73,6 +75,21 @@ def test_lac():
     data = [(torch.tensor(CALIBRATION), torch.tensor(LABELS))]
     ours = ConformalClassifier(nn.Identity(), data, outputs="probabilities").predict(TEST)
     assert np.array_equal(ours.numpy(), _sets("lac"))
+
+
+def test_sets_and_coverage_of_each_class():
+    data, labels = [(torch.tensor(CALIBRATION), torch.tensor(LABELS))], np.arange(1000) % 6
+    ours = ConformalClassifier(nn.Identity(), data, outputs="probabilities", groups="class-conditional")
+    found = ours.coverage([(torch.tensor(TEST), torch.tensor(labels))])
+    sets = ours.predict(TEST).numpy()
+    for label in range(6):
+        of_class = label == LABELS
+        theirs = SplitConformalClassifier(Given(), 0.9, "lac", prefit=True)
+        theirs.conformalize(CALIBRATION[of_class], LABELS[of_class])
+        assert np.array_equal(sets[:, label], theirs.predict_set(TEST)[1][:, label, 0])
+        rows = labels == label
+        (expected,) = classification_coverage_score(labels[rows], sets[rows][:, :, None])
+        assert found[label] == pytest.approx(expected)
 
 
 def test_randomized_aps_with_the_same_random_numbers():
@@ -96,9 +113,6 @@ def test_deterministic_aps_has_no_class_that_their_sets_with_the_last_label_lack
 
 @pytest.mark.parametrize("score", ["absolute", "normalised", "quantile"])
 def test_intervals(score):
-    from mapie.conformity_scores import ResidualNormalisedScore
-    from mapie.regression import ConformalizedQuantileRegressor, SplitConformalRegressor
-
     made = {
         "absolute": lambda: SplitConformalRegressor(Line(), 0.9, prefit=True),
         "normalised": lambda: SplitConformalRegressor(

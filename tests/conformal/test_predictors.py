@@ -15,7 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lightning_tricks
-from lightning_tricks import ConformalClassifier, ConformalRegressor, VotingClassifier, VotingRegressor
+from lightning_tricks import (
+    CalibratedClassifier,
+    ConformalClassifier,
+    ConformalRegressor,
+    VotingClassifier,
+    VotingRegressor,
+)
 from tests.contract.lab import QUIET, HostReads
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.ensembles.nets import MLP, diabetes, digits
@@ -443,8 +449,12 @@ def test_the_quantile_keeps_its_precision(change):
         assert torch.equal(conformal.state_dict()[name], value)
         assert conformal.state_dict()[name].dtype == value.dtype
     assert conformal.predict(_test_pixels()).any(1).all()
-    change(module := _seeded(Net))
-    assert ConformalClassifier(module, _loader()).quantiles.dtype == torch.float64
+    plain, other = ConformalClassifier(_seeded(Net), _loader()), ConformalClassifier(change(_seeded(Net)), _loader())
+    assert other.quantiles.dtype == torch.float64
+    torch.testing.assert_close(other.quantiles, plain.quantiles, rtol=0, atol=0.02)
+    assert (other.predict(_test_pixels()) == plain.predict(_test_pixels())).float().mean() > 0.97
+    regressor = ConformalRegressor(change(_seeded(lambda: Net(1))), _loader())
+    assert regressor.predict(_test_pixels()).isfinite().all()
 
 
 # --- ensembles
@@ -453,14 +463,25 @@ def test_the_quantile_keeps_its_precision(change):
 def test_ensembles_of_classifiers():
     members = [_seeded(MLP, seed) for seed in range(3)]
     ensemble = VotingClassifier(members)
-    with pytest.raises(ValueError, match='outputs="logits", but 400 of 400 rows of the module are probabilities'):
-        ConformalClassifier(ensemble, _loader())
-    with pytest.raises(ValueError, match='outputs="probabilities", but 0 of 400 rows'):
+    with pytest.raises(ValueError, match="outputs='logits', but VotingClassifier returns probabilities: leave outputs"):
+        ConformalClassifier(ensemble, _loader(), outputs="logits")
+    with pytest.raises(ValueError, match='outputs="probabilities", but 400 of the 400 rows'):
         ConformalClassifier(members[0], _loader(), outputs="probabilities")
-    conformal = ConformalClassifier(ensemble, _loader(), outputs="probabilities")
-    expected = ensemble.predict(_test_pixels()) >= 1 - conformal.quantiles
-    assert torch.equal(conformal.predict(_test_pixels()), expected)
-    hard = ConformalClassifier(VotingClassifier(members, voting_strategy="hard"), _loader(), outputs="probabilities")
+    for made in (nn.Sequential(members[0], nn.Softmax(1)), nn.Sequential(members[0], nn.Sigmoid())):
+        with pytest.raises(ValueError, match=r"400 rows that the module returns .* may be logits or probabilities"):
+            ConformalClassifier(made, _loader())
+    expected = ConformalClassifier(members[0], _loader()).predict(_test_pixels())
+    given = ConformalClassifier(nn.Sequential(members[0], nn.Softmax(1)), _loader(), outputs="probabilities")
+    assert torch.equal(given.predict(_test_pixels()), expected)
+    calibrated = CalibratedClassifier(members[0])
+    calibrated.calibration.set_values(temperature=torch.tensor(1.0))
+    assert torch.equal(ConformalClassifier(calibrated, _loader()).predict(_test_pixels()), expected)
+    conformal = ConformalClassifier(ensemble, _loader())
+    assert torch.equal(conformal.predict(_test_pixels()), ensemble.predict(_test_pixels()) >= 1 - conformal.quantiles)
+    other = ConformalClassifier(members[0])
+    with pytest.raises(ValueError, match=r"calibrated with .*probabilities"):
+        other.load_state_dict(conformal.state_dict(), strict=False)
+    hard = ConformalClassifier(VotingClassifier(members, voting_strategy="hard"), _loader())
     assert hard.predict(_test_pixels()).all(), "untrained members miss more than a tenth, so that 1 is the quantile"
 
 

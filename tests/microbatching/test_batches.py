@@ -76,13 +76,13 @@ class Graph:
     [
         ((X, torch.ones(10)), r"batch\[0\] has 6, batch\[1\] has 10"),
         ({"x": X, "edges": torch.ones(2, 9)}, r"batch\['x'\] has 6, batch\['edges'\] has 2"),
-        (Graph(), "batch is a Graph"),
-        (pack_sequence([X, X[:3]]), "batch is a PackedSequence"),
+        (Graph(), "it holds a Graph"),
+        (pack_sequence([X, X[:3]]), "it holds a PackedSequence"),
         (torch.tensor(1.0), "holds no tensor with rows"),
         (["a", "b"], "holds no tensor with rows"),
         ((X, X[:3], Y), r"batch\[1\] has 3"),
         ({"x": X, "anchors": [[1, 2], [3, 4]]}, r"batch\['x'\] has 6, batch\['anchors'\] has 2"),
-        ((torch.nested.as_nested_tensor([*X], layout=torch.jagged), Y), r"batch\[0\] is a torch\.jagged"),
+        ((torch.nested.as_nested_tensor([*X], layout=torch.jagged), Y), r"of the layout torch\.jagged"),
     ],
 )
 def test_what_cannot_be_cut(batch, words):
@@ -127,23 +127,20 @@ def test_logged_values_are_merged_as_numpy_does(rows, values):
     values = values[: len(rows)]
     tensors = [torch.tensor(value, dtype=torch.float64) for value in values]
     expected = np.average(values, weights=rows)
-    none, logged = [None] * len(rows), LoggedValues({})
+    none, logged = [None] * len(rows), LoggedValues()
+    logged.without_rows = ["constant"]
     assert logged.merge("key", tensors, rows, none, "mean") == (pytest.approx(expected), None)
     assert logged.merge("key", tensors, rows, rows, "mean")[0] == pytest.approx(expected)
-    assert logged.merge("key", tensors, rows, [sum(rows)] * len(rows), "mean") == (pytest.approx(expected), sum(rows))
+    assert logged.merge("constant", tensors, rows, [sum(rows)] * len(rows), "mean") == (
+        pytest.approx(expected),
+        sum(rows),
+    )
     for how in ("sum", "max", "min"):
         assert logged.merge("key", tensors, rows, none, how)[0] == pytest.approx(getattr(np, how)(values))
 
 
-@pytest.mark.parametrize(
-    ("batches", "sizes"),
-    [
-        ([([5, 5], [10, 10]), ([3, 3], [10, 10])], [10, 10]),  # that of full batches, given for a last one as well
-        ([([4, 4], [1, 1]), ([4, 3], [1, 1]), ([3, 3], [1, 1])], [1, 1, 1]),
-        ([([2, 2], [256, 256]), ([2, 1], [256, 128]), ([2, 2], [256, 256])], [512, 384, 512]),  # tokens
-        ([([4, 3], [4, 3]), ([3, 3], [3, 3]), ([4, 4], [3, 3])], [7, 6, 6]),  # rows that are not left out
-    ],
-)
-def test_batch_sizes_that_are_logged(batches, sizes):
-    logged, value = LoggedValues({}), torch.tensor(1.0)
-    assert [logged.merge("key", [value] * 2, rows, given, "mean")[1] for rows, given in batches] == sizes
+def test_batch_sizes_that_are_logged():
+    logged, value = LoggedValues(), torch.tensor(1.0)
+    logged.without_rows = ["constant"]
+    for key, known, whole in (("tokens", [256, 128], 384), ("rows", [4, 3], 7), ("constant", [10, 10], 10)):
+        assert logged.merge(key, [value] * 2, [4, 3], known, "mean")[1] == whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
@@ -30,8 +30,8 @@ def count_rows(batch: Any) -> int:
     """
     if numbers := _row_numbers(batch):
         return numbers[0]
-    found = [f"{name} {number}" for name, number in _named_rows("batch", batch)]
-    reason = f"their first dimensions differ ({list_names(found, 6)})" if found else "it holds no tensor with rows"
+    lengths = [f"{name} has {length}" for name, length in lengths_in(batch, "batch").items()]
+    reason = "it holds no tensor with rows" if numbers is None else f"lengths differ ({list_names(lengths, 6)})"
     raise ValueError(
         f"A batch cannot be cut into rows: {reason}. Give all that belongs to the rows one first dimension, or pass "
         "the samples as a list, and keep what is the same for all rows in the module."
@@ -53,20 +53,22 @@ def cut_batch(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
     return [take_rows(batch, rows, slice(*limit)) for limit in limits], [stop - start for start, stop in limits]
 
 
-def copy_batch(batch: Any, *, with_values: bool = False) -> Any:
-    """Return a batch in new containers, from which a step may take what it likes, with the same tensors or copies."""
-    if with_values and isinstance(batch, Tensor | np.ndarray):
+def copy_batch(batch: Any) -> Any:
+    """Return a batch in new containers with copies of its tensors, so that a step may change what it likes."""
+    if isinstance(batch, Tensor | np.ndarray):
         return batch.detach().clone() if isinstance(batch, Tensor) else batch.copy()
     if _is_plain(batch):
         return copy(batch)
-    return _with_parts(batch, [copy_batch(part, with_values=with_values) for part in _parts(batch)])
+    return _with_parts(batch, {key: copy_batch(part) for key, part in _parts(batch).items()})
 
 
-def versions_in(batch: Any) -> list[int]:
-    """Return a number for each tensor of a batch that each writing into it raises."""
-    if isinstance(batch, Tensor):
-        return [] if batch.is_inference() else [batch._version]
-    return [] if _is_plain(batch) else [number for part in _parts(batch) for number in versions_in(part)]
+def lengths_in(value: Any, name: str = "") -> dict[str, int]:
+    """Return the lengths of tensors, arrays and lists in a batch or in what a step has returned, by place."""
+    length, place = _length(value), "{}.{}" if is_dataclass(value) else "{}[{!r}]"
+    found = {} if length is None else {name: length}
+    for key, part in ({} if _is_plain(value) else _parts(value)).items():
+        found |= lengths_in(part, place.format(name, key))
+    return found
 
 
 def take_rows(batch: Any, rows: int, chosen: slice) -> Any:
@@ -79,27 +81,16 @@ def take_rows(batch: Any, rows: int, chosen: slice) -> Any:
         return batch[chosen] if len(batch) == rows else batch
     if _is_list(batch) and len(batch) == rows and (_are_labelled(batch) or rows not in (_common_numbers(batch) or ())):
         return batch[chosen]  # samples
-    return _with_parts(batch, [take_rows(part, rows, chosen) for part in _parts(batch)])
+    return _with_parts(batch, {key: take_rows(part, rows, chosen) for key, part in _parts(batch).items()})
 
 
-def _parts(value: Any) -> Sequence[Any]:
-    """Return what a container holds."""
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return what a container holds, by key, name or index."""
     if isinstance(value, Mapping):
-        return [*value.values()]
+        return dict(value)
     if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    return value if isinstance(value, list | tuple) and not isinstance(value, PackedSequence) else ()
-
-
-def _named_parts(value: Any) -> list[tuple[str, Any]]:
-    """Return what a container holds, with its place as it is written behind the container's name."""
-    if isinstance(value, Mapping):
-        names = [f"[{key!r}]" for key in value]
-    elif is_dataclass(value):
-        names = [f".{field.name}" for field in fields(value)]
-    else:
-        names = [f"[{index}]" for index in range(len(_parts(value)))]
-    return [*zip(names, _parts(value), strict=True)]
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return dict(enumerate(value)) if isinstance(value, list | tuple) and not isinstance(value, PackedSequence) else {}
 
 
 def _is_plain(value: Any) -> bool:
@@ -107,18 +98,23 @@ def _is_plain(value: Any) -> bool:
     return _is_list(value) and len(value) > 0 and all(isinstance(part, _PLAIN) for part in value)
 
 
-def _with_parts(value: Any, parts: Sequence[Any]) -> Any:
+def _length(value: Any) -> int | None:
+    """Return the length of a list, or of a tensor or array with dimensions; None of any other value."""
+    return len(value) if isinstance(value, list) or (isinstance(value, Tensor | np.ndarray) and value.ndim) else None
+
+
+def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
     """Return a container like another one that holds other parts."""
     if not parts:
         return value
     if isinstance(value, list | tuple):
-        return type(value)(parts) if _is_list(value) else type(value)(*parts)
+        return type(value)(parts.values()) if _is_list(value) else type(value)(*parts.values())
     made = copy(value)
-    for key, part in zip(value if isinstance(value, Mapping) else fields(value), parts, strict=True):
+    for key, part in parts.items():
         if isinstance(value, Mapping):
             made[key] = part
         else:
-            object.__setattr__(made, key.name, part)  # it may be frozen
+            object.__setattr__(made, key, part)  # it may be frozen
     return made
 
 
@@ -130,27 +126,26 @@ def _is_list(value: Any) -> bool:
 def _row_numbers(value: Any) -> list[int] | None:
     """Return what the number of rows may be, the likeliest first; None for what has no rows."""
     if isinstance(value, Tensor) and (value.is_nested or value.layout not in (torch.strided, torch.sparse_coo)):
-        return []
+        raise ValueError(f"A batch cannot be cut into rows: it holds a tensor of the layout {value.layout}.")
     if isinstance(value, Tensor | np.ndarray):
         return [len(value)] if value.ndim else None
     if _is_plain(value):
         return None
     parts = _parts(value)
     if not parts:
-        hidden = tensors_in((value, getattr(value, "__dict__", {})))
-        return [] if next(hidden, None) is not None else None
-    columns = _common_numbers(parts)
+        if next(tensors_in((value, getattr(value, "__dict__", {}))), None) is None:
+            return None
+        raise ValueError(f"A batch cannot be cut into rows: it holds a {type(value).__name__}. Give tensors instead.")
+    columns = _common_numbers(parts.values())
     if not _is_list(value):
         return columns
-    samples = [len(parts)] if _are_alike(parts) else []
-    return [*samples, *(columns or ())] if _are_labelled(parts) else [*(columns or ()), *samples]
+    samples = [len(value)] if _are_alike(value) else []
+    return [*samples, *(columns or ())] if _are_labelled(value) else [*(columns or ()), *samples]
 
 
 def _common_numbers(values: Iterable[Any]) -> list[int] | None:
     all_numbers = [numbers for numbers in map(_row_numbers, values) if numbers is not None]
-    if not all_numbers:
-        return None
-    return [number for number in all_numbers[0] if all(number in numbers for numbers in all_numbers)]
+    return [n for n in all_numbers[0] if all(n in numbers for numbers in all_numbers)] if all_numbers else None
 
 
 def _are_alike(values: Sequence[Any]) -> bool:
@@ -167,73 +162,68 @@ def _are_alike(values: Sequence[Any]) -> bool:
 def _are_labelled(values: Sequence[Any]) -> bool:
     """Whether values are alike, with a number in each, as a label is in a sample."""
     return _are_alike(values) and all(
-        any(isinstance(part, int | float) or (isinstance(part, Tensor) and not part.ndim) for part in parts)
+        any(isinstance(part, int | float) or (isinstance(part, Tensor) and not part.ndim) for part in parts.values())
         for parts in map(_parts, values)
     )
 
 
-def _named_rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    parts, numbers = _named_parts(value), _row_numbers(value)
-    inner = [found for place, part in parts for found in _named_rows(name + place, part)]
-    yield from inner
-    if numbers and not inner:  # of a list without tensors, its length
-        yield name, f"has {numbers[0]}"
-    elif numbers == [] and not parts:
-        yield name, f"is a {getattr(value, 'layout', type(value).__name__)}"
-
-
-def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def join_rows(parts: Sequence[Any], sizes: Sequence[int], without_rows: Container[str] = (), name: str = "") -> Any:
     """Join what a step has returned for the parts of a batch to what it would return for the whole.
 
-    Rows are put together; other floating-point values are averaged over the rows, and integers are added.
+    Rows are put together; other floating-point and complex values are averaged over the rows, and integers are added.
 
     Args:
         parts: What was returned, alike for all parts.
         sizes: Their numbers of rows.
+        without_rows: The names of values that have no rows, although their length may be that of a part.
+        name: How the values are called among these.
     """
-    first, are_alike = parts[0], len({*map(type, parts)}) == 1
-    if len(parts) == 1 or not are_alike:
+    first = parts[0]
+    if len(parts) == 1 or len({*map(type, parts)}) > 1:
         return parts[-1]
+    if isinstance(first, np.ndarray | np.number | int | float | complex):
+        joined = join_rows([torch.as_tensor(np.asarray(part)) for part in parts], sizes, without_rows, name).numpy()
+        return joined[()] if isinstance(first, np.ndarray | np.number) else joined.item()
+    have_rows = name not in without_rows and [*map(_length, parts)] == [*sizes]
     if isinstance(first, Tensor):
-        if first.ndim and all(part.shape == (n, *first.shape[1:]) for part, n in zip(parts, sizes, strict=True)):
+        if have_rows and len({part.shape[1:] for part in parts}) == 1:
             return torch.cat(list(parts))
         if any(part.shape != first.shape for part in parts) or first.dtype == torch.bool:
             return parts[-1]
-        return weighted_mean(parts, sizes) if first.is_floating_point() else sum(parts)
-    if isinstance(first, float):
-        return float(np.average(parts, weights=sizes))
-    if isinstance(first, list) and all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
+        return weighted_mean(parts, sizes) if first.is_floating_point() or first.is_complex() else sum(parts)
+    if isinstance(first, list) and have_rows:
         return [element for part in parts for element in part]
-    named = [dict(_named_parts(part)) for part in parts]
-    if any(each.keys() != named[0].keys() for each in named):
+    values = [_parts(part) for part in parts]
+    if any(each.keys() != values[0].keys() for each in values):
         return parts[-1]
-    return _with_parts(parts[-1], [join_rows([each[place] for each in named], sizes) for place in named[0]])
+    place = "{}.{}" if is_dataclass(first) else "{}[{!r}]"
+    return _with_parts(
+        parts[-1],
+        {key: join_rows([v[key] for v in values], sizes, without_rows, place.format(name, key)) for key in values[0]},
+    )
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of tensors of one shape, computed in float64, in their type."""
-    total: Any = sum(to_double(value) * weight for value, weight in zip(values, weights, strict=True))
-    mean: Tensor = (total / sum(weights)).to(values[0].dtype)
-    return mean
+    """Return the weighted mean of tensors of one shape, computed in double precision, in their type."""
+    doubles = [value.to(torch.complex128) if value.is_complex() else to_double(value) for value in values]
+    total: Any = sum(value * weight for value, weight in zip(doubles, weights, strict=True))
+    return torch.as_tensor(total / sum(weights), dtype=values[0].dtype)
 
 
 class LoggedValues:
-    """Merges what was logged for the parts of batches.
+    """Merges what was logged for the parts of a batch.
 
-    Args:
-        of_whole: For each key, whether the size of a whole batch is logged with a part, as far as batches have told.
+    Attributes:
+        summed: The losses of the parts of a batch whose loss is their sum; what is equal to them is a sum as well.
+        without_rows: The keys with which the same batch size is logged for any number of rows.
     """
 
-    def __init__(self, of_whole: dict[str, bool]) -> None:
-        self._of_whole = of_whole
+    def __init__(self) -> None:
+        self.summed: list[Tensor] = []
+        self.without_rows: Container[str] = ()
 
     def merge(
-        self,
-        key: str,
-        values: Sequence[Tensor],
-        rows: Sequence[int],
-        batch_sizes: Sequence[int | None],
-        reduction: str,
+        self, key: str, values: Sequence[Tensor], rows: Sequence[int], batch_sizes: Sequence[int | None], reduction: str
     ) -> tuple[Tensor, int | None]:
         """Merge what was logged under a key for the parts of a batch.
 
@@ -250,21 +240,14 @@ class LoggedValues:
         if len(values) == 1:
             return values[0], batch_sizes[0]
         known = [size for size in batch_sizes if size is not None]
-        are_counts = len(known) == len(values) and not self._is_size_of_whole(key, known, rows)
+        are_counts = len(known) == len(values) and key not in self.without_rows
         floats = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
-        if reduction in ("mean", "avg"):
-            merged = weighted_mean(floats, known if are_counts else rows)
+        stacked = torch.stack(floats)
+        if reduction not in ("mean", "avg"):
+            merged = getattr(torch, {"max": "amax", "min": "amin"}.get(reduction, reduction))(stacked, dim=0)
         else:
-            merged = getattr(torch, {"max": "amax", "min": "amin"}.get(reduction, reduction))(
-                torch.stack(floats), dim=0
-            )
+            merged = weighted_mean(floats, known if are_counts else rows)
+            if len(self.summed) == len(values):
+                losses = torch.stack(self.summed).to(stacked)
+                merged = torch.where(torch.isclose(stacked, losses, rtol=1e-5, atol=0).all(), stacked.sum(0), merged)
         return merged, sum(known) if are_counts else known[0] if known else None
-
-    def _is_size_of_whole(self, key: str, known: Sequence[int], rows: Sequence[int]) -> bool:
-        """Whether the same number for parts is that of all rows, as far as this batch, or one before it, tells."""
-        size = known[0]
-        if len({*known}) > 1 or (len({*rows}) == 1 and size == rows[0]):
-            self._of_whole[key] = False
-        elif len({*rows}) > 1 or size == sum(rows):
-            self._of_whole[key] = True
-        return self._of_whole.get(key, size < rows[0])

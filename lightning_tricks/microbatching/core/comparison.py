@@ -1,41 +1,96 @@
-"""Whether the loss of a batch and its gradient follow from those of its parts."""
+"""Whether the loss of a batch and its gradient follow from those of its parts: by what is called, and by comparison.
+
+A cross-entropy with class weights or ignored targets is no mean over rows, whatever the rows of a batch: where all of
+them are of one class, a comparison shows no difference, and with the first row of another class there is one.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.rng import capture_rng_state, isolated_rng, restore_rng_state
 from lightning_tricks._shared.step_state import copy_step_state, refuse_lazy, restore_step_state
-from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.tensors import read_numbers, tensors_in
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import is_batch_norm
 from lightning_tricks.microbatching.core.batches import copy_batch, take_rows
 
-LossOf = Callable[[Any], Tensor | None]
+_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+_FUNCTIONS: dict[Any, tuple[str, ...]] = {functional.cross_entropy: _ARGUMENTS, functional.nll_loss: _ARGUMENTS}
+if hasattr(functional, "linear_cross_entropy"):  # newer versions of torch have it
+    _FUNCTIONS[functional.linear_cross_entropy] = ("input", "linear_weight", "target")
 
 
-@dataclass
-class Comparison:
-    """The outcome of a comparison; without a reduction and a problem, another batch may tell more.
+Loss = Callable[..., Tensor | None]
+
+
+class ComparisonError(Exception):
+    """What prevents that microbatches train as whole batches, and whether loss or gradient are known to differ."""
+
+
+class TargetMeans(TorchFunctionMode):
+    """Notes the means over targets that are computed with gradients, until the context is left.
 
     Attributes:
-        reduction: "mean" or "sum" if loss and gradient are those over the rows, else None.
-        problem: Why there is no reduction.
-        is_refuted: Whether loss or gradient differ; otherwise they could not be compared.
+        calls: The name of each function, with a tensor of what all targets count together, by the weights of their
+            classes and without those that are ignored, and by how much the weights of classes differ.
     """
 
-    reduction: str | None = None
-    problem: str = ""
-    is_refuted: bool = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        if func in _FUNCTIONS and result.requires_grad:
+            self._note(func.__name__, dict(zip(_FUNCTIONS[func], args, strict=False)) | (kwargs or {}))
+        return result
+
+    def _note(self, name: str, given: dict[str, Any]) -> None:
+        target, weight, ignored = given["target"], given.get("weight"), given.get("ignore_index")
+        if given.get("reduction", "mean") != "mean" or target.is_floating_point():
+            return  # probabilities of the classes are averaged over the rows
+        counts = (target != (-100 if ignored is None else ignored)).float()
+        spread = counts.new_zeros(())
+        if weight is not None:
+            weights = weight.detach().float()
+            counts, spread = counts * weights[target.where(counts > 0, 0)], weights.max() - weights.min()
+        self.calls.append((name, torch.stack([counts.sum(), spread])))
+
+
+def problem_of_means(
+    parts: Sequence[Sequence[tuple[str, Tensor]]], rows: Sequence[int], least: float = 1e-5
+) -> tuple[str, bool]:
+    """Say which mean over targets those of parts of a batch do not add up to; the host waits for its numbers.
+
+    Args:
+        parts: The calls for each part. Where their numbers differ, each is for a single row, and right.
+        rows: The numbers of rows of the parts.
+        least: The share by which what a row counts has to differ; sums in single precision are not exact.
+
+    Returns:
+        The problem, "" if there is none, and whether it makes a difference for these rows.
+    """
+    for column in zip(*parts, strict=True) if len({*map(len, parts)}) == 1 else ():
+        numbers = read_numbers([both for _, both in column])
+        shares = sorted(total / count for (total, _), count in zip(numbers, rows, strict=True))
+        has_weights, differ = any(spread for _, spread in numbers), shares[-1] - shares[0] > least * shares[-1]
+        if differ or has_weights:
+            of = "the class weights of its targets" if has_weights else "its targets that are not ignored"
+            found = f" ({shares[0]:.4g} for each row of one microbatch, {shares[-1]:.4g} of another)" if differ else ""
+            return f"`{column[0][0]}` is a mean over {of}, not over the rows{found}", differ
+    return "", False
 
 
 def part_weights(reduction: str | None, sizes: Sequence[int]) -> list[float]:
@@ -49,14 +104,8 @@ def batch_norms_in(module: nn.Module) -> list[str]:
 
 
 def compare_with_parts(
-    module: nn.Module,
-    loss_of: LossOf,
-    batch: Any,
-    rows: int,
-    *,
-    known: str | None = None,
-    half_precision: bool = False,
-) -> Comparison:
+    module: nn.Module, loss_of: Loss, batch: Any, rows: int, known: str | None = None, is_half: bool = False
+) -> tuple[str | None, bool]:
     """Compare loss and gradient of a batch with those of two parts of it, and leave no trace.
 
     BatchNorm is in evaluation mode. Where the loss depends on random numbers, dropout is off: all modules but recurrent
@@ -68,14 +117,23 @@ def compare_with_parts(
         batch: A batch that fits in memory.
         rows: Its number of rows, at least 2.
         known: What the loss is over the rows, where that was found out before.
-        half_precision: Whether the loss is computed in fp16 or bf16, whose rounding errors then do not count.
+        is_half: Whether the loss is computed in fp16 or bf16, whose rounding errors then do not count.
+
+    Returns:
+        What the loss is over the rows, "mean" or "sum", or None if another batch may tell more; and whether it is so
+        although means over targets in it differ.
+
+    Raises:
+        ComparisonError: If it is neither, or no batch can tell.
     """
     parameters = [*module.parameters()]
     refuse_lazy(dict(module.named_parameters()))
     state, gradients = copy_step_state(module), [parameter.grad for parameter in parameters]
+
+    def loss_at(start: int, stop: int) -> Tensor | None:
+        return loss_of(copy_batch(take_rows(batch, rows, slice(start, stop))))
+
     try:
-        for parameter in parameters:
-            parameter.grad = None
         with restored_state(module), isolated_rng():
             for is_deterministic in (False, True):
                 for part in module.modules():
@@ -84,27 +142,25 @@ def compare_with_parts(
                         part.training = False
                 random_state = capture_rng_state()
                 frozen = {name: (p, p._version) for name, p in module.named_parameters() if not p.requires_grad}
-                cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
-                limits = slice(0, rows), slice(0, cut), slice(cut, rows)
-                whole, *halves = (copy_batch(take_rows(batch, rows, at), with_values=True) for at in limits)
                 try:
-                    loss = loss_of(whole)
+                    with TargetMeans() as means:
+                        loss = loss_at(0, rows)
                     if written := [name for name, (p, version) in frozen.items() if p._version != version]:
                         problem = f"`training_step` changes {list_names(written)} (let `on_train_batch_end` do that)"
-                        return Comparison(problem=problem, is_refuted=True)
+                        raise ComparisonError(problem, True)
                     if _is_random_state(random_state):
-                        return _compare(parameters, loss_of, loss, halves, [cut, rows - cut], known, half_precision)
+                        return _Sample(parameters, loss_at, rows, is_half).compare(loss, len(means.calls), known)
                 except Exception as error:
-                    if not is_deterministic or memory_that_ran_out(error):
+                    if not is_deterministic or memory_that_ran_out(error) or isinstance(error, ComparisonError):
                         raise
                     reason = f"fails where its modules are in evaluation mode ({describe_error(error)})"
-                    return Comparison(problem=f"`training_step` draws random numbers, and {reason}")
+                    raise ComparisonError(f"`training_step` draws random numbers, and {reason}", False) from error
                 restore_rng_state(random_state)
     finally:
         restore_step_state(module, state)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-    return Comparison(problem="`training_step` draws random numbers also where its modules are in evaluation mode")
+    raise ComparisonError("`training_step` draws random numbers also where its modules are in evaluation mode", False)
 
 
 def _is_random_state(state: dict[str, Any]) -> bool:
@@ -113,61 +169,72 @@ def _is_random_state(state: dict[str, Any]) -> bool:
     return now["numpy"][2] == state["numpy"][2] and all(map(torch.equal, tensors_in(now), tensors_in(state)))
 
 
-def _compare(
-    parameters: Sequence[Tensor],
-    loss_of: LossOf,
-    whole: Tensor | None,
-    halves: Sequence[Any],
-    sizes: Sequence[int],
-    known: str | None,
-    half_precision: bool,
-) -> Comparison:
-    if whole is None:
-        return Comparison()
-    tolerance = _tolerance(parameters, half_precision)
-    scale = 1024.0 if half_precision else 1.0  # of the loss, so that no gradient underflows in fp16
-    (whole * scale).backward()
-    loss, norm = float(whole.detach()), _gradient_norm(parameters)
-    del whole
-    losses = [part for part in map(loss_of, halves) if part is not None]
-    values = [float(part.detach()) for part in losses]
-    least = 1e-6 * scale if half_precision else 0.0  # of a gradient whose smallest values have not become zero
-    if len(losses) < len(halves) or not all(map(math.isfinite, (loss, norm, *values))) or norm <= least:
-        return Comparison()
+class _Sample:
+    """Some rows of a batch, whose loss and gradient are compared; the gradients of the parameters are set."""
 
-    cut = f"their microbatches of {sizes[0]} and {sizes[1]} rows"
-    reductions = {how: [*map(mul, values, part_weights(how, sizes))] for how in ("mean", "sum")}
-    possible = [how for how, parts in reductions.items() if _adds_up(loss, parts, tolerance)]
-    reduction = next((how for how in possible if known in (None, how)), None)
-    if reduction is None:
-        mean, total = map(sum, reductions.values())
-        given = f"{mean:.6g} as a mean over the rows and {total:.6g} as a sum"
-        problem = f"the loss of {sum(sizes)} rows is {loss:.6g}, but {cut} give {given}"
-        return Comparison(problem=problem, is_refuted=True)
-    for part, weight in zip(losses, part_weights(reduction, sizes), strict=True):
-        (part * (-weight * scale)).backward()
-    difference = _gradient_norm(parameters)
-    if difference <= tolerance * norm:
-        return Comparison(reduction)
-    share = f"{difference / norm if norm else math.inf:.2g} of its norm"
-    problem = f"the gradient of {sum(sizes)} rows and that of {cut} differ by {share}"
-    return Comparison(problem=problem, is_refuted=True)
+    def __init__(self, parameters: Sequence[Tensor], loss_at: Loss, rows: int, is_half: bool) -> None:
+        self._parameters, self._loss_at, self._rows = parameters, loss_at, rows
+        bytes_each = min((p.dtype.itemsize for p in parameters if p.is_floating_point()), default=4)
+        self._tolerance, self._unit = (1e-7, 2.0**-49) if bytes_each == 8 else (2e-3, 2.0**-20)
+        if is_half or bytes_each < 4:
+            self._tolerance, self._unit = 3e-2, 2.0**-9
+        self._scale = 1024.0 if is_half else 1.0  # of the loss, so that no gradient underflows in fp16
 
+    def compare(self, whole: Tensor | None, means: int, known: str | None) -> tuple[str | None, bool]:
+        """Compare the loss of all rows, with so many means over targets in it, with those of two parts of them."""
+        if whole is None:
+            return None, False
+        norm, loss = self._gradient([(whole, 1.0)], anew=True), float(whole.detach())
+        del whole
+        cut = max(1, self._rows // 3)  # parts of two sizes, so that their weights count
+        sizes, parts, calls = (cut, self._rows - cut), [], []
+        for start, stop in ((0, cut), (cut, self._rows)):
+            with TargetMeans() as found:
+                parts += [] if (part := self._loss_at(start, stop)) is None else [part]
+            calls.append(found.calls)
+        values = [float(part.detach()) for part in parts]
+        if len(parts) < len(sizes) or not all(map(math.isfinite, (loss, norm, *values))) or norm == 0:
+            return None, False
+        sums = {how: sum(map(mul, values, part_weights(how, sizes))) for how in ("mean", "sum")}
+        reduction = known or min(sums, key=lambda how: abs(sums[how] - loss))
+        gap = self._gradient([(part, -w) for part, w in zip(parts, part_weights(reduction, sizes), strict=True)])
+        are_of_rows, least = means != len(calls[0]), 10 * self._tolerance  # as clear as gradients would show
+        problem, differs = ("", True) if are_of_rows else problem_of_means(calls, sizes, least)
+        if gap <= self._tolerance * norm:
+            return reduction, differs
+        if self._may_be_rounding(gap):
+            return None, False
+        text = (
+            f"the gradient of {self._rows} rows, a {reduction}, and that of {sizes[0]} and {sizes[1]} of them differ by"
+        )
+        raise ComparisonError(problem or f"{text} {gap / norm:.2g} of its norm", True)
 
-def _adds_up(whole: float, parts: Sequence[float], tolerance: float) -> bool:
-    return abs(whole - sum(parts)) <= tolerance * (abs(whole) + sum(map(abs, parts)))
+    def _may_be_rounding(self, gap: float) -> bool:
+        """Whether gradients differ by no more than those of weights that differ in their last places.
 
+        The gradient of a loss that has converged consists of what rounding has left of larger numbers.
+        """
+        kept, changes = [parameter.detach().clone() for parameter in self._parameters], []
+        try:
+            for weight in (1.0, -1.0) * 5:
+                norm = self._gradient([(self._loss_at(0, self._rows), weight)], anew=weight > 0)
+                changes.append(norm if weight < 0 else 0.0)
+                for parameter in filter(Tensor.is_floating_point, self._parameters):
+                    parameter.data.mul_(1 + self._unit * torch.randn_like(parameter).sign())
+        finally:
+            for parameter, value in zip(self._parameters, kept, strict=True):
+                parameter.data.copy_(value)
+        return (
+            gap <= 4 * max(changes) + min(self._unit, 2.0**-20) * self._scale
+        )  # the least error of a probability near 1
 
-def _gradient_norm(parameters: Sequence[Tensor]) -> float:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-    norms = [torch.linalg.vector_norm(gradient.float() if gradient.itemsize < 4 else gradient) for gradient in dense]
-    return math.hypot(*torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()) if norms else 0.0
-
-
-def _tolerance(parameters: Sequence[Tensor], half_precision: bool) -> float:
-    """Return the relative difference that rounding may cause."""
-    bytes_each = min((p.dtype.itemsize for p in parameters if p.is_floating_point()), default=4)
-    if half_precision or bytes_each < 4:
-        return 3e-2
-    return 1e-7 if bytes_each == 8 else 2e-3
+    def _gradient(self, losses: Sequence[tuple[Any, float]], anew: bool = False) -> float:
+        """Add the gradients of weighted losses to those that there are, or to none; return the norm of all."""
+        for parameter in self._parameters if anew else ():
+            parameter.grad = None
+        for loss, weight in losses:
+            (loss * (weight * self._scale)).backward()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+        norms = [torch.linalg.vector_norm(each.float() if each.itemsize < 4 else each) for each in dense]
+        return math.hypot(*torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()) if norms else 0.0
