@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.flavor import (
     LIGHTNING,
@@ -18,6 +18,9 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_o
 from lightning_tricks._shared.console import is_verbose, print_report
 from lightning_tricks._shared.pictures import can_log_images
 from lightning_tricks._shared.report_parts import ReportPart
+
+if TYPE_CHECKING:
+    import torch
 
 _STEP_HOOKS = (
     "on_train_batch_start",
@@ -79,6 +82,13 @@ class TrickCallback(Callback):
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
         """Restore what `mid_epoch_state` returned; the states of random number generators are restored after it."""
+
+    def epoch_counts(self) -> dict[str, Any]:
+        """Return what it counts of the training batches of an epoch, in tensors and plain values."""
+        return {}
+
+    def load_epoch_counts(self, counts: dict[str, Any], device: torch.device) -> None:
+        """Go back to what `epoch_counts` returned: `SpikeGuard` takes back batches that it leaves out."""
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Be told by `AutoResume` that it has resumed a fit.

@@ -60,6 +60,9 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
     parts = _with_memory(trainer, guard)
     for name, state in snapshot["in_epoch"].items():
         parts[name].load_mid_epoch_state(state)
+    observers = _observers(trainer)
+    for name, state in snapshot.get("counts", {}).items():
+        observers[name].load_epoch_counts(state, trainer.strategy.root_device)
     if "optimizers" in snapshot:
         for optimizer, copied in zip(trainer.optimizers, snapshot["optimizers"], strict=True):
             restore_optimizer(optimizer, copied)
@@ -75,6 +78,11 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
     restore_rng_state(snapshot["random"])
 
 
+def counts_of_observers(trainer: Trainer) -> dict[str, Any]:
+    """Return what the tricks that only observe have counted of the batches of the epoch, by their names."""
+    return {name: callback.epoch_counts() for name, callback in _observers(trainer).items()}
+
+
 def weight_versions(trainer: Trainer) -> dict[str, int]:
     """Return for each weight, by name, a number that each writing into it raises."""
     named = trainer.lightning_module.named_parameters()
@@ -85,6 +93,12 @@ def _tricks(trainer: Trainer, guard: Callback) -> dict[str, TrickCallback]:
     """Return the other tricks that change training."""
     named = named_callbacks(trainer).items()
     return {k: c for k, c in named if isinstance(c, TrickCallback) and c.training_arguments and c is not guard}
+
+
+def _observers(trainer: Trainer) -> dict[str, TrickCallback]:
+    return {
+        name: callback for name, callback in named_callbacks(trainer).items() if isinstance(callback, TrickCallback)
+    }
 
 
 def _with_memory(trainer: Trainer, guard: Callback) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tests.spike_guard.oracle import Noisy, Rows, loader, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:SpikeGuard:UserWarning", "ignore:.*lr_scheduler.step:UserWarning")
 
-SMALL = {"threshold": 100.0, "window": 16, "warmup_steps": 3}
+SMALL = {"threshold": 20.0, "window": 16, "warmup_steps": 3}
 
 
 def guarded(
@@ -92,7 +92,7 @@ def test_all_batches_of_an_accumulated_step_are_left_out(mode, fp16, poisoned, l
 @pytest.mark.parametrize("factor", [500.0, float("nan")])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_under_fp16_the_scaler_is_as_it_was(mode, monitor, factor, optimizer, tmp_path):
-    threshold = {"loss": 60.0, "grad_norm": 300.0}[monitor]  # norms of so few values vary much
+    threshold = {"loss": 20.0, "grad_norm": 20.0}[monitor]
     guard = guarded(
         tmp_path,
         SpikeGuard(mode, monitor=monitor, every_n_train_steps=2, **{**SMALL, "threshold": threshold}),
