@@ -69,16 +69,18 @@ class _Window:
 class SpikeGuard(TrickCallback):
     """Leave out of training the batches with which the loss, or the norm of the gradients, leaves its usual band.
 
-    A value is a spike if it is above the median of the last `window` values by more than `threshold` times their
-    spread (see `RobustBand`), or if the loss is NaN or infinite. The loss of a step is the largest among its
-    accumulated batches and among all ranks, so that all ranks decide alike.
+    A value is a spike if its logarithm is more than `threshold` spreads above those of the last `window` values, by a
+    robust and by the plain spread (see `RobustBand`), or if the loss or a gradient is NaN or infinite. The loss of a
+    step is the largest among its accumulated batches and among all ranks, so that all ranks decide alike. An epoch's
+    last batch, if it has fewer rows than the others, and the epoch in which `StochasticWeightAveraging` recomputes
+    batch statistics, which has no steps, are left out if they are not finite alone.
 
     "skip" leaves out the batches of one optimizer step: all of them under accumulation. Weights, buffers, optimizer,
     schedules and `global_step` stay as they were, and `on_train_batch_end` gets an empty dict of outputs.
 
     "rewind" judges `every_n_train_steps` optimizer steps at once, fewer where an epoch or the fit ends or validation
     begins. If one of them is a spike, or a weight is not finite then, it goes back to the state before them, which is
-    kept on the device, and leaves out all their batches.
+    kept on the device, and leaves out all their batches, also from what `MetricsMonitor` and `ImageLogger` count.
 
     Either way the run continues bit for bit as one whose loader leaves those batches out: with random states, batch
     statistics, optimizers, schedules, the GradScaler, metrics of the module and what is logged for the epoch.
@@ -90,8 +92,8 @@ class SpikeGuard(TrickCallback):
         mode: "skip" or "rewind".
         monitor: "loss" for what `training_step` returns, or "grad_norm" for the 2-norm of the unscaled gradients of
             a step, before they are clipped.
-        threshold: How many spreads above the median are usual, > 0. At `float("inf")` all finite values are.
-        window: Of how many of the last values the median and the spread are taken, at least 2.
+        threshold: How many spreads above the last values are usual, > 0. At `float("inf")` all finite values are.
+        window: Of how many of the last values the spreads are taken, at least 2.
         warmup_steps: For how many steps nothing but values that are not finite are spikes.
         every_n_train_steps: With "rewind": how many optimizer steps (batches under manual optimization) are judged
             at once.
@@ -110,7 +112,7 @@ class SpikeGuard(TrickCallback):
 
     Examples:
         >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(callbacks=[SpikeGuard("rewind", threshold=8.0)], accelerator="cpu", logger=False)
+        >>> trainer = Trainer(callbacks=[SpikeGuard("rewind", every_n_train_steps=50)], accelerator="cpu", logger=False)
     """
 
     training_arguments = ("mode", "monitor", "threshold", "window", "warmup_steps", "every_n_train_steps")
@@ -120,9 +122,9 @@ class SpikeGuard(TrickCallback):
         mode: Literal["skip", "rewind"] = "skip",
         *,
         monitor: Literal["loss", "grad_norm"] = "loss",
-        threshold: float = 6.0,
+        threshold: float = 8.0,
         window: int = 128,
-        warmup_steps: int = 64,
+        warmup_steps: int = 128,
         every_n_train_steps: int = 100,
         max_consecutive: int = 10,
     ) -> None:
@@ -175,7 +177,7 @@ class SpikeGuard(TrickCallback):
         """Start to watch the steps."""
         if self.mode == "skip" and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise _unskippable("LBFGS, which moves the weights between its losses")
-        band = f"{self.threshold:g} spreads above the median of the last {self.window}, after {self.warmup_steps} steps"
+        band = f"{self.threshold:g} spreads above the last {self.window}, after {self.warmup_steps} steps"
         above = f", or more than {band}" * math.isfinite(self.threshold)
         self.say(f"a spike is a {self.monitor} that is not finite{above}")
         plain = trainer.strategy.optimizer_step
