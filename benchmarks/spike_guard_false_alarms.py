@@ -4,7 +4,8 @@ Small models are trained on data of which nothing is spoilt, at batch sizes 1 to
 gradients of each step are recorded. The rule judges them as the callback does, with its defaults; a last batch of an
 epoch with fewer rows is not judged. In each tenth step it is asked whether it would find 3, 10 and 100 times the loss.
 
-The rule was chosen on other seeds of the tasks in `SEEN` alone: it had seen nothing of the others, which are marked.
+The rule was chosen on other seeds of the tasks in `SEEN`, and on this one of the normal density, which showed that
+values on their own scale need a larger threshold. It had seen nothing of the others, which are marked.
 """
 
 from __future__ import annotations
@@ -281,10 +282,10 @@ def policy_gradient(size: int, steps: int) -> Series:
 
 
 def boring(size: int, steps: int) -> Series:
-    """Lightning's BoringModel."""
+    """Lightning's BoringModel, with a rate at which it does not diverge in single rows."""
     rows, net = torch.randn(64 * size, 32), nn.Linear(32, 2)
     return record(
-        net, lambda i: F.mse_loss(net(rows[i]), torch.ones(len(i), 2)), len(rows), size, steps, kind="sgd", lr=0.1
+        net, lambda i: F.mse_loss(net(rows[i]), torch.ones(len(i), 2)), len(rows), size, steps, kind="sgd", lr=0.01
     )
 
 
@@ -309,10 +310,10 @@ SEEN: dict[str, Callable[[int, int], Series]] = {
     "digits, convolutions": small_images,
     "characters, language model": language_model,
     "GAN": gan,
+    "normal density": normal_density,
 }
 UNSEEN: dict[str, Callable[[int, int], Series]] = {
     "WGAN": wgan,
-    "normal density": normal_density,
     "mixture density": mixture_density,
     "variational autoencoder": variational,
     "triplets": triplets,

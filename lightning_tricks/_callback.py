@@ -239,8 +239,10 @@ class StepsCallback(TrickCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Call `on_step_end`."""
-        self.on_step_end(trainer, pl_module, "train", 0, outputs, batch, batch_idx)
+        """Call `on_step_end`, except of a batch that was left out."""
+        is_empty = isinstance(outputs, dict) and not outputs
+        if not (is_empty and any(getattr(c, "has_left_out_batch", False) for c in callbacks_of(trainer))):
+            self.on_step_end(trainer, pl_module, "train", 0, outputs, batch, batch_idx)
 
     def on_validation_batch_end(
         self,

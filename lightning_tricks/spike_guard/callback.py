@@ -41,7 +41,7 @@ from lightning_tricks._shared.text import describe_error
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.core.band import RobustBand
-from lightning_tricks.spike_guard.snapshot import counts_of_observers, go_back, take_snapshot, weight_versions
+from lightning_tricks.spike_guard.snapshot import add_before_next_batch, go_back, take_snapshot, weight_versions
 
 
 class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
@@ -103,6 +103,7 @@ class SpikeGuard(TrickCallback):
     Attributes:
         spikes: An entry for each spike: `epoch`, `batch_idx`, `global_step` before it, `value`, `limit` and how many
             batches were `left_out`.
+        has_left_out_batch: Whether the present batch was left out.
 
     "skip" reads one value from the device in each step, as a GradScaler does; "rewind" one in `every_n_train_steps`.
 
@@ -150,7 +151,7 @@ class SpikeGuard(TrickCallback):
         self._norm: Tensor | None = None
         self._versions: dict[str, int] = {}  # of the weights, when the snapshot was taken
         self._written: set[str] = set()  # weights that change before an optimizer's step, such as averages
-        self._is_fresh = self._is_left_out = self._is_within_step = self._is_short = False  # the present batch
+        self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = False  # the present batch
         self._left_out_in_epoch, self._rows = 0, list[int]()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,7 +196,7 @@ class SpikeGuard(TrickCallback):
                 batch=partial(self._run_batch, trainer),
                 epoch=partial(self._run_epoch, trainer),
                 validation=partial(self._judge_before, trainer),
-                batches_left_out=lambda: None if self._is_left_out else self._left_out_in_epoch,
+                batches_left_out=lambda: None if self.has_left_out_batch else self._left_out_in_epoch,
             )
         )
 
@@ -205,7 +206,7 @@ class SpikeGuard(TrickCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look whether it is an epoch's last batch with fewer rows, whose values spread more than those of others."""
-        self._is_fresh, self._is_left_out = True, False
+        self._is_fresh, self.has_left_out_batch = True, False
         rows, before = [len(tensor) for tensor in tensors_in(batch) if tensor.ndim], self._rows
         self._is_short = is_last_batch(trainer) and (
             not rows or any(now < then for now, then in zip(rows, before, strict=False))
@@ -338,9 +339,9 @@ class SpikeGuard(TrickCallback):
             is_due = self.mode == "skip" or is_alone or len(window.ends) >= self.every_n_train_steps
             if is_last or (not self._is_within_step and (is_due or validates_within_step(trainer))):
                 self._close_window(trainer)
-        if self._open is not None and "counts" not in window.snapshot:  # no hook has counted the first batch yet
-            window.snapshot["counts"] = counts_of_observers(trainer)
-        return {} if self._is_left_out else output
+        if self._open is not None:
+            add_before_next_batch(trainer, window.snapshot)
+        return {} if self.has_left_out_batch else output
 
     def _run_epoch(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Run the batches of an epoch, and judge the open steps if it was stopped."""
@@ -398,7 +399,7 @@ class SpikeGuard(TrickCallback):
         """Go back to the snapshot, and report the spike."""
         window, self._open, counts = cast(_Window, self._open), None, self._counts
         go_back(trainer, self, window.snapshot)
-        self._is_left_out = True
+        self.has_left_out_batch = True
         self._left_out_in_epoch += window.batches
         counts |= {"left_out": counts["left_out"] + window.batches, "in_a_row": counts["in_a_row"] + 1}
         spike |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "left_out": window.batches}

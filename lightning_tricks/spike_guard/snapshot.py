@@ -15,7 +15,8 @@ from lightning_tricks._lightning_compat.results import capture_loop_state, named
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
-from lightning_tricks._shared.tensors import is_sharded
+from lightning_tricks._shared.tensors import clone_tensors, is_sharded
+from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
 from lightning_tricks.spike_guard.core.optimizer_copies import copy_optimizer, restore_optimizer
 
 
@@ -41,7 +42,7 @@ def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool, writte
         averages, scaler = _averages(trainer), active_scaler(trainer)
         snapshot |= {
             "optimizers": [copy_optimizer(optimizer) for optimizer in trainer.optimizers],
-            "schedulers": [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+            **_schedules(trainer),
             "scaler": scaler.state_dict() if scaler is not None else {},
             "callbacks": {name: deepcopy(c.state_dict()) for name, c in _step_counters(trainer, guard).items()},
             "averages": {name: copy_step_state(average, weights=True) for name, average in averages.items()},
@@ -66,8 +67,6 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
     if "optimizers" in snapshot:
         for optimizer, copied in zip(trainer.optimizers, snapshot["optimizers"], strict=True):
             restore_optimizer(optimizer, copied)
-        for config, state in zip(trainer.lr_scheduler_configs, snapshot["schedulers"], strict=True):
-            config.scheduler.load_state_dict(deepcopy(state))
         if (scaler := active_scaler(trainer)) is not None:
             scaler.load_state_dict(dict(snapshot["scaler"]))
         counters, averages = _step_counters(trainer, guard), _averages(trainer)
@@ -75,12 +74,26 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
             counters[name].load_state_dict(deepcopy(state))
         for name, copied in snapshot["averages"].items():
             restore_step_state(averages[name], copied)
+    if "schedulers" in snapshot:
+        for config, state in zip(trainer.lr_scheduler_configs, snapshot["schedulers"], strict=True):
+            config.scheduler.load_state_dict(deepcopy(state))
+        for optimizer, options in zip(trainer.optimizers, snapshot["options"], strict=True):
+            restore_group_options(optimizer, clone_tensors(options))
     restore_rng_state(snapshot["random"])
 
 
-def counts_of_observers(trainer: Trainer) -> dict[str, Any]:
-    """Return what the tricks that only observe have counted of the batches of the epoch, by their names."""
-    return {name: callback.epoch_counts() for name, callback in _observers(trainer).items()}
+def add_before_next_batch(trainer: Trainer, snapshot: dict[str, Any]) -> None:
+    """Add to a snapshot what changes only after its first batch was run: counts of observers, schedules."""
+    if "counts" not in snapshot:
+        counts = {name: callback.epoch_counts() for name, callback in _observers(trainer).items()}
+        snapshot.update({"counts": counts, **_schedules(trainer), **snapshot})
+
+
+def _schedules(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "schedulers": [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "options": [copy_group_options(optimizer) for optimizer in trainer.optimizers],
+    }
 
 
 def weight_versions(trainer: Trainer) -> dict[str, int]:

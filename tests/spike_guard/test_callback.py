@@ -30,8 +30,7 @@ def guarded(
     return guard
 
 
-@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
-@pytest.mark.parametrize("factor", [1e4, float("nan"), float("inf")])
+@pytest.mark.parametrize(("monitor", "factor"), [("loss", 1e4), ("grad_norm", 1e6), ("loss", float("nan"))])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused"])
 def test_a_skipped_batch_was_never_there(monitor, factor, optimizer, tmp_path):
     guard = guarded(
@@ -88,14 +87,12 @@ def test_all_batches_of_an_accumulated_step_are_left_out(mode, fp16, poisoned, l
 
 
 @pytest.mark.parametrize("mode", ["skip", "rewind"])
-@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
+@pytest.mark.parametrize(("monitor", "optimizer"), [("loss", "adamw"), ("grad_norm", "fused")])
 @pytest.mark.parametrize("factor", [500.0, float("nan")])
-@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_under_fp16_the_scaler_is_as_it_was(mode, monitor, factor, optimizer, tmp_path):
-    threshold = {"loss": 20.0, "grad_norm": 20.0}[monitor]
     guard = guarded(
         tmp_path,
-        SpikeGuard(mode, monitor=monitor, every_n_train_steps=2, **{**SMALL, "threshold": threshold}),
+        SpikeGuard(mode, monitor=monitor, every_n_train_steps=2, **SMALL),
         poisoned={7},
         left_out={7} if mode == "skip" else {6, 7},
         factor=factor,
@@ -118,8 +115,7 @@ def test_rewind_under_manual_optimization(every_n, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["skip", "rewind"])
-@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
-@pytest.mark.parametrize("factor", [1e4, float("nan")])
+@pytest.mark.parametrize(("monitor", "factor"), [("loss", 1e4), ("grad_norm", float("nan"))])
 def test_a_spike_on_one_rank_is_one_on_all(mode, monitor, factor, tmp_path):
     guarded(
         tmp_path,

@@ -68,12 +68,10 @@ def test_a_step_is_undone_bit_for_bit(kind):
     mean = module[2].compute()
     step()
     after = copy_step_state(module, weights=True)
-    optimizer.param_groups[0]["lr"] = 7.0
     optimizer.state["of all"]["count"] = optimizer.state["new"] = 2
     restore_step_state(module, found)
     restore_gradients(module, gradients)
     restore_optimizer(optimizer, states)
-    assert optimizer.param_groups[0]["lr"] == 0.1
     assert optimizer.state["of all"] == {"count": 1}
     assert "new" not in optimizer.state
     assert torch.equal(module[2].compute(), mean)
