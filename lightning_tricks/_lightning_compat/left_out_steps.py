@@ -41,17 +41,6 @@ def ends_step(trainer: Trainer) -> bool:
 
 
 @needs_private("SpikeGuard")
-def validates_within_step(trainer: Trainer) -> bool:
-    """Whether a validation will come between batches of the next optimizer step, after a step has just ended."""
-    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_batch
-    if not isinstance(interval, int) or not loop._should_check_val_epoch():
-        return False
-    counted = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-    ahead = -(counted + 1) % interval
-    return 0 < ahead < trainer.accumulate_grad_batches and loop.batch_idx + 1 + ahead < trainer.num_training_batches
-
-
-@needs_private("SpikeGuard")
 def is_without_steps(trainer: Trainer) -> bool:
     """Whether this is the epoch in which StochasticWeightAveraging only recomputes the statistics of batch norms."""
     return bool(trainer.fit_loop._skip_backward)

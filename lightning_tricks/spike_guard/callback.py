@@ -29,7 +29,6 @@ from lightning_tricks._lightning_compat.left_out_steps import (
     ends_step,
     hook_kept,
     is_without_steps,
-    validates_within_step,
 )
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
@@ -37,11 +36,10 @@ from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
 from lightning_tricks._shared.rng import capture_rng_state
 from lightning_tricks._shared.tensors import local_part, tensors_in
-from lightning_tricks._shared.text import describe_error
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.core.band import RobustBand
-from lightning_tricks.spike_guard.snapshot import add_before_next_batch, go_back, take_snapshot, weight_versions
+from lightning_tricks.spike_guard.snapshot import add_before_next_batch, go_back, take_snapshot
 
 
 class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
@@ -149,8 +147,6 @@ class SpikeGuard(TrickCallback):
         self._open: _Window | None = None
         self._loss: Tensor | None = None  # of the present step
         self._norm: Tensor | None = None
-        self._versions: dict[str, int] = {}  # of the weights, when the snapshot was taken
-        self._written: set[str] = set()  # weights that change before an optimizer's step, such as averages
         self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = False  # the present batch
         self._left_out_in_epoch, self._rows = 0, list[int]()
 
@@ -265,8 +261,7 @@ class SpikeGuard(TrickCallback):
         if stage == "train" and (self._open is None or not self._open.batches):
             self._open = None  # its memory is free for the next one
             with_steps = self.mode == "rewind" and not is_without_steps(trainer)
-            snapshot = take_snapshot(trainer, self, with_steps=with_steps, written=self._written)
-            self._open, self._versions = _Window(snapshot), weight_versions(trainer)
+            self._open = _Window(take_snapshot(trainer, self, with_steps=with_steps))
 
     def _fetched(self, trainer: Trainer, stage: str) -> None:
         """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
@@ -301,7 +296,6 @@ class SpikeGuard(TrickCallback):
         if trainer.lightning_module.automatic_optimization:
             self._is_fresh = False
         if self.mode == "skip":
-            self._written |= {name for name, n in weight_versions(trainer).items() if self._versions.get(name, n) != n}
             self._note_step(trainer)
             if (spike := self._judge(trainer)) is not None:
                 raise _LeftOut(spike)
@@ -321,14 +315,6 @@ class SpikeGuard(TrickCallback):
         except _LeftOut as left_out:
             self._leave_out(trainer, *left_out.args)
             return {}
-        except Exception as error:  # such as that of a distribution that is given NaN
-            may_go_back = self.mode == "rewind" and trainer.world_size == 1 and not self._is_within_step
-            if not (may_go_back and is_automatic) or isinstance(error, StopIteration):
-                raise
-            if (spike := self._judge(trainer)) is None:
-                raise
-            self._leave_out(trainer, spike, f", which led to {describe_error(error)}")
-            return {}
         is_alone, is_last = is_without_steps(trainer), is_last_batch(trainer)
         if is_alone or not self._is_within_step:
             if self._is_fresh or self.mode == "rewind":  # or it was judged before the step
@@ -337,7 +323,7 @@ class SpikeGuard(TrickCallback):
             self._is_within_step = self._is_fresh and is_automatic and not is_alone
             is_last |= 0 <= trainer.max_steps <= trainer.global_step
             is_due = self.mode == "skip" or is_alone or len(window.ends) >= self.every_n_train_steps
-            if is_last or (not self._is_within_step and (is_due or validates_within_step(trainer))):
+            if is_last or (is_due and not self._is_within_step):
                 self._close_window(trainer)
         if self._open is not None:
             add_before_next_batch(trainer, window.snapshot)
@@ -395,7 +381,7 @@ class SpikeGuard(TrickCallback):
         number, limit = found
         return {"batch_idx": watched[number][0], "value": watched[number][1], "limit": limit}
 
-    def _leave_out(self, trainer: Trainer, spike: dict[str, Any], consequence: str = "") -> None:
+    def _leave_out(self, trainer: Trainer, spike: dict[str, Any]) -> None:
         """Go back to the snapshot, and report the spike."""
         window, self._open, counts = cast(_Window, self._open), None, self._counts
         go_back(trainer, self, window.snapshot)
@@ -407,7 +393,7 @@ class SpikeGuard(TrickCallback):
         value, limit = spike["value"], spike["limit"]
         what = f"a {self.monitor} of {value:.4g}, above {limit:.4g}" if math.isfinite(value) else "a value not finite"
         said = (
-            f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}{consequence}: "
+            f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}: "
             f"{window.batches} batches are left out, and the fit goes on from global step {spike['global_step']}."
         )
         if counts["in_a_row"] > self.max_consecutive:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from copy import deepcopy
 from typing import Any
 
@@ -15,23 +14,22 @@ from lightning_tricks._lightning_compat.results import capture_loop_state, named
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
-from lightning_tricks._shared.tensors import clone_tensors, is_sharded
+from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
 from lightning_tricks.spike_guard.core.optimizer_copies import copy_optimizer, restore_optimizer
 
 
-def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool, written: Container[str]) -> dict[str, Any]:
+def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool) -> dict[str, Any]:
     """Return the state of a fit between two optimizer steps as copied tensors and plain values.
 
     Args:
         trainer: The Trainer.
         guard: The callback that takes the snapshot, which is no part of it.
         with_steps: Whether to copy also what optimizer steps change: weights, optimizers, schedules, averaged weights.
-        written: The names of weights that are changed before an optimizer's step, and always copied.
     """
     module = trainer.lightning_module
     snapshot: dict[str, Any] = {
-        "module": copy_step_state(module, weights=with_steps or written),
+        "module": copy_step_state(module, weights=with_steps or ()),
         "gradients": copy_gradients(module) if not module.automatic_optimization else {},
         "progress": step_progress(trainer),
         "loop": capture_loop_state(trainer),
@@ -96,22 +94,16 @@ def _schedules(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def weight_versions(trainer: Trainer) -> dict[str, int]:
-    """Return for each weight, by name, a number that each writing into it raises."""
-    named = trainer.lightning_module.named_parameters()
-    return {name: parameter._version for name, parameter in named if not is_sharded(parameter)}
+def _observers(trainer: Trainer) -> dict[str, TrickCallback]:
+    """Return all tricks: those that only observe have counts, and the others none."""
+    return {
+        name: callback for name, callback in named_callbacks(trainer).items() if isinstance(callback, TrickCallback)
+    }
 
 
 def _tricks(trainer: Trainer, guard: Callback) -> dict[str, TrickCallback]:
     """Return the other tricks that change training."""
-    named = named_callbacks(trainer).items()
-    return {k: c for k, c in named if isinstance(c, TrickCallback) and c.training_arguments and c is not guard}
-
-
-def _observers(trainer: Trainer) -> dict[str, TrickCallback]:
-    return {
-        name: callback for name, callback in named_callbacks(trainer).items() if isinstance(callback, TrickCallback)
-    }
+    return {name: c for name, c in _observers(trainer).items() if c.training_arguments and c is not guard}
 
 
 def _with_memory(trainer: Trainer, guard: Callback) -> dict[str, Any]:

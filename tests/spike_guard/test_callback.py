@@ -228,45 +228,9 @@ class Averaged(Noisy):
         self.average.update_parameters(self.net)
 
 
-@pytest.mark.parametrize("mode", ["skip", "rewind"])
-def test_an_average_in_the_module_goes_back_as_well(mode, tmp_path):
-    left_out = {7} if mode == "skip" else {6, 7}
-    guard = SpikeGuard(mode, every_n_train_steps=2, **SMALL)
-    guarded(tmp_path, guard, poisoned={7}, left_out=left_out, module=Averaged)
-
-
-def test_errors_that_a_spike_has_led_to_are_left_out_with_it(tmp_path):
-    class Sampling(Noisy):
-        def loss(self, batch):
-            # torch.compile in a test before has switched the checks off
-            torch.distributions.Categorical(logits=self.net[0](batch[0].nan_to_num()), validate_args=True)
-            return super().loss(batch)
-
-    guard = SpikeGuard("rewind", every_n_train_steps=5, **SMALL)
-    with pytest.warns(UserWarning, match=r"SpikeGuard: a value not finite, .* which led to ValueError: Expected"):
-        guarded(tmp_path, guard, poisoned={6}, left_out={5, 6, 7}, factor=float("nan"), module=Sampling)
-
-    class Broken(Noisy):
-        def training_step(self, batch, batch_idx):
-            return {}[batch_idx] if batch_idx == 7 else super().training_step(batch, batch_idx)
-
-    with pytest.raises(KeyError):
-        run(tmp_path / "broken", loader(Rows(12)), [SpikeGuard("rewind", **SMALL)], module=Broken)
-
-
-@pytest.mark.parametrize(("accumulated", "interval", "left_out"), [(4, 6, 4), (2, 5, 4), (3, 4, 3)])
-def test_validation_between_batches_of_a_step_sees_weights_that_were_judged(accumulated, interval, left_out, tmp_path):
-    seen = []
-
-    class Looking(Callback):
-        def on_validation_start(self, trainer, pl_module):
-            seen.append(all(p.isfinite().all() for p in pl_module.parameters()))
-
-    guard = SpikeGuard("rewind", every_n_train_steps=100, **SMALL)
-    options = {"accumulate_grad_batches": accumulated, "val_check_interval": interval}
-    run(tmp_path / "run", loader(Rows(12, {3}, float("nan"))), [guard, Looking()], **options)
-    assert seen == [True] * 2 * (12 // interval)
-    assert [spike["left_out"] for spike in guard.spikes] == [left_out] * 2
+def test_an_average_in_the_module_goes_back_as_well(tmp_path):
+    guard = SpikeGuard("rewind", every_n_train_steps=2, **SMALL)
+    guarded(tmp_path, guard, poisoned={7}, left_out={6, 7}, module=Averaged)
 
 
 @pytest.mark.parametrize("order", ["first", "last"])
