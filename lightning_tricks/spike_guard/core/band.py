@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 _SIGMA = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
 _LEAST_SPREAD = 0.01  # values that hardly differ would make a spike of any other
 _TAIL = 2.5  # times the distance of the largest value from the median, within which others are usual
-_OWN_SCALE = 2  # times as many spreads are usual without a logarithm, which shortens tails
+_OWN_SCALE = 3  # times as many spreads are usual without a logarithm, which shortens tails
 _LARGEST = 700.0  # of which `exp` is finite
 
 
@@ -22,7 +22,7 @@ class RobustBand:
 
     Values are compared by their logarithms, as losses and norms are spread by factors; zeros, to which a small loss is
     rounded, are taken for the smallest of the others. Where there are negative values, as of densities, all are
-    compared as they are, and twice the threshold is usual. The robust spread is 1.4826 times the median absolute
+    compared as they are, and three times the threshold is usual. The robust spread is 1.4826 times the median absolute
     deviation from the median, which is the standard deviation of normally distributed values; the plain one is the
     standard deviation, from the mean. A value is usual as well if it is not 2.5 times as far above the median as the
     largest of the last ones: the tails of some runs are much longer than both spreads tell. Spikes do not move the
