@@ -24,9 +24,11 @@ VALUES = st.lists(st.floats(0.1, 10, allow_nan=False), min_size=5, max_size=40)
 
 
 def limit_by_numpy(values: list[float], threshold: float, window: int) -> float:
-    last = np.array(values[-window:])
+    last = np.log(values[-window:])
     deviation = np.median(np.abs(last - np.median(last)))
-    return float(np.median(last) + threshold * max(1.4826 * deviation, 0.01 * abs(np.median(last))))
+    robust = np.median(last) + threshold * max(1.4826 * deviation, 0.01)
+    plain = np.mean(last) + threshold * max(np.std(last), 0.01)
+    return float(np.exp(min(max(robust, plain, 2.5 * last.max() - 1.5 * np.median(last)), 700)))
 
 
 @settings(max_examples=60, deadline=None)
