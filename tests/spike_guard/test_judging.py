@@ -56,8 +56,8 @@ def test_the_largest_value_of_the_ranks_is_judged(mode, monitor, tmp_path):
 
 def test_the_steps_before_the_last_one_of_max_steps_are_judged_before_the_fit_ends(tmp_path):
     guard = SpikeGuard("rewind", every_n_train_steps=100, **SMALL)
-    assert steps_done(tmp_path / "run", guard, {15: math.nan}, max_epochs=-1, max_steps=16) == 16
-    assert [(spike["batch_idx"], spike["left_out"]) for spike in guard.spikes] == [(3, 4)]
+    assert steps_done(tmp_path / "run", guard, {15: math.nan, 16: math.nan}, max_epochs=-1, max_steps=16) == 16
+    assert [(spike["batch_idx"], spike["left_out"]) for spike in guard.spikes] == [(3, 4), (4, 4)]
 
 
 def test_a_last_batch_with_fewer_rows_is_only_left_out_if_it_is_not_finite(tmp_path):
