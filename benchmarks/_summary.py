@@ -77,7 +77,12 @@ def _counts(rows: Mapping[str, Any]) -> Iterator[str]:
 
 
 # What a benchmark found -> what its rounds are, and its table
-TABLES = {"ratios": ("rounds", _ratios), "figures": ("seeds", _figures), "counts": ("kills", _counts)}
+TABLES = {
+    "ratios": ("rounds", _ratios),
+    "figures": ("seeds", _figures),
+    "counts": ("kills", _counts),
+    "healthy runs": ("batches", _counts),
+}
 
 
 def _versions(where: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.flavor import (
     LIGHTNING,
@@ -18,6 +18,9 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_o
 from lightning_tricks._shared.console import is_verbose, print_report
 from lightning_tricks._shared.pictures import can_log_images
 from lightning_tricks._shared.report_parts import ReportPart
+
+if TYPE_CHECKING:
+    import torch
 
 _STEP_HOOKS = (
     "on_train_batch_start",
@@ -79,6 +82,13 @@ class TrickCallback(Callback):
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
         """Restore what `mid_epoch_state` returned; the states of random number generators are restored after it."""
+
+    def epoch_counts(self) -> dict[str, Any]:
+        """Return what it counts of the training batches of an epoch, in tensors and plain values."""
+        return {}
+
+    def load_epoch_counts(self, counts: dict[str, Any], device: torch.device) -> None:
+        """Go back to what `epoch_counts` returned: `SpikeGuard` takes back batches that it leaves out."""
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Be told by `AutoResume` that it has resumed a fit.
@@ -229,8 +239,10 @@ class StepsCallback(TrickCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Call `on_step_end`."""
-        self.on_step_end(trainer, pl_module, "train", 0, outputs, batch, batch_idx)
+        """Call `on_step_end`, except of a batch that was left out."""
+        is_empty = isinstance(outputs, dict) and not outputs
+        if not (is_empty and any(getattr(c, "has_left_out_batch", False) for c in callbacks_of(trainer))):
+            self.on_step_end(trainer, pl_module, "train", 0, outputs, batch, batch_idx)
 
     def on_validation_batch_end(
         self,

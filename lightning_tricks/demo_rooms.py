@@ -74,7 +74,7 @@ def demo_fields(seed: int, out: Path) -> dict[str, Any]:
         "run_fingerprint": str(out / "fingerprint.jsonl"),
         "run_report": str(page_path(out).parent),
         "seeding": seed,
-        "spike_guard": {"mode": "skip", "threshold": 20.0},
+        "spike_guard": "skip",
     }
 
 

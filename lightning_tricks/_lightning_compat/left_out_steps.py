@@ -41,20 +41,9 @@ def ends_step(trainer: Trainer) -> bool:
 
 
 @needs_private("SpikeGuard")
-def validates_within_step(trainer: Trainer) -> bool:
-    """Whether a validation will come between batches of the next optimizer step, after a step has just ended."""
-    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_batch
-    if not isinstance(interval, int) or not loop._should_check_val_epoch():
-        return False
-    counted = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-    ahead = -(counted + 1) % interval
-    return 0 < ahead < trainer.accumulate_grad_batches and loop.batch_idx + 1 + ahead < trainer.num_training_batches
-
-
-@needs_private("SpikeGuard")
-def repeat_epoch_schedules(trainer: Trainer) -> None:
-    """Step the schedulers once more that are stepped when the batches of an epoch are done."""
-    trainer.fit_loop.epoch_loop._update_learning_rates(interval="epoch", update_plateau_schedulers=False)
+def is_without_steps(trainer: Trainer) -> bool:
+    """Whether this is the epoch in which StochasticWeightAveraging only recomputes the statistics of batch norms."""
+    return bool(trainer.fit_loop._skip_backward)
 
 
 @contextmanager
@@ -75,6 +64,7 @@ def around_steps(
     *,
     training_step: Around,
     batch: Around,
+    epoch: Around,
     validation: Around,
     batches_left_out: Callable[[], int | None],
 ) -> Iterator[None]:
@@ -84,14 +74,16 @@ def around_steps(
         trainer: The Trainer.
         training_step: Wrapped around the module's `training_step` alone.
         batch: Wrapped around the training step of each batch with its optimizer step.
+        epoch: Wrapped around all batches of an epoch, before the hooks of its end.
         validation: Wrapped around each validation within the fit.
         batches_left_out: Returns how many batches of the epoch do not count for schedulers that are stepped by steps;
-            None where the present one does not.
+            None where the present one does not, of which nothing is sent to loggers either.
     """
     with ExitStack() as stack:
         with needs_private("SpikeGuard"):
             loop: Any = trainer.fit_loop.epoch_loop
-            plain = loop._update_learning_rates
+            plain, connector = loop._update_learning_rates, trainer._logger_connector
+            update_loggers = connector.update_train_step_metrics
 
             def update_learning_rates(interval: str, update_plateau_schedulers: bool) -> None:
                 left_out = batches_left_out() if interval == "step" else 0
@@ -102,8 +94,14 @@ def around_steps(
                     finally:
                         loop.batch_progress.current.ready += left_out
 
+            def update_train_step_metrics() -> None:
+                if batches_left_out() is not None:  # or loggers would get the values of the step before once more
+                    update_loggers()
+
             stack.enter_context(overriding(loop, _update_learning_rates=update_learning_rates))
+            stack.enter_context(overriding(connector, update_train_step_metrics=update_train_step_metrics))
             for owner, name, around in (
+                (loop, "run", epoch),
                 (loop.automatic_optimization, "run", batch),
                 (loop.manual_optimization, "run", batch),
                 (loop.val_loop, "run", validation),

@@ -193,6 +193,15 @@ class ImageLogger(StepsCallback):
             return
         log_image(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
 
+    def epoch_counts(self) -> dict[str, Any]:
+        """Return the samples of training that are kept."""
+        return {stage: dict(vars(samples)) for stage, samples in self._kept.items() if stage == "train"}
+
+    def load_epoch_counts(self, counts: dict[str, Any], device: torch.device) -> None:
+        """Go back to what `epoch_counts` returned."""
+        self._kept.pop("train", None)
+        self._kept |= {stage: RankedSamples(**samples) for stage, samples in counts.items()}
+
     def report_parts(self, trainer: Trainer) -> list[Pictures]:
         """Return the mistakes, or of values the largest errors, of the last epoch of each stage."""
         parts = []

@@ -40,6 +40,7 @@ from lightning_tricks.metrics.key_checks import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
 
 
@@ -333,6 +334,14 @@ class MetricsMonitor(StepsCallback):
             self._history.load_state_dict(state_dict["history"])
             if "partial" in state_dict:  # `AutoResume` then loads each rank's own state dict, which has none
                 self._epoch.load_partial_state(state_dict["partial"])
+
+    def epoch_counts(self) -> dict[str, Any]:
+        """Return the metrics of training in the epoch so far."""
+        return self._epoch.training_states()
+
+    def load_epoch_counts(self, counts: dict[str, Any], device: torch.device) -> None:
+        """Go back to what `epoch_counts` returned."""
+        self._epoch.load_training_states(counts, device)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the metrics of each rank in the epoch so far."""

@@ -82,6 +82,18 @@ class EpochMetrics:
         for dataloader_idx in self._resumed_epoch.dataloaders_of(trainer, stage):
             self.of_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=True)
 
+    def training_states(self) -> dict[str, Any]:
+        """Return the states of the training metrics of this rank, by the dataloader's index."""
+        return {str(index): dataloader.state_dict() for index, dataloader in self.of_stage("train").items()}
+
+    def load_training_states(self, states: Mapping[str, Any], device: torch.device) -> None:
+        """Go back to what `training_states` returned; dataloaders that were new since then are new again."""
+        for index, dataloader in self.of_stage("train").items():
+            if str(index) in states:
+                dataloader.load([states[str(index)]], device)
+            else:
+                del self._dataloaders["train", index]
+
     def partial_state(self, trainer: Trainer, *, alone: bool) -> dict[str, Any]:
         """Return the metrics of each rank in the epoch so far, or nothing; all ranks call it, unless `alone`."""
         own = {

@@ -28,20 +28,18 @@ from lightning_tricks._lightning_compat.left_out_steps import (
     around_steps,
     ends_step,
     hook_kept,
-    repeat_epoch_schedules,
-    validates_within_step,
+    is_without_steps,
 )
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
 from lightning_tricks._shared.rng import capture_rng_state
-from lightning_tricks._shared.tensors import local_part
-from lightning_tricks._shared.text import describe_error
+from lightning_tricks._shared.tensors import local_part, tensors_in
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.core.band import RobustBand
-from lightning_tricks.spike_guard.snapshot import go_back, take_snapshot, weight_versions
+from lightning_tricks.spike_guard.snapshot import add_before_next_batch, go_back, take_snapshot
 
 
 class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
@@ -54,8 +52,9 @@ class _Window:
 
     Attributes:
         snapshot: The state of the fit before them.
-        values: The loss of each step, and the norm of its gradients if it is watched; shape (1,) or (2,).
-        ends: The index of the last batch of each step.
+        values: The loss and the norm of the gradients of each step that is not judged yet, shape (2,); infinity for
+            what is not finite, -infinity for what does not count.
+        ends: The index of the last batch of each of these steps.
         batches: How many batches were trained.
     """
 
@@ -68,16 +67,18 @@ class _Window:
 class SpikeGuard(TrickCallback):
     """Leave out of training the batches with which the loss, or the norm of the gradients, leaves its usual band.
 
-    A value is a spike if it is above the median of the last `window` values by more than `threshold` times their
-    spread (see `RobustBand`), or if the loss is NaN or infinite. The loss of a step is the largest among its
-    accumulated batches and among all ranks, so that all ranks decide alike.
+    A value is a spike if its logarithm is more than `threshold` spreads above those of the last `window` values, by a
+    robust and by the plain spread (see `RobustBand`), or if the loss or a gradient is NaN or infinite. The loss of a
+    step is the largest among its accumulated batches and among all ranks, so that all ranks decide alike. An epoch's
+    last batch, if it has fewer rows than the others, and the epoch in which `StochasticWeightAveraging` recomputes
+    batch statistics, which has no steps, are left out if they are not finite alone.
 
     "skip" leaves out the batches of one optimizer step: all of them under accumulation. Weights, buffers, optimizer,
     schedules and `global_step` stay as they were, and `on_train_batch_end` gets an empty dict of outputs.
 
     "rewind" judges `every_n_train_steps` optimizer steps at once, fewer where an epoch or the fit ends or validation
     begins. If one of them is a spike, or a weight is not finite then, it goes back to the state before them, which is
-    kept on the device, and leaves out all their batches.
+    kept on the device, and leaves out all their batches, also from what `MetricsMonitor` and `ImageLogger` count.
 
     Either way the run continues bit for bit as one whose loader leaves those batches out: with random states, batch
     statistics, optimizers, schedules, the GradScaler, metrics of the module and what is logged for the epoch.
@@ -89,8 +90,8 @@ class SpikeGuard(TrickCallback):
         mode: "skip" or "rewind".
         monitor: "loss" for what `training_step` returns, or "grad_norm" for the 2-norm of the unscaled gradients of
             a step, before they are clipped.
-        threshold: How many spreads above the median are usual, > 0. At `float("inf")` all finite values are.
-        window: Of how many of the last values the median and the spread are taken, at least 2.
+        threshold: How many spreads above the last values are usual, > 0. At `float("inf")` all finite values are.
+        window: Of how many of the last values the spreads are taken, at least 2.
         warmup_steps: For how many steps nothing but values that are not finite are spikes.
         every_n_train_steps: With "rewind": how many optimizer steps (batches under manual optimization) are judged
             at once.
@@ -100,6 +101,7 @@ class SpikeGuard(TrickCallback):
     Attributes:
         spikes: An entry for each spike: `epoch`, `batch_idx`, `global_step` before it, `value`, `limit` and how many
             batches were `left_out`.
+        has_left_out_batch: Whether the present batch was left out.
 
     "skip" reads one value from the device in each step, as a GradScaler does; "rewind" one in `every_n_train_steps`.
 
@@ -109,7 +111,7 @@ class SpikeGuard(TrickCallback):
 
     Examples:
         >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(callbacks=[SpikeGuard("rewind", threshold=8.0)], accelerator="cpu", logger=False)
+        >>> trainer = Trainer(callbacks=[SpikeGuard("rewind", every_n_train_steps=50)], accelerator="cpu", logger=False)
     """
 
     training_arguments = ("mode", "monitor", "threshold", "window", "warmup_steps", "every_n_train_steps")
@@ -119,9 +121,9 @@ class SpikeGuard(TrickCallback):
         mode: Literal["skip", "rewind"] = "skip",
         *,
         monitor: Literal["loss", "grad_norm"] = "loss",
-        threshold: float = 6.0,
+        threshold: float = 8.0,
         window: int = 128,
-        warmup_steps: int = 64,
+        warmup_steps: int = 128,
         every_n_train_steps: int = 100,
         max_consecutive: int = 10,
     ) -> None:
@@ -145,10 +147,8 @@ class SpikeGuard(TrickCallback):
         self._open: _Window | None = None
         self._loss: Tensor | None = None  # of the present step
         self._norm: Tensor | None = None
-        self._versions: dict[str, int] = {}  # of the weights, when the snapshot was taken
-        self._written: set[str] = set()  # weights that change before an optimizer's step, such as averages
-        self._is_fresh = self._is_left_out = self._is_within_step = False  # the present batch
-        self._left_out_in_epoch = 0
+        self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = False  # the present batch
+        self._left_out_in_epoch, self._rows = 0, list[int]()
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made in the middle of a fit takes no snapshot along
@@ -163,7 +163,10 @@ class SpikeGuard(TrickCallback):
             name = type(trainer.strategy).__name__
             raise MisconfigurationException(f"SpikeGuard does not see the steps of {name}: use DDP or FSDP2.")
         if self.mode == "skip" and not pl_module.automatic_optimization:
-            raise _unskippable("manual optimization, where an optimizer may step before another one sees the spike")
+            raise _unskippable(
+                "manual optimization, where an optimizer may step before another one sees the spike",
+                ', and return the loss, or a dict with "loss", from training_step, or give monitor="grad_norm"',
+            )
         self.on_exception()
         self._forget()
 
@@ -171,7 +174,7 @@ class SpikeGuard(TrickCallback):
         """Start to watch the steps."""
         if self.mode == "skip" and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise _unskippable("LBFGS, which moves the weights between its losses")
-        band = f"{self.threshold:g} spreads above the median of the last {self.window}, after {self.warmup_steps} steps"
+        band = f"{self.threshold:g} spreads above the last {self.window}, after {self.warmup_steps} steps"
         above = f", or more than {band}" * math.isfinite(self.threshold)
         self.say(f"a spike is a {self.monitor} that is not finite{above}")
         plain = trainer.strategy.optimizer_step
@@ -187,14 +190,24 @@ class SpikeGuard(TrickCallback):
                 trainer,
                 training_step=partial(self._note_loss, trainer),
                 batch=partial(self._run_batch, trainer),
+                epoch=partial(self._run_epoch, trainer),
                 validation=partial(self._judge_before, trainer),
-                batches_left_out=lambda: None if self._is_left_out else self._left_out_in_epoch,
+                batches_left_out=lambda: None if self.has_left_out_batch else self._left_out_in_epoch,
             )
         )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew: no step of an epoch is judged with those of another."""
         self._open, self._loss, self._left_out_in_epoch = None, None, 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Look whether it is an epoch's last batch with fewer rows, whose values spread more than those of others."""
+        self._is_fresh, self.has_left_out_batch = True, False
+        rows, before = [len(tensor) for tensor in tensors_in(batch) if tensor.ndim], self._rows
+        self._is_short = is_last_batch(trainer) and (
+            not rows or any(now < then for now, then in zip(rows, before, strict=False))
+        )
+        self._rows = rows
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -203,10 +216,6 @@ class SpikeGuard(TrickCallback):
         if not trainer.barebones:
             values = {"spike_guard/left_out_batches": torch.tensor(float(self._counts["left_out"]), device="cpu")}
             log_step_values(trainer, type(self).__name__, values)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge the open steps."""
-        self._close_window(trainer, after_batch=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were left out."""
@@ -235,22 +244,24 @@ class SpikeGuard(TrickCallback):
     def mid_epoch_state(self) -> dict[str, Any]:
         """Return the steps that are not judged yet, with the snapshot before them."""
         window = vars(self._open) if self._open is not None else {}
-        return {"window": dict(window), "loss": self._loss, "left_out": self._left_out_in_epoch}
+        return {
+            "window": dict(window),
+            "loss": self._loss,
+            "left_out": self._left_out_in_epoch,
+            "rows": self._rows,
+        }
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
         """Restore what `mid_epoch_state` returned."""
         self._open = _Window(**state["window"]) if state["window"] else None
-        self._loss, self._left_out_in_epoch = state["loss"], state["left_out"]
+        self._loss, self._left_out_in_epoch, self._rows = state["loss"], state["left_out"], state["rows"]
 
     def _prepare(self, trainer: Trainer, stage: str) -> None:
         """Take a snapshot before a batch is fetched, unless there are steps that wait to be judged."""
-        if stage != "train":
-            return
-        self._is_fresh, self._is_left_out = True, False
-        if self._open is None or not self._open.batches:
+        if stage == "train" and (self._open is None or not self._open.batches):
             self._open = None  # its memory is free for the next one
-            snapshot = take_snapshot(trainer, self, with_steps=self.mode == "rewind", written=self._written)
-            self._open, self._versions = _Window(snapshot), weight_versions(trainer)
+            with_steps = self.mode == "rewind" and not is_without_steps(trainer)
+            self._open = _Window(take_snapshot(trainer, self, with_steps=with_steps))
 
     def _fetched(self, trainer: Trainer, stage: str) -> None:
         """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
@@ -269,20 +280,22 @@ class SpikeGuard(TrickCallback):
                 )
         elif self._is_fresh:  # not at a further evaluation of LBFGS
             loss = loss.detach().to(trainer.strategy.root_device).float().max()
-            loss = torch.where(loss.isfinite(), loss, math.inf)  # ranks agree on infinity, and not on NaN
+            finite = torch.full_like(loss, -math.inf) if self._is_short else loss
+            loss = torch.where(loss.isfinite(), finite, math.inf)  # ranks agree on infinity, and not on NaN
             self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
         return output
 
     def _closure(self, trainer: Trainer, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Call the closure of an optimizer's step, and leave it before weights change if "skip" finds a spike."""
         result = closure()
-        if self._is_fresh and self.monitor == "grad_norm":
+        if is_without_steps(trainer):
+            return result
+        if self._is_fresh and (self.mode == "skip" or self.monitor == "grad_norm"):
             norm = _unscaled_norm(trainer, optimizer)
             self._norm = norm if self._norm is None else torch.hypot(self._norm, norm)
         if trainer.lightning_module.automatic_optimization:
             self._is_fresh = False
         if self.mode == "skip":
-            self._written |= {name for name, n in weight_versions(trainer).items() if self._versions.get(name, n) != n}
             self._note_step(trainer)
             if (spike := self._judge(trainer)) is not None:
                 raise _LeftOut(spike)
@@ -292,7 +305,7 @@ class SpikeGuard(TrickCallback):
         """Run a batch, and judge the steps that are due."""
         if self._open is None:
             self._prepare(trainer, "train")  # the batch was fetched in advance
-        window = cast(_Window, self._open)
+        window, is_automatic = cast(_Window, self._open), trainer.lightning_module.automatic_optimization
         window.batches += 1
         self._counts["batches"] += 1
         self._is_within_step = not ends_step(trainer)
@@ -302,50 +315,47 @@ class SpikeGuard(TrickCallback):
         except _LeftOut as left_out:
             self._leave_out(trainer, *left_out.args)
             return {}
-        except Exception as error:  # such as that of a distribution that is given NaN
-            may_go_back = self.mode == "rewind" and trainer.world_size == 1 and not self._is_within_step
-            if not (may_go_back and trainer.lightning_module.automatic_optimization) or isinstance(
-                error, StopIteration
-            ):
-                raise
-            if (spike := self._judge(trainer)) is None:
-                raise
-            self._leave_out(trainer, spike, f", which led to {describe_error(error)}")
-            return {}
-        if self.mode == "skip" and not self._is_within_step:
-            self._open = None
-        elif not self._is_within_step:
-            self._note_step(trainer)
-            is_last = 0 <= trainer.max_steps <= trainer.global_step
-            if len(window.ends) >= self.every_n_train_steps or is_last or validates_within_step(trainer):
+        is_alone, is_last = is_without_steps(trainer), is_last_batch(trainer)
+        if is_alone or not self._is_within_step:
+            if self._is_fresh or self.mode == "rewind":  # or it was judged before the step
+                self._note_step(trainer)
+            # the module may have called the closure alone
+            self._is_within_step = self._is_fresh and is_automatic and not is_alone
+            is_last |= 0 <= trainer.max_steps <= trainer.global_step
+            is_due = self.mode == "skip" or is_alone or len(window.ends) >= self.every_n_train_steps
+            if is_last or (is_due and not self._is_within_step):
                 self._close_window(trainer)
+        if self._open is not None:
+            add_before_next_batch(trainer, window.snapshot)
+        return {} if self.has_left_out_batch else output
+
+    def _run_epoch(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
+        """Run the batches of an epoch, and judge the open steps if it was stopped."""
+        output = run()
+        self._close_window(trainer)
         return output
 
     def _judge_before(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Judge the open steps before what follows, unless there are batches of an incomplete one."""
         if self.mode == "rewind" and not self._is_within_step:
-            self._close_window(trainer, after_batch=True)
+            self._close_window(trainer)
         return run()
 
     def _note_step(self, trainer: Trainer) -> None:
-        """Note the values of a step that is complete: its loss, and the norm if that is watched."""
-        window, loss, norm = cast(_Window, self._open), self._loss, self._norm
+        """Note the values of a step that is complete."""
+        window, device = cast(_Window, self._open), trainer.strategy.root_device
+        none = torch.full((), -math.inf, device=device)
+        loss, norm = (none if value is None else value.to(device, torch.float32) for value in (self._loss, self._norm))
         self._loss = self._norm = None
-        device = trainer.strategy.root_device
-        values = [loss] if loss is not None else []
-        if self.monitor == "grad_norm":  # a norm that does not count is -inf
-            norm = torch.full((), -math.inf, device=device) if norm is None else norm.nan_to_num(-math.inf, math.inf)
-            values = [torch.zeros((), device=device) if loss is None else loss, norm.to(device, torch.float32)]
-        if values:
-            window.values.append(torch.stack(values))
-            window.ends.append(num_batches_done(trainer) - 1)
+        if self._is_short:
+            norm = torch.where(norm.isfinite(), none, norm)
+        window.values.append(torch.stack([loss, norm]).nan_to_num(-math.inf, math.inf, -math.inf))
+        window.ends.append(num_batches_done(trainer) - 1)
 
-    def _close_window(self, trainer: Trainer, *, after_batch: bool = False) -> None:
+    def _close_window(self, trainer: Trainer) -> None:
         """Keep the open steps, or go back to the state before them."""
         if (spike := self._judge(trainer)) is not None:
             self._leave_out(trainer, spike)
-            if after_batch and is_last_batch(trainer):
-                repeat_epoch_schedules(trainer)  # which were stepped for the epoch, not for its batches
         self._open = None
 
     def _judge(self, trainer: Trainer) -> dict[str, Any] | None:
@@ -353,29 +363,29 @@ class SpikeGuard(TrickCallback):
         window = self._open
         if window is None or not window.values:
             return None
-        values = torch.stack(window.values)
+        values, ends = torch.stack(window.values), window.ends
+        window.values, window.ends = [], []
         if self.mode == "rewind":
-            weights = [local_part(p).isfinite().all() for p in trainer.lightning_module.parameters()]
-            none = torch.ones((), dtype=torch.bool, device=values.device)  # a module may have no weights
-            are_finite = torch.stack([none, *(finite.to(values.device) for finite in weights)]).all()
-            values[-1, 0] = torch.where(are_finite, values[-1, 0], math.inf)
+            values[-1, 0] = values[-1, 0].maximum(_infinite_weights(trainer))
         if trainer.world_size > 1:
             values = trainer.strategy.reduce(values, reduce_op="max")
+        place = ("loss", "grad_norm").index(self.monitor)
         # a loss that is not finite is a spike of the norm as well, and a norm that a GradScaler skips is left to it
-        rows = [row[:1] if math.isinf(row[0]) else row for row in values.tolist()]
-        watched = [(end, row[-1]) for end, row in zip(window.ends, rows, strict=True) if row[-1] != -math.inf]
+        judged = [math.inf if math.inf in row else row[place] for row in values.tolist()]
+        ignored = {-math.inf, *(filter(math.isfinite, judged) if is_without_steps(trainer) else ())}
+        watched = [(end, value) for end, value in zip(ends, judged, strict=True) if value not in ignored]
         found = self._band.take([value for _, value in watched])
         if found is None:
             self._counts["in_a_row"] = 0
             return None
-        place, limit = found
-        return {"batch_idx": watched[place][0], "value": watched[place][1], "limit": limit}
+        number, limit = found
+        return {"batch_idx": watched[number][0], "value": watched[number][1], "limit": limit}
 
-    def _leave_out(self, trainer: Trainer, spike: dict[str, Any], consequence: str = "") -> None:
+    def _leave_out(self, trainer: Trainer, spike: dict[str, Any]) -> None:
         """Go back to the snapshot, and report the spike."""
         window, self._open, counts = cast(_Window, self._open), None, self._counts
         go_back(trainer, self, window.snapshot)
-        self._is_left_out = True
+        self.has_left_out_batch = True
         self._left_out_in_epoch += window.batches
         counts |= {"left_out": counts["left_out"] + window.batches, "in_a_row": counts["in_a_row"] + 1}
         spike |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "left_out": window.batches}
@@ -383,7 +393,7 @@ class SpikeGuard(TrickCallback):
         value, limit = spike["value"], spike["limit"]
         what = f"a {self.monitor} of {value:.4g}, above {limit:.4g}" if math.isfinite(value) else "a value not finite"
         said = (
-            f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}{consequence}: "
+            f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}: "
             f"{window.batches} batches are left out, and the fit goes on from global step {spike['global_step']}."
         )
         if counts["in_a_row"] > self.max_consecutive:
@@ -393,10 +403,24 @@ class SpikeGuard(TrickCallback):
                 'batches, lower the learning rate, or use "rewind", a longer every_n_train_steps or a larger threshold.'
             )
         rank_zero_warn(said)
+        if self.mode == "skip" and trainer.strategy.reduce(_infinite_weights(trainer), reduce_op="max") > 0:
+            raise RuntimeError(
+                f"{said} But weights are not finite, and were not before this batch either: a step with a finite loss "
+                'and finite gradients has spoilt them. "skip" does not take back steps: use SpikeGuard("rewind").'
+            )
 
 
-def _unskippable(what: str) -> MisconfigurationException:
-    return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind".')
+def _unskippable(what: str, needs: str = "") -> MisconfigurationException:
+    return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind"{needs}.')
+
+
+def _infinite_weights(trainer: Trainer) -> Tensor:
+    """Return infinity if a weight that is trained is not finite, else -infinity; shape ()."""
+    device = trainer.strategy.root_device
+    weights = [local_part(p).isfinite().all() for p in trainer.lightning_module.parameters() if p.requires_grad]
+    none = torch.ones((), dtype=torch.bool, device=device)  # a module may have no weights
+    are_finite = torch.stack([none, *(finite.to(device) for finite in weights)]).all()
+    return torch.full((), math.inf, device=device).where(~are_finite, -math.inf)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from copy import deepcopy
 from typing import Any
 
@@ -15,22 +14,22 @@ from lightning_tricks._lightning_compat.results import capture_loop_state, named
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
-from lightning_tricks._shared.tensors import is_sharded
+from lightning_tricks._shared.tensors import clone_tensors
+from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
 from lightning_tricks.spike_guard.core.optimizer_copies import copy_optimizer, restore_optimizer
 
 
-def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool, written: Container[str]) -> dict[str, Any]:
+def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool) -> dict[str, Any]:
     """Return the state of a fit between two optimizer steps as copied tensors and plain values.
 
     Args:
         trainer: The Trainer.
         guard: The callback that takes the snapshot, which is no part of it.
         with_steps: Whether to copy also what optimizer steps change: weights, optimizers, schedules, averaged weights.
-        written: The names of weights that are changed before an optimizer's step, and always copied.
     """
     module = trainer.lightning_module
     snapshot: dict[str, Any] = {
-        "module": copy_step_state(module, weights=with_steps or written),
+        "module": copy_step_state(module, weights=with_steps or ()),
         "gradients": copy_gradients(module) if not module.automatic_optimization else {},
         "progress": step_progress(trainer),
         "loop": capture_loop_state(trainer),
@@ -41,7 +40,7 @@ def take_snapshot(trainer: Trainer, guard: Callback, *, with_steps: bool, writte
         averages, scaler = _averages(trainer), active_scaler(trainer)
         snapshot |= {
             "optimizers": [copy_optimizer(optimizer) for optimizer in trainer.optimizers],
-            "schedulers": [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+            **_schedules(trainer),
             "scaler": scaler.state_dict() if scaler is not None else {},
             "callbacks": {name: deepcopy(c.state_dict()) for name, c in _step_counters(trainer, guard).items()},
             "averages": {name: copy_step_state(average, weights=True) for name, average in averages.items()},
@@ -60,11 +59,12 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
     parts = _with_memory(trainer, guard)
     for name, state in snapshot["in_epoch"].items():
         parts[name].load_mid_epoch_state(state)
+    observers = _observers(trainer)
+    for name, state in snapshot.get("counts", {}).items():
+        observers[name].load_epoch_counts(state, trainer.strategy.root_device)
     if "optimizers" in snapshot:
         for optimizer, copied in zip(trainer.optimizers, snapshot["optimizers"], strict=True):
             restore_optimizer(optimizer, copied)
-        for config, state in zip(trainer.lr_scheduler_configs, snapshot["schedulers"], strict=True):
-            config.scheduler.load_state_dict(deepcopy(state))
         if (scaler := active_scaler(trainer)) is not None:
             scaler.load_state_dict(dict(snapshot["scaler"]))
         counters, averages = _step_counters(trainer, guard), _averages(trainer)
@@ -72,19 +72,38 @@ def go_back(trainer: Trainer, guard: Callback, snapshot: dict[str, Any]) -> None
             counters[name].load_state_dict(deepcopy(state))
         for name, copied in snapshot["averages"].items():
             restore_step_state(averages[name], copied)
+    if "schedulers" in snapshot:
+        for config, state in zip(trainer.lr_scheduler_configs, snapshot["schedulers"], strict=True):
+            config.scheduler.load_state_dict(deepcopy(state))
+        for optimizer, options in zip(trainer.optimizers, snapshot["options"], strict=True):
+            restore_group_options(optimizer, clone_tensors(options))
     restore_rng_state(snapshot["random"])
 
 
-def weight_versions(trainer: Trainer) -> dict[str, int]:
-    """Return for each weight, by name, a number that each writing into it raises."""
-    named = trainer.lightning_module.named_parameters()
-    return {name: parameter._version for name, parameter in named if not is_sharded(parameter)}
+def add_before_next_batch(trainer: Trainer, snapshot: dict[str, Any]) -> None:
+    """Add to a snapshot what changes only after its first batch was run: counts of observers, schedules."""
+    if "counts" not in snapshot:
+        counts = {name: callback.epoch_counts() for name, callback in _observers(trainer).items()}
+        snapshot.update({"counts": counts, **_schedules(trainer), **snapshot})
+
+
+def _schedules(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "schedulers": [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "options": [copy_group_options(optimizer) for optimizer in trainer.optimizers],
+    }
+
+
+def _observers(trainer: Trainer) -> dict[str, TrickCallback]:
+    """Return all tricks: those that only observe have counts, and the others none."""
+    return {
+        name: callback for name, callback in named_callbacks(trainer).items() if isinstance(callback, TrickCallback)
+    }
 
 
 def _tricks(trainer: Trainer, guard: Callback) -> dict[str, TrickCallback]:
     """Return the other tricks that change training."""
-    named = named_callbacks(trainer).items()
-    return {k: c for k, c in named if isinstance(c, TrickCallback) and c.training_arguments and c is not guard}
+    return {name: c for name, c in _observers(trainer).items() if c.training_arguments and c is not guard}
 
 
 def _with_memory(trainer: Trainer, guard: Callback) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_tables_are_printed_where_that_is_asked_for(way, tmp_path, capsys, light
     ("callback", "words"),
     [
         (ModelReport(graph=False), "after the first step: weights "),  # later, more may train
-        (SpikeGuard(), "not finite, or more than 6 spreads above the median of the last 128, after 64 steps"),
+        (SpikeGuard(), "not finite, or more than 8 spreads above the last 128, after 128 steps"),
         (SpikeGuard(threshold=float("inf"), monitor="grad_norm"), "a spike is a grad_norm that is not finite\n"),
         (MetricsMonitor(multiclass_metrics(10), best={"val/acc": "max"}), "best val/acc "),
     ],

@@ -5,46 +5,70 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 _SIGMA = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-_LEAST_SPREAD = 0.01  # of the median: values that hardly differ would make a spike of any other
+_LEAST_SPREAD = 0.01  # values that hardly differ would make a spike of any other
+_TAIL = 2.5  # times the distance of the largest value from the median, within which others are usual
+_OWN_SCALE = 3  # times as many spreads are usual without a logarithm, which shortens tails
+_LARGEST = 700.0  # of which `exp` is finite
 
 
 class RobustBand:
-    """The values that are usual now: all up to `threshold` times the spread above the median of the last ones.
+    """The values that are usual now: all that are not `threshold` spreads above the last ones, by each of two spreads.
 
-    The spread is 1.4826 times the median absolute deviation, which is the standard deviation of normally distributed
-    values, and at least 1 % of the median. Spikes do not move the band, as they are not taken into it.
+    Values are compared by their logarithms, as losses and norms are spread by factors; zeros, to which a small loss is
+    rounded, are taken for the smallest of the others. Where there are negative values, as of densities, all are
+    compared as they are, and three times the threshold is usual. The robust spread is 1.4826 times the median absolute
+    deviation from the median, which is the standard deviation of normally distributed values; the plain one is the
+    standard deviation, from the mean. A value is usual as well if it is not 2.5 times as far above the median as the
+    largest of the last ones: the tails of some runs are much longer than both spreads tell. Spikes do not move the
+    band, as they are not taken into it.
 
     Args:
-        threshold: How many spreads above the median are usual, > 0; `float("inf")` for all finite values.
+        threshold: How many spreads above the last values are usual, > 0; `float("inf")` for all finite values.
         window: How many of the last values count.
         warmup_steps: How many values are taken before any finite one can be a spike.
 
     Examples:
-        >>> band = RobustBand(threshold=6.0, window=128, warmup_steps=4)
+        >>> band = RobustBand(threshold=8.0, window=128, warmup_steps=4)
         >>> band.take([2.0, 2.2, 1.9, 2.1]), round(band.limit(), 2)
-        (None, 2.94)
+        (None, 3.61)
         >>> place, limit = band.take([2.0, 9.0, 2.1])  # none of the three is taken
         >>> place, round(limit, 2)
-        (1, 2.89)
+        (1, 3.57)
     """
 
-    def __init__(self, threshold: float = 6.0, window: int = 128, warmup_steps: int = 64) -> None:
+    def __init__(self, threshold: float = 8.0, window: int = 128, warmup_steps: int = 128) -> None:
         self.threshold, self.warmup_steps = threshold, warmup_steps
         self._values: deque[float] = deque(maxlen=window)
         self._count = 0
 
     def limit(self) -> float:
-        """Return the largest value that is usual now; infinity during the warm-up, and where all values are 0."""
-        if self._count < self.warmup_steps:
+        """Return the largest value that is usual now; infinity in the warm-up, and where half of the values are 0."""
+        if self._count < max(self.warmup_steps, 1) or math.isinf(self.threshold):
             return math.inf
-        middle = median(self._values)
-        spread = _SIGMA * median(abs(value - middle) for value in self._values)
-        spread = max(spread, _LEAST_SPREAD * abs(middle))
-        return middle + self.threshold * spread if spread else math.inf
+        values = np.array(self._values)
+        is_positive = bool((values >= 0).all())
+        if is_positive:
+            if not _median(values):
+                return math.inf
+            values = np.log(values.clip(values[values > 0].min()))
+        middle = _median(values)
+        least = _LEAST_SPREAD * (1 if is_positive else abs(middle))
+        robust = max(_SIGMA * _median(abs(values - middle)), least)
+        threshold = self.threshold * (1 if is_positive else _OWN_SCALE)
+        limit = max(
+            middle + threshold * robust,
+            values.mean() + threshold * max(values.std(), least),
+            middle + _TAIL * (values.max() - middle),
+        )
+        if not robust:
+            return math.inf
+        return math.exp(min(limit, _LARGEST)) if is_positive else float(limit)
 
     def take(self, values: Sequence[float]) -> tuple[int, float] | None:
         """Take values into the band in their order; none of them if one is a spike.
@@ -71,3 +95,9 @@ class RobustBand:
         """Restore what `state_dict` returned."""
         self._values = deque(state_dict["values"], maxlen=self._values.maxlen)
         self._count = state_dict["count"]
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    """Return the median, as `np.median` does in five times the time."""
+    ordered = np.sort(values)
+    return float(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -9,18 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.tensors import clone_tensors, parameters_of
-from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
 
 
 def copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Copy the states of an optimizer's parameters, by their number, other states, and the options of its groups."""
+    """Copy the states of an optimizer's parameters, by their number, and other states."""
     states = {number: optimizer.state[p] for number, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    return {
-        "states": clone_tensors(states),
-        "others": clone_tensors(others),
-        "options": copy_group_options(optimizer),
-    }
+    return {"states": clone_tensors(states), "others": clone_tensors(others)}
 
 
 def restore_optimizer(optimizer: Optimizer, copies: Mapping[str, Any]) -> None:
@@ -35,4 +30,3 @@ def restore_optimizer(optimizer: Optimizer, copies: Mapping[str, Any]) -> None:
     for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
         del optimizer.state[key]
     optimizer.state.update(clone_tensors(copies.get("others", {})))
-    restore_group_options(optimizer, clone_tensors(copies["options"]))
