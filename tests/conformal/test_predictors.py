@@ -146,7 +146,7 @@ def test_an_error_keeps_the_calibration_that_there_was():
     before = copy.deepcopy(conformal.state_dict())
     with pytest.raises(ValueError, match=r"alpha=0\.1 needs at least 9"):
         conformal.calibrate(_loader(30))
-    with pytest.raises(AttributeError, match=r"alpha=0\.5 needs other quantiles: make a new ConformalClassifier\("):
+    with pytest.raises(AttributeError, match=r"alpha=0\.5 needs other quantiles: make a new ConformalClassifier"):
         conformal.alpha = 0.5
     assert all(torch.equal(value, before[name]) for name, value in conformal.state_dict().items())
 
