@@ -23,16 +23,12 @@ class OwnSamples:
 
     def __init__(self, counted: str | None) -> None:
         self._counted = counted
-        self._shards: dict[tuple[str, int], SamplerShard | str] = {}
         self._warned: dict[tuple[str, int], str] = {}
 
-    def shard(self, trainer: Trainer, stage: str, dataloader_idx: int, batch_idx: int) -> SamplerShard | str:
+    def shard(self, trainer: Trainer, stage: str, dataloader_idx: int) -> SamplerShard | str:
         """Return which samples the sampler of a loader gives this rank, or the reason why they are not known."""
-        place = stage, dataloader_idx
-        if batch_idx == 0 or place not in self._shards:
-            loader = trainer.train_dataloader if stage == "train" else evaluation_loaders(trainer)[dataloader_idx]
-            self._shards[place] = get_sampler_shard(loader)
-        return self._shards[place]
+        loader = trainer.train_dataloader if stage == "train" else evaluation_loaders(trainer)[dataloader_idx]
+        return get_sampler_shard(loader)
 
     def take(
         self, trainer: Trainer | None, stage: str, dataloader_idx: int, batch_idx: int, values: Mapping[str, Any]
@@ -51,7 +47,7 @@ class OwnSamples:
         """
         if trainer is None or trainer.world_size == 1:
             return values, None
-        shard = self.shard(trainer, stage, dataloader_idx, batch_idx)
+        shard = self.shard(trainer, stage, dataloader_idx)
         if isinstance(shard, str):
             if self._counted is not None and self._warned.get((stage, dataloader_idx)) != shard:
                 self._warned[stage, dataloader_idx] = shard

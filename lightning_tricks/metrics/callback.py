@@ -253,7 +253,7 @@ class MetricsMonitor(StepsCallback):
             keys = self._keys.expected(stage, loader_names(trainer, stage))
             self._conflicts.compare_in_first_batch(trainer, pl_module, stage, keys)
             if trainer.world_size > 1:
-                shard = self._own_samples.shard(trainer, stage, dataloader_idx, batch_idx)
+                shard = self._own_samples.shard(trainer, stage, dataloader_idx)
                 refuse_unordered(self._name, stage, dataloader.suite.per_batch, "each rank has batches of its own")
                 if isinstance(shard, str):
                     refuse_unordered(self._name, stage, dataloader.suite.per_sample, shard)

@@ -95,7 +95,8 @@ class Before(_Moments):
     """First in the list: says which batch it is that the others are about to see."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.waits().moment = "a later batch" if trainer.fit_loop.total_batch_idx else "the first batch"
+        later = "an epoch's last batch" if trainer.is_last_batch else "a later batch"
+        self.waits().moment = later if trainer.fit_loop.total_batch_idx else "the first batch"
 
 
 class After(_Moments):

@@ -176,8 +176,8 @@ class StackedMembers(Members):
 
     def _is_loop_for(self, inputs: Sequence[Tensor]) -> bool:
         """Whether members run one after another on the same rows, because there are many, or none."""
-        work = len(inputs[0]) * self.n_parameters
-        return not work or (not torch.is_grad_enabled() and work >= _MIN_SEQUENTIAL_WORK)
+        rows = inputs[0].shape[0]  # a symbol in `torch.export`, which `len` would make a number
+        return rows == 0 or (not torch.is_grad_enabled() and rows * self.n_parameters >= _MIN_SEQUENTIAL_WORK)
 
     def in_mode(self, member: nn.Module) -> nn.Module:
         """Give the parts of a member the modes and the Trainer that they have in the stack."""
