@@ -15,7 +15,8 @@ def lock_folder(monkeypatch, tmp_path):
     """Give a test a folder of locks of its own, and no launcher, nor CUDA, which other tests may have initialized."""
     for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for scripts that import the fake
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # for scripts that import the fake
     for module in (result, visible_devices):
         monkeypatch.setattr(module, "uuids_seen_by_cuda", lambda: None)
     monkeypatch.setenv(gpu_locks.FOLDER_VARIABLE, str(tmp_path / "locks"))

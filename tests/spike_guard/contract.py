@@ -22,7 +22,7 @@ def verify(lab: Lab, setting: Setting) -> None:
         steps = 2 if mode == "rewind" and accumulated == 1 else 1
         left_out = range(4, 4 + steps * accumulated)
         rows = Rows(BATCHES, {left_out[-1]}, math.nan, one_rank=setting.ranks - 1)
-        guard = SpikeGuard(mode, threshold=20.0, window=8, warmup_steps=1, every_n_train_steps=steps)
+        guard = SpikeGuard(mode, threshold=1e3, window=8, warmup_steps=1, every_n_train_steps=steps)
         results = []
         for left, callbacks in (((), [guard]), (left_out, [])):
             with patch.object(laboratory, "loader", partial(loader, rows, left)), warnings.catch_warnings():
@@ -40,7 +40,7 @@ CASES = (
         callback=SpikeGuard,
         arguments={
             "mode": "rewind",
-            "threshold": 20.0,
+            "threshold": 1e3,
             "window": 8,
             "warmup_steps": 4,
             "every_n_train_steps": 4,
