@@ -334,7 +334,6 @@ _ERRORS = {
         ["--model=my_projct.Net"],
         "No module named 'my_projct'. Modules are looked for in the working",
     ),
-    "an older option": (["--gpu_id", "1"], "unrecognized arguments: --gpu_id 1. Write --trainer.devices '[N]'"),
     "an unknown option": (
         ["--trainer.maxepochs=3"],
         "--trainer.maxepochs=3. Did you mean 'trainer.max_epochs'? `fit --help` lists them all.",
