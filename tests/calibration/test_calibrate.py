@@ -338,13 +338,19 @@ def test_nothing_changes_also_where_the_module_or_an_exception_would_change_it(f
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_wrapper_holds_the_calibration_of_any_other_module(method):
-    logits, labels = drawn()
+def linear_identity():
+    """Return a layer that returns its input, with weights as others have."""
     net = nn.Linear(3, 3)
     with torch.no_grad():
         net.weight.copy_(torch.eye(3))
         net.bias.zero_()
+    return net
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrapper_holds_the_calibration_of_any_other_module(method):
+    logits, labels = drawn()
+    net = linear_identity()
     keys = set(net.state_dict())
     table = calibrate(net, loader_of(logits, labels), method)
     assert set(net.state_dict()) == keys
@@ -428,10 +434,7 @@ def test_what_is_said_of_outputs_has_to_be_so(voting):
 @pytest.mark.parametrize("change", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
 def test_modules_of_another_precision_than_the_held_out_data(change):
     logits, labels = drawn()
-    net = nn.Linear(3, 3)
-    with torch.no_grad():
-        net.weight.copy_(torch.eye(3))
-        net.bias.zero_()
+    net = linear_identity()
     expected = calibrate(nn.Identity(), loader_of(logits, labels)).as_dict()["after"]
     found = calibrate(change(net), loader_of(logits, labels))
     assert found.as_dict()["after"] == pytest.approx(expected, abs=0.02)
