@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 TYPE_CHECKING = False  # what annotations need would take longer than all else here
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
     from typing import Any
 
 
-def lazy_names(
-    package: str, table: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make a package's `__getattr__`, `__dir__` and `__all__` from a table of names.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make the `__getattr__`, `__dir__` and `__all__` of the package that calls.
+
+    Its public names are those that it imports under `if TYPE_CHECKING:`. These imports never run, but Python compiles
+    them: the names in the package's code are, in this order, that of each module and those that are imported from it.
+    So no source is read, which a frozen program does not have.
 
     Args:
-        package: The package's `__name__`.
-        table: Submodule of `package` -> the public names that it holds; with a dot in front, of the package above it.
+        package: The package's `__name__`. Its imports from a module follow one another, as ruff sorts them.
 
     Returns:
         What to bind to `__getattr__`, `__dir__` and `__all__` in the package's namespace.
     """
-    home = {name: submodule for submodule, names in table.items() for name in names}
+    home: dict[str, str] = {}
+    module = ""
+    for name in sys._getframe(1).f_code.co_names:
+        if name == __name__:  # the import of this function, after the others
+            break
+        if name.startswith("lightning_tricks."):
+            module = name
+        elif module:
+            home[name] = module
     public = sorted(name for name in home if not name.startswith("_"))
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(public)}")
-        return getattr(import_module(f".{home[name]}", package), name)
+        return getattr(import_module(home[name]), name)
 
     return __getattr__, lambda: public, public

@@ -23,17 +23,7 @@ if TYPE_CHECKING:
     from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder as CheckpointFolder
     from lightning_tricks.auto_resume.core.durable_writing import save_durably as save_durably
     from lightning_tricks.auto_resume.core.durable_writing import write_durably as write_durably
-
-    __all__ = ["AutoResume", "CheckpointFolder", "DurableCheckpointIO", "save_durably", "write_durably"]
-else:  # a type checker would otherwise accept any name
+else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callback": ("AutoResume",),
-            "checkpoint_writer": ("DurableCheckpointIO",),
-            "core.checkpoint_folder": ("CheckpointFolder",),
-            "core.durable_writing": ("save_durably", "write_durably"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -27,10 +27,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "._shared.calibration": ("Calibration",),
-            "calibrated_classifier": ("CalibratedClassifier", "CalibrationTable", "calibrate", "calibration_scores"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

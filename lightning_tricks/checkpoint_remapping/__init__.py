@@ -44,28 +44,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "core.matching.alignment": ("Alignment",),
-            "core.matching.alignment_search": ("align",),
-            "callback": ("CheckpointRemapping",),
-            "core.errors": (
-                "AmbiguousAlignmentError",
-                "CheckpointError",
-                "MissingCheckpointError",
-                "NotACheckpointError",
-                "NothingLoadedError",
-                "UnsafeCheckpointError",
-            ),
-            "core.loading": ("LoadReport", "load_weights"),
-            "core.output_comparison": ("max_output_difference",),
-            "core.head_replacement": ("replace_head",),
-            "core.files.checkpoint": ("Checkpoint",),
-            "core.files.reading": ("read_checkpoint",),
-            "core.remapping": ("remap_keys",),
-            "core.rules": ("RemapRule", "read_rules"),
-            "core.files.saving": ("save_weights",),
-            "core.files.pickle_values": ("Placeholder",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -25,12 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks.conformal.classifier import ConformalClassifier as ConformalClassifier
     from lightning_tricks.conformal.regressor import ConformalRegressor as ConformalRegressor
-
-    __all__ = ["ConformalClassifier", "ConformalRegressor"]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {"classifier": ("ConformalClassifier",), "regressor": ("ConformalRegressor",)},
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -36,20 +36,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "core.device_summary": ("DeviceSummary",),
-            "core.gpu": ("Gpu", "GpuProcess", "list_gpus", "MigSlice"),
-            "core.gpu_locks": ("GpuLockError",),
-            "core.memory_figures": ("limit_memory",),
-            "core.memory_report": ("memory_report", "MemoryReport", "TensorMemory"),
-            "core.nvml": ("NvmlUnavailableError",),
-            "core.rank_handoff": ("RankError",),
-            "core.result": ("NoGpuAvailableError", "Selection"),
-            "core.select": ("select_gpus",),
-            "cuda_memory": ("CudaMemory",),
-            "device_monitor": ("DeviceMonitor",),
-            "nvtx_ranges": ("NvtxRanges",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -36,12 +36,8 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.adversarial_training import (
         AdversarialTrainingRegressor as AdversarialTrainingRegressor,
     )
-    from lightning_tricks.ensembles.boosting import (
-        SoftGradientBoostingClassifier as SoftGradientBoostingClassifier,
-    )
-    from lightning_tricks.ensembles.boosting import (
-        SoftGradientBoostingRegressor as SoftGradientBoostingRegressor,
-    )
+    from lightning_tricks.ensembles.boosting import SoftGradientBoostingClassifier as SoftGradientBoostingClassifier
+    from lightning_tricks.ensembles.boosting import SoftGradientBoostingRegressor as SoftGradientBoostingRegressor
     from lightning_tricks.ensembles.core.combination import Uncertainty as Uncertainty
     from lightning_tricks.ensembles.core.combination import classification_uncertainty as classification_uncertainty
     from lightning_tricks.ensembles.core.combination import regression_uncertainty as regression_uncertainty
@@ -64,52 +60,7 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.voting import BaggingRegressor as BaggingRegressor
     from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles.voting import VotingRegressor as VotingRegressor
-
-    __all__ = [
-        "AdversarialTrainingClassifier",
-        "AdversarialTrainingRegressor",
-        "BaggingClassifier",
-        "BaggingRegressor",
-        "CrossValidation",
-        "Ensemble",
-        "FastGeometricClassifier",
-        "FastGeometricRegressor",
-        "FusionClassifier",
-        "FusionRegressor",
-        "GradientBoostingClassifier",
-        "GradientBoostingRegressor",
-        "NeuralForestClassifier",
-        "NeuralForestRegressor",
-        "SnapshotEnsembleClassifier",
-        "SnapshotEnsembleRegressor",
-        "SoftGradientBoostingClassifier",
-        "SoftGradientBoostingRegressor",
-        "StackingClassifier",
-        "StackingRegressor",
-        "Uncertainty",
-        "VotingClassifier",
-        "VotingRegressor",
-        "classification_uncertainty",
-        "cross_validate",
-        "regression_uncertainty",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "adversarial_training": ("AdversarialTrainingClassifier", "AdversarialTrainingRegressor"),
-            "fast_geometric": ("FastGeometricClassifier", "FastGeometricRegressor"),
-            "gradient_boosting": ("GradientBoostingClassifier", "GradientBoostingRegressor"),
-            "neural_forest": ("NeuralForestClassifier", "NeuralForestRegressor"),
-            "boosting": ("SoftGradientBoostingClassifier", "SoftGradientBoostingRegressor"),
-            "core.combination": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
-            "cross_validation": ("CrossValidation", "cross_validate"),
-            "fusion": ("FusionClassifier", "FusionRegressor"),
-            "ensemble": ("Ensemble",),
-            "snapshot": ("SnapshotEnsembleClassifier", "SnapshotEnsembleRegressor"),
-            "stacking": ("StackingClassifier", "StackingRegressor"),
-            "voting": ("BaggingClassifier", "BaggingRegressor", "VotingClassifier", "VotingRegressor"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

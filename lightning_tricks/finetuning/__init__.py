@@ -40,49 +40,7 @@ if TYPE_CHECKING:
     from lightning_tricks.finetuning.parameter_efficient import LoRA as LoRA
     from lightning_tricks.finetuning.parameter_efficient import PrefixTuning as PrefixTuning
     from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint as TrainableCheckpoint
-
-    __all__ = [
-        "AdapterSettings",
-        "Adapters",
-        "BaseMismatchError",
-        "GradualUnfreezing",
-        "InjectionReport",
-        "LoRA",
-        "LoRASettings",
-        "PrefixSettings",
-        "PrefixTuning",
-        "TrainableCheckpoint",
-        "add_adapters",
-        "add_lora",
-        "add_prefixes",
-        "freeze_",
-        "load_adapter",
-        "load_trainable",
-        "merge",
-        "parameters_without_gradient",
-        "save_adapter",
-        "trainable_summary",
-        "unfreeze_",
-    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "._shared.modules": ("parameters_without_gradient",),
-            "core.adapter_loading": ("load_adapter",),
-            "core.adapter_saving": ("save_adapter",),
-            "core.base_model_fingerprint": ("BaseMismatchError",),
-            "core.bottleneck_adapters": ("AdapterSettings", "add_adapters"),
-            "core.freezing": ("freeze_", "trainable_summary", "unfreeze_"),
-            "core.injection": ("InjectionReport",),
-            "core.lora_injection": ("add_lora", "merge"),
-            "core.lora_layers": ("LoRASettings",),
-            "core.prefixes": ("PrefixSettings", "add_prefixes"),
-            "core.trainable_weights": ("load_trainable",),
-            "gradual_unfreezing": ("GradualUnfreezing",),
-            "parameter_efficient": ("Adapters", "LoRA", "PrefixTuning"),
-            "trainable_checkpoint": ("TrainableCheckpoint",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

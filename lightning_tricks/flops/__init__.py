@@ -27,11 +27,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callback": ("FlopsReport",),
-            "core.flops_count": ("FlopsCount", "FlopsRow"),
-            "core.model_flops": ("count_flops",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -40,32 +40,7 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.step_skipping import skips_on_device as skips_on_device
     from lightning_tricks.gradient_clipping.core.unit_clipping import UnitClipResult as UnitClipResult
     from lightning_tricks.gradient_clipping.core.unit_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
-
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callback": ("GradientClipping",),
-            "core.clipping": (
-                "GradientNorms",
-                "clip_grad_norm_",
-                "clip_grad_value_",
-                "clip_grads_with_norm_",
-                "gradient_norms",
-            ),
-            "core.methods": (
-                "AGC",
-                "ClipMethod",
-                "ClipNorm",
-                "ClipValue",
-                "PercentileClip",
-                "PercentileThreshold",
-                "ZScoreClip",
-                "ZScoreThreshold",
-            ),
-            "core.step_skipping": ("skip_step_", "skip_step_on_device_", "skips_on_device"),
-            "core.unit_clipping": ("UnitClipResult", "adaptive_clip_grad_"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -28,10 +28,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callback": ("ImageLogger",),
-            "functional": ("denormalize", "image_grid", "overlay_masks", "to_numpy", "to_pil", "to_tensor"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -42,33 +42,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "builders": (
-                "build_optimizer",
-                "build_schedule",
-                "total_steps",
-            ),
-            "core.schedules": (
-                "constant",
-                "exponential",
-                "inverse_sqrt",
-                "multistep",
-                "one_cycle",
-                "polynomial",
-                "ramp",
-                "step",
-                "warmup_cosine",
-                "warmup_linear",
-                "wsd",
-            ),
-            "core.parameter_groups": (
-                "layer_of_parameters",
-                "parameter_groups",
-            ),
-            "core.scheduler": ("FactorLR",),
-            "core.optimizer_spec": ("OptimizerSpec",),
-            "core.schedule_spec": ("ScheduleSpec", "plot_schedule"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

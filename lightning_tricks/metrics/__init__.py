@@ -35,25 +35,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "._shared.mean_loss": ("MeanLoss",),
-            "callback": ("MetricsMonitor",),
-            "core.presets": (
-                "BalancedAccuracy",
-                "binary_metrics",
-                "calibration_metrics",
-                "detection_metrics",
-                "multiclass_metrics",
-                "multilabel_metrics",
-                "ood_metrics",
-                "preset",
-                "regression_metrics",
-                "retrieval_metrics",
-                "segmentation_metrics",
-            ),
-            "core.suite": ("MetricSuite",),
-            "key_checks": ("MetricsError",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

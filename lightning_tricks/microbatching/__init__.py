@@ -19,4 +19,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(__name__, {"callback": ("Microbatching",)})
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

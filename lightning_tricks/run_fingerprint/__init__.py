@@ -27,13 +27,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callback": ("RunFingerprint",),
-            "core.comparison": ("Comparison", "Divergence", "compare"),
-            "core.fingerprint": ("fingerprint",),
-            "core.record": ("FingerprintRecordError", "read_ranks"),
-            "reproducibility": ("assert_reproducible",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

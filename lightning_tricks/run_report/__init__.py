@@ -20,14 +20,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callback": ("RunReport",),
-            "core.comparison_page": ("comparison_page",),
-            "core.findings": ("find_all",),
-            "core.page": ("run_page",),
-            "core.record": ("Finding", "RunRecord", "RunReportError"),
-            "core.record_file": ("read_record",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -28,17 +28,4 @@ if TYPE_CHECKING:
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "._shared.rng": (
-                "capture_rng_state",
-                "derive_seed",
-                "isolated_rng",
-                "isolated_seeding",
-                "restore_rng_state",
-            ),
-            "callback": ("SeedEverything",),
-            "functional": ("seed_everything",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

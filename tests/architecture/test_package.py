@@ -1,15 +1,18 @@
 """The shape of the house: cheap imports, honest exports, and import rules that a broken package does not pass."""
 
 import ast
+import compileall
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -77,17 +80,31 @@ def test_public_names_are_there_and_typed(name):
     for public in package.__all__:
         assert inspect.getdoc(getattr(package, public)), f"{public} has no docstring"
         assert public not in _ROOMS, "a lazy import would return the package"
-    for node in ast.parse(Path(package.__file__).read_text()).body:
-        if isinstance(node, ast.If):  # if TYPE_CHECKING
-            aliases = [
-                alias for statement in node.body if isinstance(statement, ast.ImportFrom) for alias in statement.names
-            ]
-            for told in (ast.literal_eval(s.value) for s in node.body if isinstance(s, ast.Assign)):
-                assert sorted(told) == package.__all__, "what `import *` gives to type checkers"
-            assert sorted(alias.name for alias in aliases) == package.__all__
-            assert all(alias.name == alias.asname for alias in aliases), "`import x as x` re-exports"
+    read_by_type_checkers = next(
+        node for node in ast.parse(Path(package.__file__).read_text()).body if isinstance(node, ast.If)
+    )
+    imports = [statement for statement in read_by_type_checkers.body if isinstance(statement, ast.ImportFrom)]
+    aliases = [alias for statement in imports for alias in statement.names if alias.name != "__version__"]
+    assert sorted(alias.name for alias in aliases) == package.__all__
+    assert all(alias.name == alias.asname for alias in aliases), "`import x as x` re-exports"
     with pytest.raises(AttributeError, match=f"{name}.* has no attribute 'nothing'; it has "):
         package.nothing  # noqa: B018
+
+
+def test_a_program_without_sources_knows_the_names(tmp_path):
+    """As PyInstaller makes it: a zip of bytecode."""
+    sources = shutil.copytree(_PACKAGE, tmp_path / "sources" / "lightning_tricks")
+    compileall.compile_dir(sources, quiet=1, legacy=True, optimize=2)
+    with zipfile.ZipFile(tmp_path / "frozen.zip", "w") as frozen:
+        for path in sources.rglob("*.pyc"):
+            if path.parent.name != "__pycache__":
+                frozen.write(path, path.relative_to(sources.parent))
+    code = "import lightning_tricks as t; print(t.__file__, [t.count_flops.__module__, t.__version__, *t.__all__])"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "frozen.zip")}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(f"{tmp_path / 'frozen.zip'}")
+    names = ["lightning_tricks.flops.core.model_flops", lightning_tricks.__version__, *lightning_tricks.__all__]
+    assert run.stdout.endswith(f"{names}\n")
 
 
 def test_the_version_is_that_of_the_project(capsys, monkeypatch):
