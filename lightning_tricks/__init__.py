@@ -2,8 +2,6 @@
 
 TYPE_CHECKING = False  # as type checkers take it: `typing` would be most of what importing the package costs
 if TYPE_CHECKING:
-    __all__: list[str]
-
     from lightning_tricks._version import __version__ as __version__
     from lightning_tricks.auto_resume import AutoResume as AutoResume
     from lightning_tricks.calibration import CalibratedClassifier as CalibratedClassifier

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.flavor import (
@@ -62,7 +64,29 @@ class TrickCallback(Callback):
     path_arguments: tuple[str, ...] = ()
     training_arguments: tuple[str, ...] = ()
     verbose: bool | None = None
+    _begins_before_setup = False  # as `AutoResume` does
     _lines: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._forget_run()
+
+    @cached_property
+    def _installed(self) -> ExitStack:
+        """The context managers that a run has entered; where it ends they are left, the last one first."""
+        return ExitStack()
+
+    def _forget_run(self) -> None:
+        """Set to its initial value what is known only while a Trainer runs, such as the module's parameters.
+
+        It is called in `__init__`, where a run begins, where it ends, and of a copy that is to be pickled.
+        """
+
+    def _close(self) -> None:
+        """End a run: undo all that was installed, even where an error is raised, and forget the run."""
+        try:
+            self._installed.close()
+        finally:
+            self._forget_run()
 
     def before_module_init(self) -> None:
         """Do what has to happen before the submodules of a module are created; `TricksMixin` calls it."""
@@ -121,7 +145,10 @@ class TrickCallback(Callback):
         return ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a Trainer of the other Lightning and a second callback of the type; disable hooks that do nothing."""
+        """Refuse a Trainer of the other Lightning and a second callback of the type, and begin a run.
+
+        A run that an error has kept from its end is ended, and hooks that do nothing are disabled.
+        """
         if remedy := other_flavor(type(trainer)):
             raise MisconfigurationException(f"{type(self).__name__}: {remedy}")
         count = sum(isinstance(callback, type(self)) for callback in callbacks_of(trainer))
@@ -131,6 +158,8 @@ class TrickCallback(Callback):
                 "would repeat the work of the first. Remove one."
             )
 
+        if not self._begins_before_setup:
+            self._close()
         self._lines = ()
         is_verbose(self.verbose)  # a wrong variable is an error now, not when there is a table
         for name in _STEP_HOOKS:
@@ -160,6 +189,14 @@ class TrickCallback(Callback):
         """Print what the tricks have to say, once the last of them has ended; overrides call it at their end."""
         self._print_block(trainer, "Tricks at the end:")
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the run; overrides call it at their end."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the run, as the Trainer then calls no `teardown`; overrides call it at their end."""
+        self._close()
+
     def _print_block(self, trainer: Trainer, title: str) -> None:
         tricks = callbacks_of_type(trainer, TrickCallback)
         if tricks and self is not tricks[-1]:
@@ -181,8 +218,11 @@ class TrickCallback(Callback):
         vars(self).update(dict.fromkeys(name for name in names if getattr(type(self), name).__module__.startswith(own)))
 
     def __getstate__(self) -> dict[str, Any]:
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self))
+        copy._forget_run()
         # Lightning leaves bound methods of the module here after a fit; pickled, they would carry the whole model.
-        return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
+        return {name: value for name, value in vars(copy).items() if name not in ("_installed", "log", "log_dict")}
 
 
 class StepsCallback(TrickCallback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -143,6 +142,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
     """
 
     path_arguments = ("dirpath",)
+    _begins_before_setup = True  # in `before_loggers_begin`
 
     def __init__(
         self,
@@ -186,12 +186,13 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
         EARLY_SIGNALS.wait(self, self._new_stop_request(self.signals))
-        # Between setup and teardown
+        self._origin: dict[str, Any] | None = None  # of checkpoints that are saved after the fit
+        super().__init__()
+
+    def _forget_run(self) -> None:
         self._stop_request: StopRequest | None = None
-        self._installed = ExitStack()
         self._run_files: RunFiles | None = None
         self._fit: ResumableFit | None = None
-        self._origin: dict[str, Any] | None = None  # of checkpoints that are saved after the fit
 
     def before_loggers_begin(self, trainer: Trainer, module: LightningModule) -> None:
         """Lock the directory, unless a signal has asked to stop, before loggers touch what another process writes."""
@@ -278,7 +279,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
-        self._close()
+        super().teardown(trainer, pl_module, stage)
         if stage == "fit":
             EARLY_SIGNALS.leave(self)
         else:
@@ -286,7 +287,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""
-        self._close()
+        super().on_exception(trainer, pl_module, exception)
         EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
@@ -326,14 +327,10 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             )
 
     def _close(self) -> None:
-        run_files, self._fit, self._run_files, self._stop_request = self._run_files, None, None, None
-        self._installed.close()
+        run_files = self._run_files
+        super()._close()
         if run_files is not None:
             self._origin = vars(run_files.others.origin)
-
-    def __getstate__(self) -> dict[str, Any]:
-        cleared = dict.fromkeys(("_fit", "_run_files", "_stop_request"))
-        return {**super().__getstate__(), "_installed": ExitStack(), **cleared}
 
 
 def _seconds(interval: timedelta | dict[str, float] | None) -> float:

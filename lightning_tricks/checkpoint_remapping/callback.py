@@ -6,7 +6,6 @@ import copy
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,12 +111,10 @@ class CheckpointRemapping(TrickCallback):
         self.accept = accept
         self.clean_on_save = clean_on_save
         self.report: LoadReport | None = None
-        self._installed = ExitStack()  # between setup and teardown
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace what reads the Trainer's checkpoints."""
         super().setup(trainer, pl_module, stage)
-        self._installed.close()
         strategy = trainer.strategy
         if self.path is not None and stage == "fit" and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy):
             raise MisconfigurationException(
@@ -157,14 +154,6 @@ class CheckpointRemapping(TrickCallback):
             own = checkpoint["state_dict"]
             checkpoint["state_dict"] = {new: own[old] for old, new in strip_wrappers(own).items() if new is not None}
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove what `setup` installed."""
-        self._installed.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove what `setup` installed."""
-        self._installed.close()
-
     def _load_checkpoint(
         self, trainer: Trainer, load: Callable[..., Any], path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Any:
@@ -190,9 +179,6 @@ class CheckpointRemapping(TrickCallback):
             return pl_module.get_submodule(self.submodule or "")
         except AttributeError as error:
             raise MisconfigurationException(f"CheckpointRemapping(submodule={self.submodule!r}): {error}.") from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack()}
 
 
 _WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these write files of their own

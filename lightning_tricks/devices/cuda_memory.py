@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -101,11 +100,9 @@ class CudaMemory(TrickCallback):
         if record_history and not snapshot_on_oom:
             raise ValueError("record_history=True needs snapshot_on_oom=True, which writes what was recorded.")
         self.report: MemoryReport | None = None
-        self._installed = ExitStack()
-        self._forget()
+        super().__init__()
 
-    def _forget(self) -> None:
-        """Forget what belongs to a run."""
+    def _forget_run(self) -> None:
         self._folder: Path | None = None
         self._step: tuple[int, int, Any] | None = None  # batch_idx, dataloader_idx, batch
         self._keeps_batches = False
@@ -117,7 +114,6 @@ class CudaMemory(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Limit the memory of the device that this rank will use, and start what is recorded."""
         super().setup(trainer, pl_module, stage)
-        self._close()
         self._folder = report_folder(trainer, self.dirpath) if self.snapshot_on_oom else None
         steps = (pl_module.training_step, pl_module.validation_step, pl_module.test_step, pl_module.predict_step)
         self._keeps_batches = not any(map(takes_dataloader_iter, steps))
@@ -204,24 +200,8 @@ class CudaMemory(TrickCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what the memory is used for if it has run out outside of the loops, and undo what was installed."""
-        try:
-            self._on_error(trainer, pl_module, exception)
-        finally:
-            self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo what was installed."""
-        self._close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        run = {"_installed": ExitStack(), "_step": None, "_peaks": None}  # these hold a device and its data
-        return super().__getstate__() | run
-
-    def _close(self) -> None:
-        try:
-            self._installed.close()
-        finally:
-            self._forget()
+        self._on_error(trainer, pl_module, exception)
+        super().on_exception(trainer, pl_module, exception)
 
     def _on_error(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
         """Report what the memory is used for if it has run out, once; this raises nothing."""

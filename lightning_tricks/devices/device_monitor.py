@@ -91,18 +91,18 @@ class DeviceMonitor(TrickCallback):
         self.stages = check_choices("stages", stages, _STAGES)
         self.verbose = verbose
         self.summary: list[DeviceSummary] | None = None
+        super().__init__()
+
+    def _forget_run(self) -> None:
         self._run: MonitoredRun | None = None
         self._last_step = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_run": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start measuring."""
         super().setup(trainer, pl_module, stage)
-        self._close()
         self.summary = None
         self._run = MonitoredRun(trainer, check_keys(self.keys), self.interval, self.warn_temperature)
+        self._installed.callback(self._run.close)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure training from now on: where it resumes in the middle of an epoch, no epoch starts."""
@@ -160,11 +160,7 @@ class DeviceMonitor(TrickCallback):
                     self.show_table(device_report(self.summary))
                 rank_zero_info(f"DeviceMonitor: {describe_devices(self.summary)}")
         finally:
-            self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop measuring."""
-        self._close()
+            super().on_exception(trainer, pl_module, exception)
 
     def report_parts(self, trainer: Trainer) -> list[DeviceUse]:
         """Return the summary of each rank, once the fit is over."""
@@ -175,12 +171,6 @@ class DeviceMonitor(TrickCallback):
         if self._run is None:
             raise RuntimeError("DeviceMonitor measures only while a Trainer runs.")
         return self._run
-
-    def _close(self) -> None:
-        run, self._run = self._run, None
-        self._last_step = 0
-        if run is not None:
-            run.close()
 
     def _log(self, trainer: Trainer, stage: str) -> None:
         logged = LOGGED_KEYS if self.keys == "default" else self.keys

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -102,14 +101,12 @@ class NvtxRanges(TrickCallback):
         >>> trainer = Trainer(callbacks=[NvtxRanges()], accelerator="cpu", logger=False)
     """
 
-    def __init__(self) -> None:
+    def _forget_run(self) -> None:
         self._ranges = RangeStack()
-        self._installed = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start to mark the fetches of batches."""
         super().setup(trainer, pl_module, stage)
-        self._close()
         if not torch.cuda.is_available():
             return
         ranges = self._ranges = RangeStack(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
@@ -159,21 +156,8 @@ class NvtxRanges(TrickCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_epoch_end = on_train_batch_end
 
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        """Close all ranges, and undo what was installed."""
-        self._close()
-
-    teardown = on_exception
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_installed": ExitStack(), "_ranges": RangeStack()}
-
     def _end_phase(self, pl_module: LightningModule) -> None:
         if pl_module.automatic_optimization:
             self._ranges.end_phase()
         else:
             self._ranges.begin_phase("forward")
-
-    def _close(self) -> None:
-        self._installed.close()
-        self._ranges = RangeStack()

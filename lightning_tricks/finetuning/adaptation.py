@@ -51,8 +51,7 @@ class GradientCheckingCallback(TrickCallback):
     parameters itself, it is one warning.
     """
 
-    def __init__(self) -> None:
-        self._installed = ExitStack()  # between setup and teardown
+    def _forget_run(self) -> None:
         self._waiting: dict[str, Tensor] = {}  # the parameters that had no gradient yet
         self._had_backward = False
         self._checkpoints = ExitStack()  # as long as parameters wait
@@ -63,6 +62,7 @@ class GradientCheckingCallback(TrickCallback):
         self._waiting, self._had_backward, self._cause = dict(parameters), False, ""
         self._checkpoints.close()
         if parameters:
+            self._installed.enter_context(self._checkpoints)
             self._checkpoints.enter_context(observing_cut_checkpoints(partial(setattr, self, "_cause", _CUT)))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,27 +94,11 @@ class GradientCheckingCallback(TrickCallback):
             words = describe_without_gradient(missing, rank)
             rank_zero_warn(f"{type(self).__name__}: in its first batch, {words}. They stay as they are.{cause}")
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove everything that this callback installed."""
-        self._close()
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove everything that this callback installed, and say why a loss had no gradient."""
         if self._cause and not self._had_backward and "does not require grad" in str(exception):
             rank_zero_warn(f"{type(self).__name__}: the loss has no gradient.{self._cause}")
-        self._close()
-
-    def _close(self) -> None:
-        self._installed.close()
-        self._expect_gradients({})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_installed": ExitStack(),
-            "_waiting": {},
-            "_had_backward": False,
-            "_checkpoints": ExitStack(),
-        }
+        super().on_exception(trainer, pl_module, exception)
 
 
 class AdaptationCallback(GradientCheckingCallback):
@@ -152,7 +136,6 @@ class AdaptationCallback(GradientCheckingCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Add the parameters now, or once the module's own `setup` and `configure_model` have made its layers."""
         super().setup(trainer, pl_module, stage)
-        self._installed.close()
         kind = type(pl_module)
         if kind.setup is LightningModule.setup and kind.configure_model is LightningModule.configure_model:
             self._adapt(pl_module)
@@ -216,13 +199,10 @@ class CoverageCheckingCallback(AdaptationCallback):
     Compiled modules are not checked: calls inside them cannot be seen.
     """
 
-    _watch: ExitStack | None = None  # during a batch
-    _coverage: AdapterCoverage | None = None
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare the checks of a run."""
-        self._watch = self._coverage = None
-        super().setup(trainer, pl_module, stage)
+    def _forget_run(self) -> None:
+        super()._forget_run()
+        self._watch: ExitStack | None = None  # during a batch
+        self._coverage: AdapterCoverage | None = None
 
     def _start(self, pl_module: LightningModule) -> None:
         if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):

@@ -109,14 +109,16 @@ class GradualUnfreezing(GradientCheckingCallback):
             raise TypeError(f"freeze_norm must be True or False, got {freeze_norm!r} ({type(freeze_norm).__name__}).")
         self._patterns = check_schedule(schedule)
         self._multipliers = check_multipliers(lr_multipliers)
-        self._plan: UnfreezingPlan | None = None  # of the fit that runs
         self._key: int | None = None  # the last that was applied
         self._held: set[str] = set()  # the normalisation that this fit has held
+
+    def _forget_run(self) -> None:
+        super()._forget_run()
+        self._plan: UnfreezingPlan | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that hides the parameters."""
         super().setup(trainer, pl_module, stage)
-        self._close()
         strategy = trainer.strategy
         if stage == "fit" and isinstance(strategy, FSDPStrategy) and strategy.kwargs.get("use_orig_params") is False:
             raise MisconfigurationException(
@@ -298,13 +300,6 @@ class GradualUnfreezing(GradientCheckingCallback):
                 f"that stay frozen to the end would not recover: {list_names(frozen)}. Use freeze_norm=False, or "
                 "WeightAveraging."
             )
-
-    def _close(self) -> None:
-        super()._close()
-        self._plan = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_plan": None}  # a copy in the middle of a fit takes no parameters along
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -82,13 +81,14 @@ class TrainableCheckpoint(TrickCallback):
     def __init__(self, extra: str | list[str] = ()) -> None:  # type: ignore[assignment]
         as_patterns("extra", extra)
         self.extra = extra
-        self._installed = ExitStack()  # between setup and teardown, and where a checkpoint is saved later
-        self._is_installed = False
+        super().__init__()
+
+    def _forget_run(self) -> None:
+        self._is_installed = False  # between setup and teardown
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Install the hooks by which the Trainer saves and restores smaller checkpoints."""
         super().setup(trainer, pl_module, stage)
-        self._close()
         if isinstance(trainer.strategy, _WITH_FILES_OF_THEIR_OWN):
             raise MisconfigurationException(
                 f"TrainableCheckpoint cannot leave anything out of the files that {type(trainer.strategy).__name__} "
@@ -138,14 +138,6 @@ class TrainableCheckpoint(TrickCallback):
 
         self._installed.enter_context(overriding(trainer.strategy, save_checkpoint=save_smaller))
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the hooks."""
-        self._close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the hooks."""
-        self._close()
-
     def _leave_out_base(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         module = trainer.lightning_module
         base = _BASES.get(module)
@@ -165,13 +157,6 @@ class TrainableCheckpoint(TrickCallback):
                 self.say(line)
             else:  # the fit is over
                 rank_zero_info(f"TrainableCheckpoint: {line}")
-
-    def _close(self) -> None:
-        self._is_installed = False
-        self._installed.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack(), "_is_installed": False}
 
 
 _AVERAGED = " The end of a fit with weight averaging may change frozen weights by rounding: resume with a new module."

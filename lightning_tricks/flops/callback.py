@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,30 +97,22 @@ class FlopsReport(TrickCallback):
         if peak_flops is not None and not backward:
             raise ValueError(f"peak_flops={peak_flops!r} needs backward=True: MFU is about training steps.")
         self.count: FlopsCount | None = None
-        self._installed = ExitStack()
-        self._close()
+        super().__init__()
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return the totals of the count."""
         count = self.count
         return [] if count is None else [Facts(title="FLOPs", facts=_totals(count), sentences=list(count.notes)[:10])]
 
-    def _close(self) -> None:
-        """Undo what was installed for a fit, and forget what belongs to it."""
-        self._installed.close()
+    def _forget_run(self) -> None:
         self._provides_flops = False
         self._flops_per_batch: float | None = None
         self._saw_first_batch = self._has_logged_totals = False
         self._meter: MfuMeter | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # what is installed in a fit belongs to its module, and cannot be pickled
-        return super().__getstate__() | {"_installed": ExitStack()}
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the call with `inputs` or with the example, if there are any."""
         self.count = None
-        self._close()
         call = find_call(pl_module, self.inputs, "FlopsReport(inputs=...)")
         if call is not None:
             try:
@@ -187,14 +178,6 @@ class FlopsReport(TrickCallback):
             set_flops_per_batch(pl_module, self._flops_per_batch)
         if self._meter is not None:
             self._meter.resume()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo what was installed."""
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo what was installed."""
-        self._close()
 
     def _count(self, trainer: Trainer, pl_module: LightningModule, call: ModelCall) -> FlopsCount:
         with trainer.precision_plugin.forward_context():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -127,17 +126,15 @@ class GradientClipping(TrickCallback):
                 raise ValueError(f'{name}={getattr(self, name)!r} needs on_nonfinite="skip", got {on_nonfinite!r}.')
         self._clip_groups = ClipGroups(check_groups(groups), self.method or ClipNorm(self.max_norm))
         self._states: defaultdict[int, ClipState] = defaultdict(ClipState)  # by the optimizer's index
+        super().__init__()
+
+    def _forget_run(self) -> None:
         self._names: dict[Tensor, str] = {}
         self._had_backward = False
-        self._installed = ExitStack()  # the hooks of one fit
 
     @property
     def _clips_nothing(self) -> bool:
         return self._clip_groups.is_single and self.method is None and self.max_norm == math.inf
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy that is made in the middle of a fit takes neither parameters nor hooks along
-        return super().__getstate__() | {"_installed": ExitStack(), "_names": {}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise an error for unsupported strategies, and reset the counts."""
@@ -145,7 +142,6 @@ class GradientClipping(TrickCallback):
         if stage != "fit":
             return
         refuse_unsupported_strategies(trainer)
-        self._close()
         self._states = defaultdict(ClipState)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -246,21 +242,11 @@ class GradientClipping(TrickCallback):
             self.say("; ".join(counts))
         super().on_fit_end(trainer, pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the hooks."""
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the hooks."""
-        self._close()
-
     def _close(self) -> None:
-        """Remove the hooks, and forget what belongs to one fit: parameters, optimizers, schedulers."""
-        self._installed.close()
+        """End a run, and forget the optimizers and schedulers; the counts stay."""
+        super()._close()
         for state in self._states.values():
             state.close()
-        self._names = {}
-        self._had_backward = False
 
     def report_parts(self, trainer: Trainer) -> list[ClippedSteps]:
         """Return how many steps of each optimizer were clipped and skipped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -85,15 +85,17 @@ class HangWatch(TrickCallback):
         self._seconds = min(_seconds(timeout), TIMEOUT_MAX)
         self.dirpath = check_path("dirpath", dirpath, "a folder")
         protect_forks()
-        self._record: RankRecord | None = None  # between setup and teardown
-        self._installed = ExitStack()
+        super().__init__()
+
+    def _forget_run(self) -> None:
+        self._record: RankRecord | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to watch, in the process of each rank."""
         super().setup(trainer, pl_module, stage)
-        self._end()
         about = {"rank": trainer.global_rank, "world_size": trainer.world_size, "pid": os.getpid(), "function": stage}
         self._record = RankRecord(Path(self.dirpath).expanduser().absolute(), self._seconds, about)
+        self._installed.callback(self._record.close)
         self._installed.enter_context(observe_log_calls(trainer, self._record.log))
         begin, end = (partial(self._move, f"{what} of a {{}} batch") for what in ("fetch", "end of the fetch"))
         self._installed.enter_context(observe_fetches(trainer, begin, end, "HangWatch"))
@@ -111,22 +113,15 @@ class HangWatch(TrickCallback):
         super().on_train_start(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Watch no longer."""
-        self._end(f" by {type(exception).__name__}")
+        """Note the exception, and watch no longer."""
+        if self._record is not None:
+            self._record.ended_by = f" by {type(exception).__name__}"
+        super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Say if something stood still at the very end, and watch no longer."""
         self._move("teardown")
-        self._end()
-
-    def _end(self, how: str = "") -> None:
-        self._installed.close()
-        record, self._record = self._record, None
-        if record is not None:
-            record.close(how)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_record": None, "_installed": ExitStack()}
+        super().teardown(trainer, pl_module, stage)
 
 
 for _hook in _HOOKS:

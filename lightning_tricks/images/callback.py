@@ -219,6 +219,7 @@ class ImageLogger(StepsCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the images."""
         self._reset()
+        super().teardown(trainer, pl_module, stage)
 
     def _is_due(self, trainer: Trainer, stage: str) -> bool:
         if not self._active or stage not in self.stages:

@@ -313,6 +313,7 @@ class MetricsMonitor(StepsCallback):
         """Drop the data."""
         check_not_empty(trainer, self._function, self.stages, self._name)
         self._reset()
+        super().teardown(trainer, pl_module, stage)
 
     def report_parts(self, trainer: Trainer) -> list[ReportPart]:
         """Return what loggers do not get of the last values, and the data of the plots of the last evaluation."""

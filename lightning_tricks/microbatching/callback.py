@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -62,22 +61,17 @@ class Microbatching(TrickCallback):
         self.size = check_optional_count("size", size)
         self.on_mismatch = check_choice("on_mismatch", on_mismatch, ("raise", "warn"))
         self._found = Found()
-        self._installed = ExitStack()  # what is overridden in one fit
 
     @property
     def current_size(self) -> int | None:
         """The largest number of rows of a microbatch now; None while batches are whole."""
         return self._found.found if self.size is None else self.size
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_installed": ExitStack()}
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise an error for what is optimized in another way, or where ranks could not agree; forget the last fit."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._installed.close()
         self._found = Found()
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
@@ -113,14 +107,6 @@ class Microbatching(TrickCallback):
         size = "" if self.current_size is None else f" into microbatches of at most {self.current_size:,} rows"
         self.say(f"{self._count(trainer)} batches cut{size}")
         super().on_fit_end(trainer, pl_module)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the Trainer run batches as before."""
-        self._installed.close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the Trainer run batches as before."""
-        self._installed.close()
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return the size and the number of batches that were cut."""

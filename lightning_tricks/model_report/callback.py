@@ -73,6 +73,9 @@ class ModelReport(TrickCallback):
         if not isinstance(graph, bool | dict):
             raise TypeError(f"graph must be True, False or a dict of options, got {graph!r} ({type(graph).__name__}).")
         self.summary: ModelReportSummary | None = None
+        super().__init__()
+
+    def _forget_run(self) -> None:
         self._awaits_step_after: int | None = None
         self._unreached: dict[str, Tensor] = {}
 
@@ -105,10 +108,6 @@ class ModelReport(TrickCallback):
             self._stop()
             self.say("there was no optimizer step, so there is no report")
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forget the parameters."""
-        self._stop()
-
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return the totals of the report."""
         summary = self.summary
@@ -126,11 +125,8 @@ class ModelReport(TrickCallback):
         ]
 
     def _stop(self) -> None:
-        self._awaits_step_after, self._unreached = None, {}
+        self._forget_run()
         self.skip_hooks("on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_unreached": {}}  # a copy takes no parameters along
 
     def _report(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         arguments: dict[str, Any] = {"depth": self.depth, "optimizers": trainer.optimizers}

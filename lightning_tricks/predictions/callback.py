@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -102,16 +102,14 @@ class PredictionWriter(TrickCallback):
         if columns is not None and (isinstance(columns, str) or not columns):
             raise TypeError(f"columns must be a list of names, or None for all, got {columns!r}.")
         self._patterns = tuple(map(Pattern, columns or ()))
-        self._installed = ExitStack()  # between setup and the end of a prediction
-        self._reset()
+        super().__init__()
 
     @property
     def _folder(self) -> Path:
         """The folder of the parts."""
         return Path(f"{os.fspath(self.path)}.parts")
 
-    def _reset(self) -> None:
-        self._installed.close()
+    def _forget_run(self) -> None:
         self._parts: PartWriter | None = None
         self._loaders: dict[str, KnownBatches | Iterator[int]] = {}  # the running numbers of one without indices
         self._watches: dict[str, OrderWatch] = {}  # of loaders with a collate_fn of their own
@@ -120,7 +118,6 @@ class PredictionWriter(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check what can be checked before the loaders are there."""
         super().setup(trainer, pl_module, stage)
-        self._reset()
         if stage != "predict" or is_fast_dev_run(trainer):
             return
         if "dataloader_iter" in inspect.signature(pl_module.predict_step).parameters:
@@ -214,7 +211,7 @@ class PredictionWriter(TrickCallback):
         """Merge the parts of all ranks into the file."""
         if self._parts is not None:
             merge, rows = partial(self._merge, [*self._loaders], self._samples), self._parts.rows
-            self._reset()
+            self._close()
             _on_rank_zero(trainer, partial(merge, sum(gather_objects(rows))))  # when all ranks have written
 
     def _merge(self, loaders: list[str], samples: int, rows: int) -> None:
@@ -231,17 +228,6 @@ class PredictionWriter(TrickCallback):
         if is_lossy := parts.repeated and len(parts) < samples:
             said += ". Samples get lost where ranks shuffle differently, or some are drawn twice: use shuffle=False"
         (rank_zero_warn if is_lossy else rank_zero_info)(f"PredictionWriter: wrote the predictions of {said}.")
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the part, which stays."""
-        self._reset()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the part."""
-        self._reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack(), "_parts": None, "_loaders": {}, "_watches": {}}
 
 
 @contextmanager

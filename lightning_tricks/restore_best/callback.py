@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from typing import Any, Literal
 
 from torch import Tensor
@@ -70,7 +69,6 @@ class RestoreBest(TrickCallback):
         self.mode = check_choice("mode", mode, ("min", "max"))
         self._rank: list[int] = []  # of a sharded fit: the rank, and the number of ranks
         self._fits = True
-        self._installed = ExitStack()
         self._forget()
 
     def _forget(self) -> None:
@@ -84,7 +82,6 @@ class RestoreBest(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start anew, and observe validations."""
         super().setup(trainer, pl_module, stage)
-        self._installed.close()
         self._fits = stage == "fit"
         if not self._fits:
             return
@@ -189,12 +186,6 @@ class RestoreBest(TrickCallback):
             self.best_value, self.best_epoch, self.best_step = (state_dict[name] for name in ("value", "epoch", "step"))
             self._kept = state_dict["weights"]
 
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        """Observe validations no longer; after an exception the best weights are kept for `restore`."""
-        self._installed.close()
-
-    teardown = on_exception
-
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_installed": ExitStack(), "_copies": [HostCopies(), HostCopies()]}
-        return {**super().__getstate__(), **fresh, "_validated": None, "_kept": None}
+        # after an exception they are kept for `restore`, but not in a copy
+        return {**super().__getstate__(), "_copies": [HostCopies(), HostCopies()], "_validated": None, "_kept": None}

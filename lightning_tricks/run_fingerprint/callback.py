@@ -78,12 +78,14 @@ class RunFingerprint(TrickCallback):
         self._num_rows = 0
         self._digest = ""  # of the rows of rank zero when they were written last
         self._num_rows_to_keep: int | None = None  # of the file that a resumed fit continues
-        self._recorder: StepRecorder | None = None  # between the start of training and its end
+        super().__init__()
+
+    def _forget_run(self) -> None:
+        self._recorder: StepRecorder | None = None  # from the start of training on
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise an error for a path that cannot be written."""
         super().setup(trainer, pl_module, stage)
-        self._close()
         if stage != "fit":
             return
         self._num_rows_to_keep, self._digest = None, ""
@@ -107,6 +109,8 @@ class RunFingerprint(TrickCallback):
         )
         path = rank_path(self.path, trainer.global_rank)
         recorder = self._recorder = StepRecorder(RowWriter(path, header), pl_module)
+        self._installed.callback(recorder.writer.close)
+        self._installed.callback(recorder.close)
         found = self._find(header) if trainer.is_global_zero else None
         source, unused = trainer.strategy.broadcast(found[:2] if found is not None else (None, 0))
         record = found[2] if found is not None else None
@@ -188,11 +192,7 @@ class RunFingerprint(TrickCallback):
         if recorder is not None:
             with suppress(RuntimeError), self._stops_on_oserror(recorder):  # raised by a lost device
                 recorder.on_exception()
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the hooks."""
-        self._close()
+        super().on_exception(trainer, pl_module, exception)
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return where the record is, and how to compare it."""
@@ -231,12 +231,3 @@ class RunFingerprint(TrickCallback):
         except OSError as error:
             warnings.warn(f"RunFingerprint stops recording: {self.path} cannot be written ({error}).", stacklevel=2)
             self._close()
-
-    def _close(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.close()
-            recorder.writer.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_recorder": None}

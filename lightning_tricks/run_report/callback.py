@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,19 +65,20 @@ class RunReport(TrickCallback):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = check_path("path", path, "a folder")
-        self._installed = ExitStack()  # what observes one fit
-        self._writer: RunWriter | None = None  # on rank zero, between the start of training and its end
         self._position = Position()
         self._position_to_keep: Position | None = None  # of the record that a resumed fit continues
         # The folder of its record, the id of its rows, and the names of its parts
         self._last_fit: tuple[Path, str, list[tuple[str, str]]] | None = None
+        super().__init__()
+
+    def _forget_run(self) -> None:
+        self._writer: RunWriter | None = None  # on rank zero, from the start of training on
         self._rates: dict[str, Any] = {}
         self._ends_epoch = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise an error for a folder that cannot be written."""
         super().setup(trainer, pl_module, stage)
-        self._close()
         if stage != "fit":
             return
         self._position_to_keep, self._position, self._last_fit = None, Position(), None
@@ -100,6 +101,7 @@ class RunReport(TrickCallback):
             writer = self._writer = RunWriter(
                 Path(self.path), describe_run(trainer, pl_module), trainer.train_dataloader
             )
+            self._installed.callback(writer.close)
             if self._position_to_keep is None:
                 writer.start()
             else:
@@ -160,11 +162,10 @@ class RunReport(TrickCallback):
             with self._stops_on_error():
                 folder, rows_id, _ = self._last_fit
                 writer = RunWriter(folder, RunRecord())
+                self._installed.callback(writer.close)
                 if writer.folder == folder and writer.reopen(rows_id):
                     self._writer = writer
                     self._observe(trainer)
-                else:
-                    writer.close()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the page of the fit and of the test."""
@@ -180,13 +181,15 @@ class RunReport(TrickCallback):
         is_error = isinstance(exception, Exception)
         if not trainer.testing:
             self._write(trainer, "failed" if is_error else "stopped", describe_error(exception) if is_error else "")
-        self._end_fit()
+        self._note_fit()
+        super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the page at the end of a fit, when all callbacks are done."""
         if stage == "fit":
             self._write(trainer, "finished")
-        self._end_fit()
+        self._note_fit()
+        super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
         """Write what was logged so far, and return where the record is."""
@@ -249,22 +252,12 @@ class RunReport(TrickCallback):
             warnings.warn(f"RunReport stops writing {self.path}: {describe_error(error)}", stacklevel=2)
             self._close()
 
-    def _end_fit(self) -> None:
-        """Close the record, and remember whose it is."""
+    def _note_fit(self) -> None:
+        """Remember whose the record is."""
         if self._writer is not None and self._last_fit is None:
             record = self._writer.record
             names = [part_name(part) for part in record.parts]
             self._last_fit = self._writer.folder, record.segments()[-1][0], names
-        self._close()
-
-    def _close(self) -> None:
-        self._installed.close()
-        if self._writer is not None:
-            self._writer.close()
-        self._writer, self._rates, self._ends_epoch = None, {}, False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack(), "_writer": None, "_rates": {}}
 
 
 def _steps_done(trainer: Trainer) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
@@ -135,24 +134,19 @@ class SpikeGuard(TrickCallback):
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.max_consecutive = check_count("max_consecutive", max_consecutive)
         self._forget()
-        self._leave_fit()
+        super().__init__()
 
     def _forget(self) -> None:
         self.spikes: list[dict[str, Any]] = []
         self._band = RobustBand(self.threshold, self.window, self.warmup_steps)
         self._counts = {"batches": 0, "left_out": 0, "in_a_row": 0}
 
-    def _leave_fit(self) -> None:
-        self._installed = ExitStack()
+    def _forget_run(self) -> None:
         self._open: _Window | None = None
         self._loss: Tensor | None = None  # of the present step
         self._norm: Tensor | None = None
         self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = False  # the present batch
         self._left_out_in_epoch, self._rows = 0, list[int]()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy that is made in the middle of a fit takes no snapshot along
-        return super().__getstate__() | {"_installed": ExitStack(), "_open": None, "_loss": None, "_norm": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what it cannot guard, and reset the counts."""
@@ -167,7 +161,6 @@ class SpikeGuard(TrickCallback):
                 "manual optimization, where an optimizer may step before another one sees the spike",
                 ', and return the loss, or a dict with "loss", from training_step, or give monitor="grad_norm"',
             )
-        self.on_exception()
         self._forget()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -223,13 +216,6 @@ class SpikeGuard(TrickCallback):
         spikes = len(self.spikes)
         self.say(f"left out {left_out:,} of {batches:,} batches, for {spikes:,} spike{'s' * (spikes != 1)}")
         super().on_fit_end(trainer, pl_module)
-
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        """Stop to watch, and forget the snapshot."""
-        self._installed.close()
-        self._leave_fit()
-
-    teardown = on_exception
 
     def state_dict(self) -> dict[str, Any]:
         """Return the band, the spikes and the counts."""

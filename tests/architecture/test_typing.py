@@ -35,7 +35,6 @@ from lightning_tricks import *
 from lightning_tricks import OptimizerSpec, ScheduleSpec, Tricks, TricksMixin, binary_metrics, count_flops
 from lightning_tricks.lr_schedules import build_optimizer
 
-names: list[str] = lightning_tricks.__all__
 version: str = lightning_tricks.__version__
 by_star: SeedEverything = SeedEverything(42)
 

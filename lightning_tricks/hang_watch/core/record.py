@@ -53,6 +53,7 @@ class RankRecord:
         step: The number of optimizer steps before that batch.
         batches: How many batches have begun.
         backwards: How many backward passes have begun.
+        ended_by: What ended the run, after the words "the end of its run"; empty where nothing was wrong.
 
     Raises:
         OSError: If the files cannot be written.
@@ -60,7 +61,7 @@ class RankRecord:
 
     def __init__(self, folder: Path, timeout: float, about: dict[str, Any]) -> None:
         self.moves = self.epoch = self.step = self.batches = self.backwards = 0
-        self.batch = -1
+        self.batch, self.ended_by = -1, ""
         self._about = {"world_size": 1, **about, "timeout": timeout, "thread": threading.get_ident()}
         self._timeout, self._slack = timeout, min(1.0, timeout / 20)  # to start the timer at each move costs too much
         self._epochs: dict[str, int] = {}  # how many epochs of a stage have begun
@@ -125,18 +126,14 @@ class RankRecord:
         self._keys, self._key = {key: index for index, key in enumerate(kept)}, -1
         self._write_names()
 
-    def close(self, how: str = "") -> None:
-        """Stop the timer, and note that this rank has ended; the last one removes the files if none wrote stacks.
-
-        Args:
-            how: What ended it, after the words "the end of its run".
-        """
+    def close(self) -> None:
+        """Stop the timer, and note that this rank has ended; the last one removes the files if none wrote stacks."""
         faulthandler.cancel_dump_traceback_later()
         if self in _WATCHING:
             _WATCHING.remove(self)
         for record in _WATCHING[-1:]:  # of a Trainer within which this one ran
             record._start_timer()
-        self._hook, self._moved = f"{ENDED}{how}", time.time()
+        self._hook, self._moved = f"{ENDED}{self.ended_by}", time.time()
         self._write()
         self._stacks.close()
         self._memory.close()
