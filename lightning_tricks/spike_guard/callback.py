@@ -23,12 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.left_out_steps import (
-    around_steps,
-    ends_step,
-    hook_kept,
-    is_without_steps,
-)
+from lightning_tricks._lightning_compat.left_out_steps import around_steps, ends_step, hook_kept, is_without_steps
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
@@ -38,7 +33,7 @@ from lightning_tricks._shared.tensors import local_part, tensors_in
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.core.band import RobustBand
-from lightning_tricks.spike_guard.snapshot import add_before_next_batch, go_back, take_snapshot
+from lightning_tricks.spike_guard.snapshot import Snapshots
 
 
 class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
@@ -142,6 +137,7 @@ class SpikeGuard(TrickCallback):
         self._counts = {"batches": 0, "left_out": 0, "in_a_row": 0}
 
     def _forget_run(self) -> None:
+        self._snapshots: Any = None  # `Snapshots`, from the start of the fit on
         self._open: _Window | None = None
         self._loss: Tensor | None = None  # of the present step
         self._norm: Tensor | None = None
@@ -170,13 +166,14 @@ class SpikeGuard(TrickCallback):
         band = f"{self.threshold:g} spreads above the last {self.window}, after {self.warmup_steps} steps"
         above = f", or more than {band}" * math.isfinite(self.threshold)
         self.say(f"a spike is a {self.monitor} that is not finite{above}")
+        self._snapshots = Snapshots(trainer, self, with_steps=self.mode == "rewind")
         plain = trainer.strategy.optimizer_step
 
         def optimizer_step(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
             return plain(optimizer, partial(self._closure, trainer, optimizer, closure), *args, **kwargs)
 
         enter = self._installed.enter_context
-        enter(observe_fetches(trainer, partial(self._prepare, trainer), partial(self._fetched, trainer), "SpikeGuard"))
+        enter(observe_fetches(trainer, self._prepare, partial(self._fetched, trainer), "SpikeGuard"))
         enter(overriding(trainer.strategy, optimizer_step=optimizer_step))
         enter(
             around_steps(
@@ -229,25 +226,19 @@ class SpikeGuard(TrickCallback):
 
     def mid_epoch_state(self) -> dict[str, Any]:
         """Return the steps that are not judged yet, with the snapshot before them."""
-        window = vars(self._open) if self._open is not None else {}
-        return {
-            "window": dict(window),
-            "loss": self._loss,
-            "left_out": self._left_out_in_epoch,
-            "rows": self._rows,
-        }
+        window = dict(vars(self._open)) if self._open is not None else {}
+        return {"window": window, "loss": self._loss, "left_out": self._left_out_in_epoch, "rows": self._rows}
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
         """Restore what `mid_epoch_state` returned."""
         self._open = _Window(**state["window"]) if state["window"] else None
         self._loss, self._left_out_in_epoch, self._rows = state["loss"], state["left_out"], state["rows"]
 
-    def _prepare(self, trainer: Trainer, stage: str) -> None:
+    def _prepare(self, stage: str) -> None:
         """Take a snapshot before a batch is fetched, unless there are steps that wait to be judged."""
         if stage == "train" and (self._open is None or not self._open.batches):
             self._open = None  # its memory is free for the next one
-            with_steps = self.mode == "rewind" and not is_without_steps(trainer)
-            self._open = _Window(take_snapshot(trainer, self, with_steps=with_steps))
+            self._open = _Window(self._snapshots.take())
 
     def _fetched(self, trainer: Trainer, stage: str) -> None:
         """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
@@ -290,7 +281,7 @@ class SpikeGuard(TrickCallback):
     def _run_batch(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Run a batch, and judge the steps that are due."""
         if self._open is None:
-            self._prepare(trainer, "train")  # the batch was fetched in advance
+            self._prepare("train")  # the batch was fetched in advance
         window, is_automatic = cast(_Window, self._open), trainer.lightning_module.automatic_optimization
         window.batches += 1
         self._counts["batches"] += 1
@@ -312,7 +303,7 @@ class SpikeGuard(TrickCallback):
             if is_last or (is_due and not self._is_within_step):
                 self._close_window(trainer)
         if self._open is not None:
-            add_before_next_batch(trainer, window.snapshot)
+            self._snapshots.add_before_next_batch(window.snapshot)
         return {} if self.has_left_out_batch else output
 
     def _run_epoch(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
@@ -370,7 +361,7 @@ class SpikeGuard(TrickCallback):
     def _leave_out(self, trainer: Trainer, spike: dict[str, Any]) -> None:
         """Go back to the snapshot, and report the spike."""
         window, self._open, counts = cast(_Window, self._open), None, self._counts
-        go_back(trainer, self, window.snapshot)
+        self._snapshots.go_back(window.snapshot)
         self.has_left_out_batch = True
         self._left_out_in_epoch += window.batches
         counts |= {"left_out": counts["left_out"] + window.batches, "in_a_row": counts["in_a_row"] + 1}
