@@ -1,14 +1,12 @@
 """A console and a logger stay readable: lines and keys that the tricks add, to programs and all together."""
 
 import csv
-import inspect
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tricks import FlopsReport, MetricsMonitor, ModelReport, SpikeGuard, multiclass_metrics
-from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.console import is_verbose
 from tests.contract.cases import CASES
 from tests.contract.lab import QUIET, loader
@@ -120,12 +118,3 @@ def test_a_wrong_variable_is_named(monkeypatch):
     with pytest.raises(ValueError, match="got 'loud'"):
         Trainer(callbacks=[report], max_epochs=1, **QUIET).fit(TogetherNet(), loader(), loader())
     assert report.count is None, "before anything runs"
-
-
-@pytest.mark.parametrize("hook", ["on_train_start", "on_fit_end"])
-def test_the_last_callback_prints_the_block_whichever_it_is(hook):
-    kinds = [CASES[name].callback for name in CASES]
-    owners = {base for kind in kinds for base in kind.__mro__ if hook in vars(base) and base is not Callback}
-    assert TrickCallback in owners
-    silent = [owner.__name__ for owner in owners if f"super().{hook}(" not in inspect.getsource(vars(owner)[hook])]
-    assert silent == ["TrickCallback"], "an override calls it at its end"
