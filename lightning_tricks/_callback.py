@@ -86,6 +86,7 @@ class TrickCallback(Callback):
         try:
             self._installed.close()
         finally:
+            vars(self).pop("_installed", None)  # as before the first run
             self._forget_run()
 
     def before_module_init(self) -> None:

@@ -153,10 +153,7 @@ class SpikeGuard(TrickCallback):
             name = type(trainer.strategy).__name__
             raise MisconfigurationException(f"SpikeGuard does not see the steps of {name}: use DDP or FSDP2.")
         if self.mode == "skip" and not pl_module.automatic_optimization:
-            raise _unskippable(
-                "manual optimization, where an optimizer may step before another one sees the spike",
-                ', and return the loss, or a dict with "loss", from training_step, or give monitor="grad_norm"',
-            )
+            raise _unskippable("manual optimization, where an optimizer may step before another one sees the spike")
         self._forget()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -164,7 +161,7 @@ class SpikeGuard(TrickCallback):
         if self.mode == "skip" and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise _unskippable("LBFGS, which moves the weights between its losses")
         band = f"{self.threshold:g} spreads above the last {self.window}, after {self.warmup_steps} steps"
-        above = f", or more than {band}" * math.isfinite(self.threshold)
+        above = f", or more than {band}" if math.isfinite(self.threshold) else ""
         self.say(f"a spike is a {self.monitor} that is not finite{above}")
         self._snapshots = Snapshots(trainer, self, with_steps=self.mode == "rewind")
         plain = trainer.strategy.optimizer_step
@@ -210,8 +207,8 @@ class SpikeGuard(TrickCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were left out."""
         left_out, batches = self._counts["left_out"], self._counts["batches"]
-        spikes = len(self.spikes)
-        self.say(f"left out {left_out:,} of {batches:,} batches, for {spikes:,} spike{'s' * (spikes != 1)}")
+        spikes = "1 spike" if len(self.spikes) == 1 else f"{len(self.spikes):,} spikes"
+        self.say(f"left out {left_out:,} of {batches:,} batches, for {spikes}")
         super().on_fit_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -376,19 +373,15 @@ class SpikeGuard(TrickCallback):
         if counts["in_a_row"] > self.max_consecutive:
             raise RuntimeError(
                 f"{said} These are {counts['in_a_row']} spikes in a row, more than max_consecutive="
-                f"{self.max_consecutive}: the values have changed for good, or the weights are spoilt. Look at these "
-                'batches, lower the learning rate, or use "rewind", a longer every_n_train_steps or a larger threshold.'
+                f"{self.max_consecutive}: the values have changed for good, or a step has spoilt the weights, which "
+                'only "rewind" takes back. Look at these batches, lower the learning rate, or use "rewind", a longer '
+                "every_n_train_steps or a larger threshold."
             )
         rank_zero_warn(said)
-        if self.mode == "skip" and trainer.strategy.reduce(_infinite_weights(trainer), reduce_op="max") > 0:
-            raise RuntimeError(
-                f"{said} But weights are not finite, and were not before this batch either: a step with a finite loss "
-                'and finite gradients has spoilt them. "skip" does not take back steps: use SpikeGuard("rewind").'
-            )
 
 
-def _unskippable(what: str, needs: str = "") -> MisconfigurationException:
-    return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind"{needs}.')
+def _unskippable(what: str) -> MisconfigurationException:
+    return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind".')
 
 
 def _infinite_weights(trainer: Trainer) -> Tensor:

@@ -130,13 +130,12 @@ def copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 def restore_optimizer(optimizer: Optimizer, copies: Mapping[str, Any]) -> None:
     """Restore what `copy_optimizer` copied, bit for bit: `load_state_dict` would change the dtype of some states."""
-    for number, parameter in enumerate(parameters_of(optimizer)):
-        now = optimizer.state.pop(parameter, {})
-        if number in copies["states"]:  # on the device of now: AutoResume moves what it restores
-            optimizer.state[parameter] = {
-                name: clone_tensors(value, getattr(now.get(name), "device", parameter.device))
-                for name, value in copies["states"][number].items()
-            }
-    for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
-        del optimizer.state[key]
+    before, parameters = dict(optimizer.state), parameters_of(optimizer)
+    optimizer.state.clear()
+    for number, states in copies["states"].items():
+        now = before.get(parameters[number], {})
+        optimizer.state[parameters[number]] = {  # on the device of now: AutoResume moves what it restores
+            name: clone_tensors(value, getattr(now.get(name), "device", parameters[number].device))
+            for name, value in states.items()
+        }
     optimizer.state.update(clone_tensors(copies.get("others", {})))

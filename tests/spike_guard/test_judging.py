@@ -89,8 +89,8 @@ def test_weights_that_a_step_has_spoilt_end_skip_in_words(tmp_path):
             if batch_idx == 5:
                 self.weight.data.fill_(math.inf)
 
-    guard = SpikeGuard(threshold=math.inf)
-    with pytest.raises(RuntimeError, match=r'at batch 6 .*weights are not finite.*use SpikeGuard\("rewind"\)'):
+    guard = SpikeGuard(threshold=math.inf, max_consecutive=2)
+    with pytest.raises(RuntimeError, match=r'at batch 8 .*spoilt the weights, which only "rewind" takes back'):
         run(tmp_path / "run", DataLoader(range(48), 4), [guard], module=lambda: Spoiling({}))
 
 
