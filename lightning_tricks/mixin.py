@@ -31,8 +31,6 @@ from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
     build_module,
     read_module_checkpoint,
 )
-from lightning_tricks.finetuning.adaptation import AdaptationCallback
-from lightning_tricks.finetuning.core.trainable_weights import complete_state_dict
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.tricks import Tricks, arguments_of
 
@@ -134,10 +132,12 @@ class TricksMixin(_Base):
         if not isinstance(state_dict, SafeStateDict):
             return super().load_state_dict(state_dict, *args, **kwargs)
         for callback in self._trick_callbacks:
-            if isinstance(callback, AdaptationCallback):
-                callback.adapt(self)  # the file has what it adds, under names of its own
+            if adapt := getattr(callback, "adapt", None):
+                adapt(self)  # the file has what it adds, under names of its own
         strict = args[0] if args else kwargs.get("strict", True)
         if RECORD_KEY in state_dict.origin.metadata:  # it lacks what the module was built with
+            from lightning_tricks.finetuning.core.trainable_weights import complete_state_dict
+
             saved = {**state_dict.origin.metadata, "state_dict": state_dict}
             state_dict = SafeStateDict(state_dict.origin, complete_state_dict(self, saved, strict=strict))
         prepare_calibrations(self, state_dict)

@@ -185,6 +185,65 @@ def test_a_broken_import_rule_is_caught(house, file, statement):
     assert "BROKEN" in run.stdout
 
 
+@pytest.mark.thorough
+def test_a_room_that_is_broken_takes_no_other_along():
+    """But those that use it: the mixin these three, and rooms what `pyproject.toml` lists."""
+    run = subprocess.run(
+        [sys.executable, "-c", _BREAKS, json.dumps(_ROOMS)], capture_output=True, text=True, check=True
+    )
+    project = (_PACKAGE.parent / "pyproject.toml").read_text()
+    listed = re.findall(r'"lightning_tricks\.([a-z_]+)\.\S+ -> lightning_tricks\.([a-z]\w+)\.', project)
+    uses = {room: {used for user, used in listed if user == room} for room in _ROOMS}
+    uses["tricks"] = uses["mixin"] = {"checkpoint_remapping", "gradient_clipping", "lr_schedules"}
+    for _ in _ROOMS:  # and what these use
+        uses = {user: used.union(*map(uses.__getitem__, used)) for user, used in uses.items()}
+    said = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+    assert [room for room, *_ in said] == _ROOMS
+    for room, failed, errors in said:
+        assert room in failed
+        assert {other for other in failed if other != room} <= {other for other in uses if room in uses[other]}, room
+        assert all(f"lightning_tricks.{room}." in error for error in errors)
+
+
+_BREAKS = """
+import importlib, json, os, sys
+import torch, torchmetrics
+import lightning.pytorch
+import lightning_tricks
+
+class Breaks:
+    def __init__(self, room):
+        self.room = room
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(f"lightning_tricks.{self.room}.") and not name.endswith(".commands"):
+            raise ImportError(f"{name} is broken")
+
+for name in lightning_tricks.__all__:  # what others import is imported once
+    getattr(lightning_tricks, name)
+for name in [name for name in sys.modules if name.startswith("lightning_tricks")]:
+    del sys.modules[name]
+import lightning_tricks, lightning_tricks.cli
+for room in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        sys.meta_path.insert(0, Breaks(room))
+        failed, errors = set(), set()
+        for other in (*map("lightning_tricks.{}".format, json.loads(sys.argv[1])), "lightning_tricks"):
+            package = importlib.import_module(other)
+            for name in package.__all__ if other != "lightning_tricks" else ("Tricks", "TricksMixin"):
+                try:
+                    getattr(package, name)
+                except ImportError as error:
+                    failed.add({"Tricks": "tricks", "TricksMixin": "mixin"}.get(name, other.rpartition(".")[2]))
+                    errors.add(str(error))
+        lightning_tricks.cli.main([])  # its help
+        print()
+        print(json.dumps([room, sorted(failed), sorted(errors)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
 def test_make_test_runs_each_folder_of_tests_once():
     root = Path(__file__).parents[2]
     variables = dict(re.findall(r"^([\w-]+) := (.+)$", (root / "Makefile").read_text(), re.MULTILINE))
