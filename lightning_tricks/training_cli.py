@@ -129,7 +129,7 @@ class TricksCLI(ConfigurationOnlyCLI):
         datamodule_class: Any = None,
         **options: Any,
     ) -> None:
-        for name in lightning_tricks.__all__:
+        for name in dir(lightning_tricks):
             getattr(lightning_tricks, name)  # jsonargparse knows the short names of classes that are imported
         defaults = {
             "save_config_callback": SaveConfigOnce,

@@ -6,9 +6,7 @@ import inspect
 import math
 import os
 import pickle
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -236,12 +234,6 @@ def test_verbose_is_that_of_all_callbacks_that_do_not_say():
     assert Tricks(**tricks.as_dict()) == tricks
     with pytest.raises(TypeError, match=r"Tricks\(verbose=...\) must be True, False or None, got 'loud'"):
         Tricks(verbose="loud")
-
-
-def test_the_card_names_each_field():
-    card = (Path(__file__).parents[2] / "docs" / "tricks" / "mixin.md").read_text(encoding="utf-8")
-    fields = card.partition("**Fields.**")[2].partition("take an")[0].partition(" are of none")[0]
-    assert re.findall(r"`(\w+)`", fields) == [field.name for field in dataclasses.fields(Tricks)]
 
 
 class _CallsSuper(LitNet):
