@@ -1,5 +1,7 @@
 """Private symbols of Lightning are used where they can be repaired, and all of them are listed."""
 
+import pytest
+
 from tests.lightning_compat import private_symbols
 
 _ELSEWHERE = {
@@ -13,6 +15,7 @@ def test_they_are_listed():
     assert private_symbols.text() == private_symbols.LISTED.read_text(encoding="utf-8")
 
 
+@pytest.mark.oldest
 def test_each_is_used_in_the_compat_folder_alone():
     elsewhere = {
         name: [file for file in files if not file.startswith("_lightning_compat/")]
