@@ -73,6 +73,9 @@ def restore_swa_max_epochs(trainer: Trainer, swa: StochasticWeightAveraging) -> 
         trainer.fit_loop.max_epochs = swa._max_epochs
 
 
+PRUNING_TICKETS = "_original_layers"  # an attribute of ModelPruning
+
+
 @needs_private("AutoResume")
 def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
     """Return the tickets by the names of their parameters; None for one that shares the memory of its parameter.
@@ -100,7 +103,7 @@ def restore_lottery_tickets(callback: ModelPruning, saved: Mapping[str, Any]) ->
 
 
 def _tickets_with_parameters(callback: ModelPruning) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    layers: Mapping[int, Any] = callback._original_layers or {}
+    layers: Mapping[int, Any] = getattr(callback, PRUNING_TICKETS) or {}
     for layer in layers.values():
         for number, name in layer["names"]:
             module = callback._parameters_to_prune[number][0]
@@ -146,6 +149,6 @@ def providing_flops_per_batch(
 
 
 def reset_module_flops(monitor: ThroughputMonitor) -> None:
-    """Let a ThroughputMonitor check again whether the module has `flops_per_batch`; before 2.6 it always checks."""
+    """Let a ThroughputMonitor check again whether the module has `flops_per_batch`; before 2.6.1 it always checks."""
     if hasattr(monitor, "_module_has_flops"):
         monitor._module_has_flops = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _STATE_ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
-_STATE_ATTRIBUTES_SINCE_2_6 = ("_defer_save_until_validation",)
+_STATE_ATTRIBUTES_SINCE_2_5_5 = ("_defer_save_until_validation",)
 
 
 @needs_private("AutoResume")
@@ -34,7 +34,7 @@ def restore_checkpoint_callback_state(callback: ModelCheckpoint, state: dict[str
 
 
 def _state_attributes(callback: ModelCheckpoint) -> tuple[str, ...]:
-    newer = [name for name in _STATE_ATTRIBUTES_SINCE_2_6 if name in vars(callback)]
+    newer = [name for name in _STATE_ATTRIBUTES_SINCE_2_5_5 if name in vars(callback)]
     return (*_STATE_ATTRIBUTES, *newer)
 
 

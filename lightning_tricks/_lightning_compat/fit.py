@@ -149,13 +149,13 @@ def clear_restart_flags(trainer: Trainer) -> None:
     parts = (fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization)
     for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop, *parts):
         set_private(loop, _restarting=False, _loaded_from_state_dict=False)
-        if _FLAG_SINCE_2_6 in vars(loop):
-            set_private(loop, **{_FLAG_SINCE_2_6: False})
+        if _FLAG_SINCE_2_5_3 in vars(loop):
+            set_private(loop, **{_FLAG_SINCE_2_5_3: False})
     for loop in (fit.epoch_loop, fit.epoch_loop.val_loop):
         loop.reset_restart_stage()
 
 
-_FLAG_SINCE_2_6 = "_resuming_from_checkpoint"
+_FLAG_SINCE_2_5_3 = "_resuming_from_checkpoint"
 
 
 @contextmanager

@@ -9,15 +9,24 @@ from lightning_tricks._lightning_compat.guards import needs_private
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 
 if TYPE_CHECKING:
-    from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer
+    from lightning_tricks._lightning_compat.flavor import LightningDataModule, LightningModule, Trainer
+
+
+SAVED_IN = ("_hparams", "_hparams_initial")  # the attributes of a module
+CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"  # what LightningCLI adds to the arguments
+
+
+def initial_hyperparameters(owner: LightningModule | LightningDataModule | None) -> dict[str, Any]:
+    """Return the arguments that a module or a datamodule saved when it was made."""
+    return {} if owner is None else {k: v for k, v in owner.hparams_initial.items() if k != CLASS_PATH}
 
 
 def hyperparameters_for_loggers(trainer: Trainer) -> dict[str, Any]:
     """Return what the Trainer is about to send to its loggers as the hyper-parameters of module and datamodule."""
     with needs_private("SeedEverything's record in the loggers"):
         owners = [trainer.lightning_module, datamodule_of(trainer)]
-        logged = [owner.hparams_initial for owner in owners if owner is not None and owner._log_hyperparams]
-    return {name: value for hparams in logged for name, value in hparams.items() if name != "_class_path"}
+        logged = [initial_hyperparameters(owner) for owner in owners if owner is not None and owner._log_hyperparams]
+    return {name: value for hparams in logged for name, value in hparams.items()}
 
 
 @needs_private("TricksMixin.save_hyperparameters")
@@ -25,6 +34,13 @@ def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> No
     """Replace a saved hyper-parameter, both in `hparams` and in the frozen copy that the loggers get."""
     module._hparams[name] = value
     module._hparams_initial[name] = value  # type: ignore[operator, index]
+
+
+@needs_private("The hyper-parameters of an ensemble")
+def remove_hyperparameter(module: LightningModule, name: str) -> None:
+    """Remove a saved hyper-parameter, if there is one of the name, also from what the loggers get."""
+    for name_of_saved in SAVED_IN:
+        getattr(module, name_of_saved).pop(name, None)
 
 
 def restricted_classmethod(method: Any) -> Any:

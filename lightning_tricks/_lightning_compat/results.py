@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torchmetrics import Metric
 
@@ -107,6 +108,17 @@ def _result_state(trainer: Trainer, key: str, item: Any, paths: Mapping[int, str
         "cumulated_batch_size": item.cumulated_batch_size if item.is_tensor and meta.is_mean_reduction else None,
         "state": {name: getattr(item, name) for name in ("has_reset", "_update_count", "_computed", "_forward_cache")},
     }
+
+
+def merged_result(
+    item: Mapping[str, Any], of_ranks: Sequence[Sequence[Mapping[str, Any]]], is_distributed: bool
+) -> Mapping[str, Any]:
+    """Return the state of a logged value with what these ranks logged; what ranks do not add up stays as it is."""
+    sums = {key: item[key] for key in ("value", "cumulated_batch_size") if item[key] is not None}
+    is_sum = item["sync"]["_should"] and item["meta"]["reduce_fx"] in ("mean", "sum")
+    same = [one for results in of_ranks for one in results if one["key"] == item["key"]] if is_sum else [item]
+    merged = {key: sum((one[key] for one in same), torch.zeros_like(value)) for key, value in sums.items()}
+    return {**item, **merged, "sync": {**item["sync"], "_should": item["sync"]["_should"] and is_distributed}}
 
 
 def _restore_result(trainer: Trainer, item: dict[str, Any], metrics: Mapping[str, Metric]) -> None:

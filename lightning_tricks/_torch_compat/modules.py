@@ -1,12 +1,13 @@
-"""What modules register, the hooks that are called, how torch compiles and prunes them, and versions of state dicts."""
+"""What modules register, the hooks that are called, how torch compiles and prunes them, and what layers compute by."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
@@ -18,6 +19,8 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")  # the attributes that hold
 COMPILED_CALL = "_compiled_call_impl"  # the attribute that `nn.Module.compile` sets
 _COMPILED_MODULE = "_orig_mod"  # the name of the module inside the one that `torch.compile` returns
 _USERS = "AutoResume or RunFingerprint"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
@@ -162,3 +165,36 @@ def hooks_of(owner: nn.Module | Tensor | Optimizer) -> list[Any]:
 def communication_hooks(model: Any) -> list[tuple[Any, Any]]:
     """Return the communication hooks that were registered with a DistributedDataParallel, with their states."""
     return list(model._comm_hooks) if isinstance(model, DistributedDataParallel) else []
+
+
+def convolution_of(module: Any) -> Any:
+    """Return the function `(input, weight, bias)` of a convolution; there is no guard: compiled code runs this."""
+    return module._conv_forward
+
+
+@needs_private("LoRA of convolutions")
+def convolves_as(cls: Any, conv: Any) -> bool:
+    """Whether a subclass of a convolution has that function from it."""
+    return bool(cls._conv_forward is conv._conv_forward)
+
+
+@needs_private("LoRA of recurrent layers")
+def not_compiled(function: Function) -> Function:
+    """Leave a function out of what torch compiles, as it does with recurrent layers; the compiler is not imported."""
+    disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009  # torch does not export it to type checkers
+    return cast(Function, disable(function))
+
+
+@needs_private("LoRA of recurrent layers")
+def use_registered_weights(rnn: Any) -> None:
+    """Fill the list that a recurrent layer gives to torch's kernels with its parameters.
+
+    The layer itself replaces them in its next forward pass if its class computes other weights.
+    """
+    set_private(rnn, _flat_weights=[registered_tensor(rnn, name) for name in rnn._flat_weights_names])
+
+
+@needs_private("LoRA of recurrent layers")
+def base_state(rnn: Any) -> dict[str, Any]:
+    """Return the state of a recurrent layer for pickle and deepcopy, without the weak references to its weights."""
+    return {name: value for name, value in vars(rnn).items() if name != "_flat_weight_refs"}

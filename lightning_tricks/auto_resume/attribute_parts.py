@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.callbacks import averaged_models
+from lightning_tricks._lightning_compat.callbacks import PRUNING_TICKETS, averaged_models
 from lightning_tricks._lightning_compat.flavor import (
     LIGHTNING,
     BatchSizeFinder,
@@ -28,6 +28,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Timer,
     Trainer,
 )
+from lightning_tricks._lightning_compat.hyperparameters import SAVED_IN
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
@@ -195,7 +196,7 @@ class Attributes(Part):
             # hyper-parameters are part of the run's identity, and modules of the collection restore what they need
             is_ours = any(base.__module__.startswith("lightning_tricks.") for base in type(owner).__mro__)
             own = [name for name in vars(owner) if name.startswith("_")] if is_ours else ()
-            return (*self._owners.skipped_names(owner), "_hparams", "_hparams_initial", *own)
+            return (*self._owners.skipped_names(owner), *SAVED_IN, *own)
 
         return unseeded_values(self._owners.module_and_callbacks(), skipped=skipped)
 
@@ -248,7 +249,7 @@ def _lightning_attributes(owner: object) -> Collection[str]:
     if issubclass(kind, LightningDataModule):
         return _default_attributes(LightningDataModule) | {"state_dict"}
     if issubclass(kind, ModelPruning):
-        return ("log", "log_dict", "state_dict", "_original_layers")
+        return ("log", "log_dict", "state_dict", PRUNING_TICKETS)
     if any((base.__module__, base.__name__) == _SAVES_CONFIG for base in kind.__mro__):
         return ("log", "log_dict", "state_dict", "parser", "config")  # of the process: some 50,000 objects
     return ("log", "log_dict", "state_dict") if issubclass(kind, Callback) else ()

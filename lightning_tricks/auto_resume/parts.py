@@ -16,6 +16,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.results import merged_result
 from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
@@ -93,7 +94,7 @@ class SavedState:
             # what one process logs does not tell whether sync_dist=True was given, which may not differ
             known = rank["trainer"]["results"] if len(ranks) > 1 else []
             is_distributed = isinstance(trainer.strategy, ParallelStrategy)
-            results = [_merged_result(item, of_ranks, is_distributed) for item in known]
+            results = [merged_result(item, of_ranks, is_distributed) for item in known]
             rank = {**rank, "rank_tensors": {}, "trainer": {**rank["trainer"], "results": results}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
@@ -113,17 +114,6 @@ class SavedState:
             world_size_changed=world_size_changed,
             weights=saved if other_precision else {},
         )
-
-
-def _merged_result(
-    item: Mapping[str, Any], of_ranks: Sequence[Sequence[Mapping[str, Any]]], is_distributed: bool
-) -> Mapping[str, Any]:
-    """Return the state of a logged value with what these ranks logged; what ranks do not add up stays as it is."""
-    sums = {key: item[key] for key in ("value", "cumulated_batch_size") if item[key] is not None}
-    is_sum = item["sync"]["_should"] and item["meta"]["reduce_fx"] in ("mean", "sum")
-    same = [one for results in of_ranks for one in results if one["key"] == item["key"]] if is_sum else [item]
-    merged = {key: sum((one[key] for one in same), torch.zeros_like(value)) for key, value in sums.items()}
-    return {**item, **merged, "sync": {**item["sync"], "_should": item["sync"]["_should"] and is_distributed}}
 
 
 class Part:

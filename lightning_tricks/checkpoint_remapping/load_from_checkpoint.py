@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._lightning_compat.flavor import LightningModule, rank_zero_warn
+from lightning_tricks._lightning_compat.hyperparameters import CLASS_PATH, INSTANTIATOR
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
@@ -63,7 +64,7 @@ def build_module(
         CheckpointError: If it names another class, or an argument is neither restored nor among `overrides`.
     """
     saved, described = saved_arguments(checkpoint)
-    named, instantiator = saved.pop("_class_path", None), saved.pop("_instantiator", None)
+    named, instantiator = saved.pop(CLASS_PATH, None), saved.pop(INSTANTIATOR, None)
     kind = _imported_subclass(module, named, checkpoint.source)
     given = module_arguments(kind, checkpoint, described or saved, overrides, bool(named or instantiator))
     token = IS_BUILT_OF_FILE.set(IS_BUILT_OF_FILE.get() or bool(given.keys() - overrides.keys()))

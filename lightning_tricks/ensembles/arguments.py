@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
-from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter
+from lightning_tricks._lightning_compat.hyperparameters import remove_hyperparameter, replace_hyperparameter
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.core.combination import Criterion
 from lightning_tricks.ensembles.core.factory import class_name
@@ -168,8 +168,7 @@ def save_plain_hyperparameters(ensemble: Any, estimator: Any, frame: FrameType |
         replace_hyperparameter(ensemble, name, value)
     left_out = [name for name, value in ensemble.hparams.items() if not _is_plain(value)]
     for name in left_out:
-        ensemble.hparams.pop(name)
-        ensemble._hparams_initial.pop(name, None)
+        remove_hyperparameter(ensemble, name)
     return left_out
 
 

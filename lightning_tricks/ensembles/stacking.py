@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, rank_zero_warn
+from lightning_tricks._lightning_compat.hyperparameters import remove_hyperparameter, replace_hyperparameter
 from lightning_tricks._lightning_compat.loaders import changing_train_loader
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_optional_count
@@ -111,10 +112,9 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
             "final_estimator": None if is_of_sklearn(final_estimator) else class_name(final_estimator),
             "cv": self.cv if isinstance(self.cv, int | str) else None,
         }
-        saved: list[Any] = [self.hparams, self._hparams_initial]
-        for hparams in saved:
-            hparams.pop("estimator", None)
-            hparams.update(plain)
+        remove_hyperparameter(self, "estimator")
+        for name, value in plain.items():
+            replace_hyperparameter(self, name, value)
 
     @property
     def named_estimators_(self) -> dict[str, nn.Module]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningModule, Trainer, sized_len
+from lightning_tricks._lightning_compat.hyperparameters import initial_hyperparameters
 from lightning_tricks._lightning_compat.loaders import ends_with_shortest_loader
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.text import describe_error
@@ -57,9 +58,8 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
     seeds = [] if seed is None else [("seed", seed)]
     arguments = SettingTexts()
     for owner in (module, datamodule_of(trainer)):
-        for name, value in (owner.hparams_initial if owner is not None else {}).items():
-            if name != "_class_path":
-                arguments.add(str(name), value)
+        for name, value in initial_hyperparameters(owner).items():
+            arguments.add(str(name), value)
     details = gather_settings(trainer, module)
     details.secrets[:0], details.types_only[:0] = arguments.secrets, arguments.types_only
     return RunRecord(

@@ -44,6 +44,7 @@ def test_several_images_are_a_batch(count, height, width, channels):
         tensor, to_tensor([Image.fromarray(array.squeeze(-1) if channels == 1 else array) for array in batch])
     )
     assert (to_numpy(to_tensor(list(batch), torch.uint8)) == batch).all()
+    assert (to_numpy(list(batch)) == batch).all()
 
 
 def test_arrays_of_any_strides_and_kinds():

@@ -422,17 +422,18 @@ def test_class_weights_are_refused_before_the_first_step_where_rows_are_alike(si
     assert module.trainer.global_step == 0
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("compiled", "ignored"), [(False, -100), (True, -100), (False, 2)])
 @pytest.mark.parametrize("function", ["cross_entropy", "nll_loss"])
-def test_ignored_targets_are_refused_at_the_batch_in_which_they_make_a_difference(function, compiled):
+def test_ignored_targets_are_refused_at_the_batch_in_which_they_make_a_difference(function, compiled, ignored):
     rows, labels = rows_of(100).tensors
-    labels[::10] = -100  # at first one in each batch of ten and each of its microbatches of five
-    labels[5::10] = -100
-    labels[41] = -100
+    labels %= 2 if ignored == 2 else 3
+    labels[::10] = ignored  # at first one in each batch of ten and each of its microbatches of five
+    labels[5::10] = ignored
+    labels[41] = ignored
 
     def loss(scores, labels):
         scores = scores if function == "cross_entropy" else scores.log_softmax(1)
-        return getattr(nn.functional, function)(scores, labels)
+        return getattr(nn.functional, function)(scores, labels, **({} if ignored < 0 else {"ignore_index": ignored}))
 
     data = TensorDataset(rows, labels)
     module, error = trained_with(loss, Microbatching(5), data=data, compiled=compiled)

@@ -26,14 +26,14 @@ from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.checks import check_count, check_dropout, check_number
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.layers import (
+from lightning_tricks._torch_compat.modules import (
     base_state,
     convolution_of,
     convolves_as,
     not_compiled,
+    registered_tensor,
     use_registered_weights,
 )
-from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks._torch_compat.operators import reshaped_as_new
 from lightning_tricks.finetuning.core.class_extension import class_below
 from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, check_selection, draw_
