@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_tricks._shared.checks import check_choice, check_number
+from lightning_tricks._shared.checks import check_number
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
@@ -32,6 +32,7 @@ class AdversarialMembers(IndependentMembers):
         optimizer: OptimizerChoice = None,
         lr_scheduler: ScheduleChoice = None,
         criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
@@ -141,28 +142,6 @@ class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
     Source: Lakshminarayanan et al., arXiv 1612.01474; torchensemble's class of this name.
     """
 
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        epsilon: float = 0.01,
-        feature_range: float | None = None,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: CriterionChoice = None,
-        voting_strategy: Literal["soft", "hard"] = "soft",
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        vectorize: bool | Literal["auto"] = "auto",
-        shared_order: bool = False,
-        members: Literal["replicated", "sharded"] = "replicated",
-        seed: int | None = None,
-    ) -> None:
-        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(**passed_on(super().__init__, locals()))
-
 
 class AdversarialTrainingRegressor(AdversarialMembers, RegressorEnsemble):
     """Train regressors independently on the samples and on adversarial ones, and average their predictions.
@@ -177,6 +156,7 @@ class AdversarialTrainingRegressor(AdversarialMembers, RegressorEnsemble):
         optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
         lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
         criterion: See `VotingRegressor`.
+        voting_strategy: "soft": a regressor has no votes to count.
         weights: Weights of the members, >= 0; equal ones by default.
         n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once.

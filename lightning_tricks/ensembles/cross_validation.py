@@ -63,8 +63,7 @@ def cross_validate(
         make_module: Makes a new LightningModule; a class without arguments, for example. Its validation, if it has one,
             gives the scores; its `predict_step` gives the predictions, a tensor (B, ...) for each batch.
         data: A data set with a length; a tuple of tensors (x, ..., y); or a DataLoader, whose settings are kept: the
-            batches to train with are shuffled if it shuffles, and the rows are those that its sampler yields, in
-            ascending order.
+            batches to train with are shuffled if it shuffles. It has no sampler of your own: give a `Subset`.
         trainer_factory: Makes a new Trainer for each fold.
         cv: The number of folds >= 2, not shuffled; a list of (train, test) indices, whose test parts hold each row
             once; or an object with `split(X, y)`, which gets row numbers as X.

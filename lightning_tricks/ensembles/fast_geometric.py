@@ -6,63 +6,28 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, rank_zero_warn
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_count, check_number, check_optional_count
-from lightning_tricks.ensembles import optimizers
-from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.copies import CapturedMembers
+from lightning_tricks._shared.checks import check_count, check_number, check_optional_count
+from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
 from lightning_tricks.ensembles.core.combination import triangle_factor
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.snapshot import CapturedMembers
 from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
 
-class _BaseThenCyclesLR(FactorLR):
-    """The learning rates of the base model's schedule, and then those of the cycles.
+def base_then_cycles_factor(step: int, base_steps: int, cycle: int, high: float, low: float) -> float:
+    """Return the learning rate's factor: 1 in the steps of the base model, and then that of the cycles.
 
-    Args:
-        optimizer: The optimizer of both.
-        cycles: The factor of the cycles, of the steps made in them.
-        base: The schedule of the base model, or None for constant learning rates.
-        base_steps: Steps of the base model.
-        base_interval: Steps between two of its schedule.
+    Examples:
+        >>> [base_then_cycles_factor(step, 2, cycle=4, high=0.5, low=0.1) for step in range(5)]
+        [1.0, 1.0, 0.5, 0.3, 0.1]
     """
-
-    def __init__(
-        self, optimizer: Optimizer, cycles: Any, base: LRScheduler | None, base_steps: int, base_interval: int
-    ) -> None:
-        self.base, self.base_steps, self.base_interval = base, base_steps, base_interval
-        super().__init__(optimizer, lambda step: cycles(step - base_steps) if step >= base_steps else 1.0)
-
-    def step(self, epoch: int | None = None) -> None:
-        """Make a step of the schedule that holds now."""
-        made = self.last_epoch + 1
-        if self.base is not None and 0 < made < self.base_steps and made % self.base_interval == 0:
-            self.base.step()
-        super().step(epoch)
-
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of each group at `last_epoch`."""
-        if self.base is not None and self.last_epoch < self.base_steps:
-            return [group["lr"] for group in self.optimizer.param_groups]
-        return super().get_lr()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with that of the base model's schedule."""
-        state = {name: value for name, value in super().state_dict().items() if name != "base"}
-        return {**state, "base": None if self.base is None else self.base.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state, and that of the base model's schedule."""
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "base"})
-        if self.base is not None and state_dict["base"] is not None:
-            self.base.load_state_dict(state_dict["base"])
+    return triangle_factor(step - base_steps, cycle, high, low) if step >= base_steps else 1.0
 
 
 class FastGeometricMembers(CapturedMembers):
@@ -82,12 +47,13 @@ class FastGeometricMembers(CapturedMembers):
         lr_2: float | None = None,
         base_epochs: int | None = None,
         optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
         criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         seed: int | None = None,
     ) -> None:
+        self.voting_strategy = self.check_voting_strategy(voting_strategy)
         self.cycle = check_count("cycle", cycle)
         self.base_epochs = check_optional_count("base_epochs", base_epochs, minimum=0)
         self.lr_1 = None if lr_1 is None else check_number("lr_1", lr_1, above=0)
@@ -95,13 +61,11 @@ class FastGeometricMembers(CapturedMembers):
         super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Make the schedule: that of the base model, and then cycles."""
+        """Make the schedule: constant learning rates for the base model, and then cycles."""
         epochs = self._count_base_epochs()
         total_steps(self.trainer, remedy="give the Trainer limit_train_batches=..., the number of batches of an epoch")
         per_epoch = max(1, int(steps_in_epochs(self.trainer, 1)))
         self._base_steps, self._cycle_steps = epochs * per_epoch, self.cycle * per_epoch
-        schedule = self._base_schedule(optimizer, epochs)
-        interval = per_epoch if schedule.get("interval") == "epoch" else 1
         rate = float(optimizer.defaults["lr"])
         high = 0.5 if self.lr_1 is None else self.lr_1 / rate
         low = 0.005 if self.lr_2 is None else self.lr_2 / rate
@@ -110,9 +74,9 @@ class FastGeometricMembers(CapturedMembers):
                 f"lr_2={low * rate:g} is the lowest learning rate of a cycle, and is above the highest, "
                 f"lr_1={high * rate:g}."
             )
-        cycles = partial(triangle_factor, cycle=self._cycle_steps, high=high, low=low)
-        scheduler = _BaseThenCyclesLR(optimizer, cycles, schedule.get("scheduler"), self._base_steps, interval)
-        return {"scheduler": scheduler, "interval": "step"}
+        cycles: dict[str, Any] = {"cycle": self._cycle_steps, "high": high, "low": low}
+        factor = partial(base_then_cycles_factor, base_steps=self._base_steps, **cycles)
+        return {"scheduler": FactorLR(optimizer, factor), "interval": "step"}
 
     def captures_due(self, step: int) -> int:
         """Return the number of cycles of which more than the first half lies within so many optimizer steps."""
@@ -160,24 +124,13 @@ class FastGeometricMembers(CapturedMembers):
             )
         return base
 
-    def _base_schedule(self, optimizer: Optimizer, epochs: int) -> dict[str, Any]:
-        if self.lr_scheduler is None or not epochs:
-            return {}
-        schedule = optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, False, epochs)
-        if isinstance(schedule["scheduler"], ReduceLROnPlateau):
-            raise MisconfigurationException(
-                f"{type(self).__name__}: ReduceLROnPlateau goes by a metric, which the schedule of the base model "
-                "cannot: choose one that goes by steps or epochs, or train the base model with it before, and give "
-                f"{type(self).__name__}([model], base_epochs=0)."
-            )
-        return schedule
-
 
 class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
     """Train one classifier, go on in short cycles of the learning rate, and average the copies from their middles.
 
     After the base model each cycle lowers the learning rate in a straight line and raises it again; the copy is taken
-    where it is the lowest. Optimizer and momentum stay the same all along. Before the first copy the model itself
+    where it is the lowest. Optimizer and momentum stay the same all along. A base model with a schedule of its own is
+    trained before, and given with `base_epochs=0`. Before the first copy the model itself
     predicts. The run ends after the epoch of the last copy, half a cycle before `max_epochs`.
 
     Args:
@@ -191,7 +144,6 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
         lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
         base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
         optimizer: See `VotingClassifier`.
-        lr_scheduler: The schedule of the base model, as for `VotingClassifier`; none by default.
         criterion: See `VotingClassifier`.
         voting_strategy: See `VotingClassifier`.
         weights: Weights of the copies, >= 0; equal ones by default.
@@ -210,27 +162,6 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
 
     why_not_torchensemble = "torchensemble takes the probabilities of the mean logits, not the mean of probabilities"
 
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        cycle: int = 4,
-        lr_1: float | None = None,
-        lr_2: float | None = None,
-        base_epochs: int | None = None,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: CriterionChoice = None,
-        voting_strategy: Literal["soft", "hard"] = "soft",
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(**passed_on(super().__init__, locals()))
-
 
 class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
     """Train one regressor, go on in short cycles of the learning rate, and average the copies from their middles.
@@ -244,8 +175,8 @@ class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
         lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
         base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
         optimizer: See `VotingClassifier`.
-        lr_scheduler: The schedule of the base model; none by default.
         criterion: See `VotingRegressor`.
+        voting_strategy: "soft": a regressor has no votes to count.
         weights: Weights of the copies, >= 0; equal ones by default.
         n_outputs: Number of values that are predicted for each sample.
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.

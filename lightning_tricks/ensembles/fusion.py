@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_tricks.ensembles.core.combination import weighted_mean
+from lightning_tricks.ensembles.core.combination import Uncertainty, around_prediction, at_least_single, weighted_mean
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 
@@ -44,6 +44,10 @@ class FusionClassifier(FusedMembers, ClassifierEnsemble):
     def combine(self, outputs: Tensor) -> Tensor:
         """Return the probabilities of the mean logits."""
         return weighted_mean(outputs, self.member_weights(outputs)).softmax(-1)
+
+    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+        """Split the entropy of the prediction by how much the members disagree."""
+        return around_prediction(super().uncertainty(outputs), self.combine(at_least_single(outputs)))
 
     def log_prediction(self, outputs: Tensor) -> Tensor:
         """Return the mean logits."""

@@ -187,13 +187,14 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         """The number of members that predict: those up to the current stage, or up to the best one after the run."""
         return self._n_kept or self.stage + 1
 
-    def epochs_per_stage(self) -> int:
-        """Return `epochs_per_estimator`, or the run's epochs divided by the number of members.
+    def stage_epochs(self) -> list[int]:
+        """Return `epochs_per_estimator` for each stage, or the run's epochs divided by the number of members.
 
         Raises:
             MisconfigurationException: If the run cannot be divided.
         """
-        return self.epochs_per_estimator or super().epochs_per_stage()
+        given = self.epochs_per_estimator
+        return super().stage_epochs() if given is None else [given] * self.n_stages
 
     # --- a training step
 
@@ -263,13 +264,13 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
 
     @property
     def _is_last_epoch_of_stage(self) -> bool:
-        return (self.current_epoch + 1) % self.epochs_per_stage() == 0
+        return (self.current_epoch + 1) % self.stage_epochs()[0] == 0
 
     def _check_validation(self) -> None:
         trainer, name = self.trainer, f"early_stopping_rounds={self.early_stopping_rounds}"
         if not trainer.enable_validation:
             raise MisconfigurationException(f"{name} needs validation data: give trainer.fit a validation loader.")
-        every, length = trainer.check_val_every_n_epoch, self.epochs_per_stage()
+        every, length = trainer.check_val_every_n_epoch, self.stage_epochs()[0]
         if every is None or length % every:
             raise MisconfigurationException(
                 f"{name} needs a validation at the end of each stage, so after every {length} epochs, and "

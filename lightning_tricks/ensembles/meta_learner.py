@@ -76,22 +76,12 @@ class MetaLearner(Ensemble):
 
     # --- a fit
 
-    def require_linear_model(self) -> None:
-        """Choose scikit-learn's default where nothing else was chosen.
+    def choose_linear_model(self) -> None:
+        """Choose scikit-learn's default where nothing else was chosen."""
+        if not self.trains_final_by_gradient and self.final_estimator is None:
+            from sklearn.linear_model import LogisticRegression, RidgeCV  # takes a second
 
-        Raises:
-            ImportError: If scikit-learn is missing.
-        """
-        if self.trains_final_by_gradient or self.final_estimator is not None:
-            return
-        try:
-            from sklearn.linear_model import LogisticRegression, RidgeCV
-        except ImportError as error:
-            raise ImportError(
-                "final_estimator=None is a linear model of scikit-learn, which is not installed: pip install "
-                "scikit-learn, or give a torch.nn.Module."
-            ) from error
-        self.final_estimator = LogisticRegression() if self.is_classifier else RidgeCV()
+            self.final_estimator = LogisticRegression() if self.is_classifier else RidgeCV()
 
     def reset_final(self) -> None:
         """Let the members predict again, until the meta-learner is fitted."""

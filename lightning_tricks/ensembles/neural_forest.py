@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException
 from lightning_tricks._lightning_compat.loaders import request_train_loaders
-from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_optional_count
+from lightning_tricks._shared.checks import check_count, check_not_negative, check_optional_count
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
@@ -37,6 +37,7 @@ class ForestMembers(IndependentMembers):
         optimizer: OptimizerChoice = None,
         lr_scheduler: ScheduleChoice = None,
         criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
         weights: Sequence[float] | None = None,
         vectorize: bool | Literal["auto"] = "auto",
         shared_order: bool = False,
@@ -184,27 +185,6 @@ class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):
     Source: Frosst and Hinton, arXiv 1711.09784; torchensemble's class of this name.
     """
 
-    def __init__(
-        self,
-        n_estimators: int = 10,
-        depth: int = 5,
-        lamda: float = 1e-3,
-        n_outputs: int | None = None,
-        *,
-        n_inputs: int | None = None,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: CriterionChoice = None,
-        voting_strategy: Literal["soft", "hard"] = "soft",
-        weights: Sequence[float] | None = None,
-        vectorize: bool | Literal["auto"] = "auto",
-        shared_order: bool = False,
-        members: Literal["replicated", "sharded"] = "replicated",
-        seed: int | None = None,
-    ) -> None:
-        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(**passed_on(super().__init__, locals()))
-
     def default_n_outputs(self, dataset: Any, target: Tensor) -> int:
         """Return the number of the data set's `classes`; labels that occur tell nothing of those that do not."""
         classes = getattr(dataset, "classes", None)
@@ -228,6 +208,7 @@ class NeuralForestRegressor(ForestMembers, RegressorEnsemble):
         optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
         lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
         criterion: Loss of outputs (B, n_outputs) and targets of the same shape; the mean squared error by default.
+        voting_strategy: "soft": a regressor has no votes to count.
         weights: Weights of the trees, >= 0; equal ones by default.
         vectorize: Whether trees run at once.
         shared_order: Whether trees share the batches.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,12 +18,14 @@ from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._lightning_compat.own_samples import OwnSamples
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.calibration import Calibration
+from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     Uncertainty,
+    around_prediction,
     at_least_single,
     classification_uncertainty,
     log_mean_probabilities,
@@ -47,12 +48,14 @@ class CombinedPrediction(LightningModule):
         estimators_: The members.
         weights: The weights of the members; None for equal ones.
         n_outputs: Number of classes or of regression outputs; None until the members have first been run.
+        voting_strategy: "soft" for a mean, or "hard" for votes of classifiers.
     """
 
     criterion: Criterion
     estimators_: Members
     weights: Tensor | None
     n_outputs: int | None
+    voting_strategy: str = "soft"
     _checked_stages: set[str]
     _own_samples: OwnSamples
 
@@ -61,6 +64,14 @@ class CombinedPrediction(LightningModule):
     def default_criterion(self) -> Criterion:
         """Return the loss that is used where none is given."""
         raise NotImplementedError
+
+    def check_voting_strategy(self, strategy: str) -> str:
+        """Return how members are combined, if they can be.
+
+        Raises:
+            ValueError: If they cannot.
+        """
+        return check_choice("voting_strategy", strategy, ("soft", "hard"))
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Combine the members' outputs (n, B, n_outputs) into the prediction, (B, n_outputs)."""
@@ -280,7 +291,6 @@ class CombinedPrediction(LightningModule):
 class ClassifierEnsemble(CombinedPrediction):
     """The prediction of classifiers: members give logits (B, n_outputs); the prediction is one of probabilities."""
 
-    voting_strategy: str = "soft"
     outputs_kind = "probabilities"  # of `forward`, for `calibrate` and `ConformalClassifier`
     calibration: Calibration
 
@@ -326,10 +336,7 @@ class ClassifierEnsemble(CombinedPrediction):
         """Return the entropy of the calibrated prediction, of which the members' disagreement explains what it can."""
         if self.calibration.method is None:
             return found
-        mean = self.calibrated(at_least_single(outputs))
-        total = torch.special.entr(mean).sum(-1)
-        epistemic = torch.minimum(found.epistemic, total)
-        return replace(found, mean=mean, total=total, aleatoric=total - epistemic, epistemic=epistemic)
+        return around_prediction(found, self.calibrated(at_least_single(outputs)))
 
     def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the accuracy, of class indices."""
@@ -381,6 +388,15 @@ class RegressorEnsemble(CombinedPrediction):
     def default_criterion(self) -> Criterion:
         """Return the mean squared error."""
         return nn.MSELoss()
+
+    def check_voting_strategy(self, strategy: str) -> str:
+        """Return "soft": numbers are averaged."""
+        if strategy != "soft":
+            raise ValueError(
+                f"voting_strategy={strategy!r} is for classifiers, and {type(self).__name__} averages numbers: leave "
+                "it out."
+            )
+        return strategy
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Average the members' means."""

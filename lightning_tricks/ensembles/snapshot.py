@@ -1,23 +1,26 @@
-"""Snapshot ensembles: one model in cycles of the learning rate, with a copy of it at each cycle's end."""
+"""Ensembles of copies of one model that is trained in cycles of the learning rate; snapshots, at the cycles' ends."""
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, rank_zero_warn
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_not_negative
+from lightning_tricks._shared.checks import check_not_negative
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
-from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import snapshot_factor
 from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy, tensors_of
+from lightning_tricks.ensembles.core.stacked_members import as_members
+from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
@@ -36,6 +39,84 @@ class _ClampedCyclicLR(FactorLR):
         return [min(max(rate, low), high) for rate in super().get_lr()]
 
 
+class CapturedMembers(Ensemble):
+    """One model, `working`, and copies of it that are captured in the course of a run.
+
+    Before the first copy the model itself predicts. A family overrides `make_schedule` and `captures_due`.
+    """
+
+    trains_one_model = True
+    taken: Tensor
+    _num_captured: int
+
+    def captures_due(self, step: int) -> int:
+        """Return how many copies there should be after so many optimizer steps."""
+        raise NotImplementedError
+
+    @property
+    def uses_member_optimizers(self) -> bool:
+        """Whether the model's own `configure_optimizers` is used: never, as the cycles set its learning rate."""
+        return False
+
+    def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
+        """Warn that the cycles are the schedule; nothing changes."""
+        warnings.warn(
+            f"{type(self).__name__} sets the learning rate in cycles: set_scheduler({scheduler_name!r}) has no effect.",
+            stacklevel=2,
+        )
+
+    def set_members(self, members: Sequence[nn.Module]) -> None:
+        """Keep the model as `working`, and a copy for each member as `estimators_`."""
+        refuse_lazy(members)
+        super().set_members(members)
+        self.working: Members = SequentialMembers(members)
+        copies = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]
+        self.estimators_ = as_members(copies).requires_grad_(False)
+        self.register_count("taken", "_num_captured")
+
+    def trained_members(self) -> Members:
+        """Return the members that a fit trains: the working model."""
+        return self.working
+
+    @property
+    def n_members(self) -> int:
+        """The number of members that predict: the copies captured so far."""
+        return self._num_captured
+
+    def predict_members(self, *x: Tensor) -> Tensor:
+        """Return the outputs of each copy, (captured, B, ...); before the first one, those of the model."""
+        if not self._num_captured:
+            return self.working.forward_shared(*x)
+        return self.estimators_.forward_shared(*x)[: self._num_captured]
+
+    def on_train_start(self) -> None:
+        """Start without copies in a new fit; a resumed fit first captures the copy that was due when it stopped."""
+        if self.trainer.global_step == 0:
+            self.set_count("taken", "_num_captured", 0)
+        self._capture_if_due()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Capture a copy where one is due."""
+        self._capture_if_due()
+
+    @classmethod
+    def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
+        """Return an ensemble of trained copies, the last of which is the working model."""
+        made: Any = cls
+        ensemble = made([members[-1]], len(members), **options)
+        for index, member in enumerate(members):
+            ensemble.estimators_.copy_member_(index, tensors_of(member))
+        ensemble.set_count("taken", "_num_captured", len(members))
+        return ensemble
+
+    def _capture_if_due(self) -> None:
+        step = self.trainer.global_step
+        due = self.captures_due(step)
+        if self._num_captured < due <= self.n_estimators and self.captures_due(step - 1) < due:
+            self.estimators_.copy_member_(due - 1, self.working.member_tensors(0))
+            self.set_count("taken", "_num_captured", due)
+
+
 class SnapshotMembers(CapturedMembers):
     """Copies of one model at the ends of cycles of its learning rate."""
 
@@ -49,11 +130,13 @@ class SnapshotMembers(CapturedMembers):
         *,
         optimizer: OptimizerChoice = None,
         criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         lr_clip: tuple[float, float] | None = None,
         seed: int | None = None,
     ) -> None:
+        self.voting_strategy = self.check_voting_strategy(voting_strategy)
         if lr_clip is not None:
             if len(lr_clip) != 2 or not lr_clip[0] < lr_clip[1]:
                 raise ValueError(f"lr_clip must be (lowest, highest) learning rate, got {lr_clip!r}.")
@@ -70,13 +153,6 @@ class SnapshotMembers(CapturedMembers):
     def captures_due(self, step: int) -> int:
         """Return the number of cycles that end within so many optimizer steps."""
         return step // self._cycle
-
-    def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
-        """Warn that the cycles are the schedule; nothing changes."""
-        warnings.warn(
-            f"{type(self).__name__} sets the learning rate in cycles: set_scheduler({scheduler_name!r}) has no effect.",
-            stacklevel=2,
-        )
 
     def _steps_per_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
@@ -125,23 +201,6 @@ class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
     Source: Huang et al., arXiv 1704.00109; torchensemble's class of this name.
     """
 
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        optimizer: OptimizerChoice = None,
-        criterion: CriterionChoice = None,
-        voting_strategy: Literal["soft", "hard"] = "soft",
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        lr_clip: tuple[float, float] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(**passed_on(super().__init__, locals()))
-
 
 class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
     """Train one regressor in cycles of the learning rate, and average the predictions of its copies at their ends.
@@ -152,6 +211,7 @@ class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
         estimator_args: Arguments of the class or factory.
         optimizer: Its learning rate is the highest of a cycle.
         criterion: See `VotingRegressor`.
+        voting_strategy: "soft": a regressor has no votes to count.
         weights: Weights of the snapshots, >= 0; equal ones by default.
         n_outputs: Number of values that are predicted for each sample.
         lr_clip: Lowest and highest learning rate; None for 0 and that of the optimizer.

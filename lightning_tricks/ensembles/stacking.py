@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,7 @@ from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
-from lightning_tricks.ensembles.core.combination import Uncertainty, classification_uncertainty
+from lightning_tricks.ensembles.core.combination import Uncertainty, around_prediction, at_least_single
 from lightning_tricks.ensembles.core.factory import Estimator, class_name
 from lightning_tricks.ensembles.core.folds import check_cv
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
@@ -34,7 +33,7 @@ from lightning_tricks.ensembles.meta_learner import (
     member_columns,
 )
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.stacking_run import StackingRun, max_epochs_of, plan_run, stage_of_epoch, subset_loader
+from lightning_tricks.ensembles.stacking_run import StackingRun, max_epochs_of, plan_run, subset_loader
 from lightning_tricks.ensembles.stages import StagedEnsemble
 from lightning_tricks.ensembles.training_data import unpack
 from lightning_tricks.ensembles.voting import IndependentMembers
@@ -134,17 +133,9 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         """The number of stages of the fit."""
         return len(self._stage_epochs)
 
-    def epochs_per_stage(self) -> int:
-        """Return the length of the current stage in epochs."""
-        return self._stage_epochs[self.stage] if self.stage < self.n_stages else 1
-
-    def total_epochs(self) -> int:
-        """Return the length of all stages in epochs."""
-        return sum(self._stage_epochs)
-
-    def stage_at(self, epoch: int) -> int:
-        """Return the stage that an epoch belongs to."""
-        return stage_of_epoch(self._stage_epochs, epoch)
+    def stage_epochs(self) -> list[int]:
+        """Return the length of each stage in epochs."""
+        return self._stage_epochs
 
     def _is_final(self, stage: int) -> bool:
         return self.trains_final_by_gradient and stage == self.n_stages - 1
@@ -186,7 +177,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
             super().setup(stage)
             return
         run = plan_run(self)  # whose errors come before anything is changed
-        self.require_linear_model()
+        self.choose_linear_model()
         self._stage_epochs, self._n_folds = run.epochs, len(run.folds)
         super().setup(stage)
         _RUNS[self] = run
@@ -196,7 +187,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         loader = changing_train_loader(self.trainer, self, self._stage_loader, self._loader_is_outdated)
         self._installed.enter_context(loader)
         if self.n_stages and not is_fast_dev_run(self.trainer):
-            self._installed.enter_context(max_epochs_of(self.trainer, self.total_epochs()))
+            self._installed.enter_context(max_epochs_of(self.trainer, sum(run.epochs)))
         self._log_info(run.description(self.trains_final_by_gradient))
 
     def on_train_start(self) -> None:
@@ -349,8 +340,8 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
     linear meta-learner is fitted before the refit, another one is trained after it. Until the meta-learner is there,
     validation evaluates the mean of the members; a run that ends before, such as by EarlyStopping, predicts this mean
     and warns. A checkpoint of a fold, such as the one that ModelCheckpoint finds the best, holds the members of that
-    fold. The rows are those that the loader yields, in ascending order, which must be the same in each epoch; random
-    augmentation also applies to the held-out ones. All targets are read when the fit starts.
+    fold. The rows are those of the data set, and the loader has no sampler of your own; random augmentation also
+    applies to the held-out ones. All targets are read when the fit starts.
 
     Args:
         estimators: The members, in any of the forms that `VotingClassifier` takes, or a list of (name, module) pairs.
@@ -377,7 +368,6 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
-        ImportError: When a fit starts, if scikit-learn is needed and missing.
         MisconfigurationException: When a fit starts, if the data or the Trainer do not allow such folds.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
@@ -400,11 +390,9 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
 
     def around_prediction(self, spread: Uncertainty, outputs: Tensor) -> Uncertainty:
         """Split the entropy of the prediction by how much the members disagree."""
-        whole = classification_uncertainty(outputs) if self._final_is_fitted else spread
-        epistemic = torch.minimum(spread.epistemic, whole.total)
-        return replace(
-            spread, mean=whole.mean, total=whole.total, aleatoric=whole.total - epistemic, epistemic=epistemic
-        )
+        if not self._final_is_fitted:
+            return spread
+        return around_prediction(spread, at_least_single(outputs[0]).softmax(-1))
 
 
 class StackingRegressor(StackedGeneralization, RegressorEnsemble):
@@ -432,7 +420,6 @@ class StackingRegressor(StackedGeneralization, RegressorEnsemble):
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
-        ImportError: When a fit starts, if scikit-learn is needed and missing.
         MisconfigurationException: When a fit starts, if the data or the Trainer do not allow such folds.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,14 @@ from lightning_tricks._lightning_compat.loaders import request_train_loaders, us
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run, overfit_batches_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_classes, folds_digest, make_folds
-from lightning_tricks.ensembles.core.sampling import fixed_rows, is_shuffled, tensors_in_memory, why_not_reorder
+from lightning_tricks.ensembles.core.sampling import (
+    is_shuffled,
+    sampler_of,
+    tensors_in_memory,
+    why_not_reorder,
+    yields_all_once,
+)
+from lightning_tricks.ensembles.stages import stage_of_epoch
 from lightning_tricks.ensembles.training_data import unpack
 
 
@@ -122,20 +129,6 @@ def plan_run(ensemble: Any) -> StackingRun:
     return StackingRun(trainer, loader, folds, member_epochs + [epochs] * ensemble.trains_final_by_gradient)
 
 
-def stage_of_epoch(epochs: list[int], epoch: int) -> int:
-    """Return the stage that an epoch belongs to, of stages with these lengths; the last one after their end.
-
-    Examples:
-        >>> [stage_of_epoch([2, 1], epoch) for epoch in range(4)]
-        [0, 0, 1, 1]
-    """
-    for stage, length in enumerate(epochs[:-1]):
-        if epoch < length:
-            return stage
-        epoch -= length
-    return max(len(epochs) - 1, 0)
-
-
 @contextmanager
 def max_epochs_of(trainer: Trainer, epochs: int) -> Iterator[None]:
     """Let the Trainer run for so many epochs in all, until the context is left."""
@@ -169,20 +162,21 @@ def _epochs(ensemble: Any) -> int:
 
 
 def check_row_loader(loader: Any) -> DataLoader[Any]:
-    """Return a loader of the rows that a given one yields, each of which can be held out.
+    """Return a loader of rows each of which can be held out.
 
     Raises:
-        ValueError: If it has no such rows, with the reason.
+        ValueError: If it is another one, with the reason.
     """
-    rows = why_not_reorder(loader) or fixed_rows(loader)
-    if isinstance(rows, str):
-        raise ValueError(
-            "folds need a DataLoader whose dataset has a length, with shuffle=... or a sampler that yields the same "
-            f"rows in each epoch, each of them once; {rows}."
-        )
-    if not len(rows):
+    reason = why_not_reorder(loader)
+    if not reason:
+        sampler = sampler_of(loader)
+        if not yields_all_once(sampler) or len(sampler) != len(loader.dataset):
+            reason = f"a {type(sampler).__name__} chooses rows: give a Subset of them"
+    if reason:
+        raise ValueError(f"folds need a DataLoader with shuffle=... whose dataset has a length, and {reason}.")
+    if not len(loader.dataset):
         raise ValueError("the training data have no samples.")
-    return subset_loader(loader, rows, is_shuffled(loader))
+    return cast(DataLoader[Any], loader)
 
 
 def _folds(ensemble: Any, loader: DataLoader[Any]) -> list[Fold]:

@@ -28,9 +28,7 @@ class StagedEnsemble(Ensemble):
     A family overrides, beside the methods of `Ensemble`:
 
     - `n_stages`: the number of stages, one for each member by default;
-    - `epochs_per_stage()`: the length of a stage; by default the run's epochs divided by the number of stages;
-    - `total_epochs()` and `stage_at(epoch)`: the length of all stages, and the stage of an epoch, where the stages
-      differ in length;
+    - `stage_epochs()`: the length of each stage; by default the run's epochs divided by the number of stages;
     - `trained_members()`: the members that the current stage trains, one by default;
     - `trains_all_members`: whether a stage trains all members or none of them, which then may be stacked;
     - `on_stage_start()`: called when a stage has begun, with its optimizer made;
@@ -53,29 +51,25 @@ class StagedEnsemble(Ensemble):
         """The number of stages."""
         return self.n_estimators
 
-    def epochs_per_stage(self) -> int:
-        """Return the length of a stage in epochs; 1 in a run of fewer epochs than stages.
+    def stage_epochs(self) -> list[int]:
+        """Return the length of each stage in epochs; 1 in a run of fewer epochs than stages.
 
         Raises:
             MisconfigurationException: If the run cannot be divided into the stages.
         """
         epochs = self.trainer.max_epochs or 0
         if is_fast_dev_run(self.trainer) or 0 < epochs < self.n_stages:
-            return 1
+            return [1] * self.n_stages
         if epochs <= 0 or epochs % self.n_stages:
             raise MisconfigurationException(
                 f"{type(self).__name__} has {self.n_stages} stages of equal length, into which max_epochs={epochs} "
                 f"does not divide: set max_epochs to a multiple of {self.n_stages}."
             )
-        return epochs // self.n_stages
-
-    def total_epochs(self) -> int:
-        """Return the length of all stages in epochs."""
-        return self.n_stages * self.epochs_per_stage()
+        return [epochs // self.n_stages] * self.n_stages
 
     def stage_at(self, epoch: int) -> int:
         """Return the stage that an epoch belongs to."""
-        return min(epoch // self.epochs_per_stage(), self.n_stages - 1)
+        return stage_of_epoch(self.stage_epochs(), epoch)
 
     def on_stage_start(self) -> None:
         """React to the beginning of a stage; `self.stage` is the new one."""
@@ -113,8 +107,8 @@ class StagedEnsemble(Ensemble):
         return self._members(range(self.stage)).forward_shared(*x) if self.stage else None
 
     def schedule_epochs(self) -> int:
-        """Return the length of a stage, which has a schedule of its own."""
-        return self.epochs_per_stage()
+        """Return the length of the current stage, which has a schedule of its own."""
+        return self.stage_epochs()[self.stage]
 
     @classmethod
     def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
@@ -136,7 +130,7 @@ class StagedEnsemble(Ensemble):
     def setup(self, stage: str) -> None:
         """Begin with the first stage; a checkpoint to resume from is loaded after this."""
         if stage == "fit":
-            self.epochs_per_stage()  # whose error comes before anything is changed
+            self.stage_epochs()  # whose error comes before anything is changed
         super().setup(stage)
         if stage == "fit":
             self._installed.enter_context(self._frozen_members())
@@ -152,7 +146,7 @@ class StagedEnsemble(Ensemble):
             self.on_stage_start()
 
     def _warn_of_a_short_run(self) -> None:
-        epochs, needed = self.trainer.max_epochs, self.total_epochs()
+        epochs, needed = self.trainer.max_epochs, sum(self.stage_epochs())
         if epochs in (None, -1) or epochs >= needed or is_fast_dev_run(self.trainer):
             return
         rank_zero_warn(
@@ -180,7 +174,7 @@ class StagedEnsemble(Ensemble):
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, and end the run after the last stage, where it was to be longer."""
         super().on_train_epoch_end()
-        epochs = self.total_epochs()
+        epochs = sum(self.stage_epochs())
         if self.current_epoch + 1 >= epochs and self.trainer.max_epochs != epochs:
             self.trainer.should_stop = True
 
@@ -217,6 +211,20 @@ class StagedEnsemble(Ensemble):
         members: Any = self.estimators_
         chosen: SequentialMembers = members.only(indices)
         return chosen
+
+
+def stage_of_epoch(epochs: list[int], epoch: int) -> int:
+    """Return the stage that an epoch belongs to, of stages with these lengths; the last one after their end.
+
+    Examples:
+        >>> [stage_of_epoch([2, 1], epoch) for epoch in range(4)]
+        [0, 0, 1, 1]
+    """
+    for stage, length in enumerate(epochs[:-1]):
+        if epoch < length:
+            return stage
+        epoch -= length
+    return max(len(epochs) - 1, 0)
 
 
 def _freeze_after_load(ensemble: Any, keys: Any) -> None:

@@ -38,6 +38,7 @@ class IndependentMembers(MemberShares):
         optimizer: OptimizerChoice = None,
         lr_scheduler: ScheduleChoice = None,
         criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
@@ -45,6 +46,7 @@ class IndependentMembers(MemberShares):
         members: Literal["replicated", "sharded"] = "replicated",
         seed: int | None = None,
     ) -> None:
+        self.voting_strategy = self.check_voting_strategy(voting_strategy)
         self.shared_order = bool(shared_order)
         self.members = check_choice("members", members, ("replicated", "sharded"))
         if members == "sharded":
@@ -135,26 +137,6 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         (torch.Size([2, 3]), torch.Size([5, 2, 3]))
     """
 
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: CriterionChoice = None,
-        voting_strategy: Literal["soft", "hard"] = "soft",
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        vectorize: bool | Literal["auto"] = "auto",
-        shared_order: bool = False,
-        members: Literal["replicated", "sharded"] = "replicated",
-        seed: int | None = None,
-    ) -> None:
-        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(**passed_on(super().__init__, locals()))
-
 
 class VotingRegressor(IndependentMembers, RegressorEnsemble):
     """Train regressors independently and average their predictions (deep ensembles).
@@ -169,6 +151,7 @@ class VotingRegressor(IndependentMembers, RegressorEnsemble):
         optimizer: The optimizer, as of `VotingClassifier`.
         lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
+        voting_strategy: "soft": a regressor has no votes to count.
         weights: Weights of the members, >= 0; equal ones by default.
         n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once.
@@ -250,6 +233,7 @@ class BaggingRegressor(BootstrappedMembers, VotingRegressor):
         optimizer: The optimizer, as for `VotingClassifier`.
         lr_scheduler: The schedule, as for `VotingRegressor`; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
+        voting_strategy: "soft": a regressor has no votes to count.
         weights: Weights of the members, >= 0; equal ones by default.
         n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once: True, False or "auto".

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,13 +12,12 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer
-from lightning_tricks._lightning_compat.logged_values import log_epoch_value
+from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others, log_epoch_value
 from lightning_tricks._lightning_compat.own_samples import OwnSamples
-from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choices, check_count
 from lightning_tricks._shared.report_parts import Facts, ReportPart
 from lightning_tricks.metrics.core.history import EpochRecord, History
-from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix, expected_names, is_loss_of
+from lightning_tricks.metrics.core.logged_keys import STAGES, BestKeys, LoggedKeys, check_prefix, value_names
 from lightning_tricks.metrics.core.metric_table import (
     is_number,
     output_numbers,
@@ -29,14 +29,13 @@ from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics, EvaluationPlots
 from lightning_tricks.metrics.key_checks import (
-    BestKeys,
-    KeyConflicts,
+    Collisions,
     MetricsError,
     UnmeasuredBatches,
     check_not_empty,
     loader_names,
-    refuse_same_keys,
     refuse_unordered,
+    warn_of_no_validation,
 )
 
 if TYPE_CHECKING:
@@ -53,16 +52,16 @@ class MetricsMonitor(StepsCallback):
     the mean over the samples, is logged too (it is exact under DDP if the step returns the loss of each sample).
     ModelCheckpoint, EarlyStopping and schedulers see these values wherever this callback stands in the list. Loggers
     get what people plot: of a preset the main metrics, averages over the classes or outputs, and the loss unless the
-    module logs it itself, under whatever name; the others are in the table and in a `RunReport`. Each stage and loader
-    has metrics of its own. Sanity checking does not count, and the module's `state_dict` contains no metric.
+    module logs a key with "loss" in it; the others are in the table and in a `RunReport`. Each stage and loader has
+    metrics of its own. Sanity checking does not count, and the module's `state_dict` contains no metric.
 
     On several ranks, the states of all of them are merged. In validation and testing, the samples that Lightning's
     DistributedSampler repeats to make all ranks equally long do not count, so that the values are those of one process.
     If the samples are divided in another way, a warning says why the values may differ.
 
-    Several monitors need a `prefix` each. No key is logged twice: if the module or another callback logs one of this
-    callback's keys (except the loss), an error names both. If a step returns nothing that can be measured, such as a
-    loss alone, the batch is skipped with a warning; its loss is averaged.
+    Several monitors need a `prefix` each. If the module or another callback logs one of this callback's keys, loggers
+    and callbacks get the other value, and a warning names both (except for the loss). If a step returns nothing that
+    can be measured, such as a loss alone, the batch is skipped with a warning; its loss is averaged.
 
     Args:
         metrics: A preset such as `multiclass_metrics(10)`, its plain values (`{"task": "multiclass", "num_classes":
@@ -92,9 +91,8 @@ class MetricsMonitor(StepsCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If there is no metric, no such stage or mode, there are more or fewer classes than names, two values
             would have one name, or `best` has a key that no fit logs.
-        MetricsError: In `setup`, if `best` has a key of a stage that does not run, or another monitor logs the same
-            keys; in the first batch, if the metrics would misunderstand it; where another logs one of the keys, as
-            soon as that shows; and if a loader has no batches.
+        MetricsError: In the first batch, if the metrics would misunderstand it, or `best` names no loader of several;
+            at the end of an epoch, if `best` has a key that was not logged; and if a loader has no batches.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -140,8 +138,8 @@ class MetricsMonitor(StepsCallback):
             )
         self._seldom_plotted = seldom_plotted_keys(metrics)
         self._parts = class_names or output_numbers(metrics)  # classes, or outputs, that have values of their own
-        self._keys = LoggedKeys(expected_names(metrics, class_names), prefix, tuple(stages))
-        self._best_keys = BestKeys(self._name, self._keys, best or {})
+        self._keys = LoggedKeys(value_names(metrics, class_names), prefix, tuple(stages))
+        self._best_keys = BestKeys(self._keys, best or {})
         self.results: dict[str, Tensor] = {}
         self._history = History()
         self._outer_exception = id(None)
@@ -154,7 +152,7 @@ class MetricsMonitor(StepsCallback):
         self._plots = EvaluationPlots(
             self._history, self._keys, self._parts, every_n_epochs, are_logged=self._are_plotted
         )
-        self._conflicts = KeyConflicts(self._name)
+        self._collisions = Collisions(self._name)
         self._own_samples = OwnSamples(self._name)
         self._unmeasured = UnmeasuredBatches(self._name, self.stages, has_transform=self.output_transform is not None)
 
@@ -194,13 +192,10 @@ class MetricsMonitor(StepsCallback):
         return history_figure(self.history(), metrics, self._parts)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start without data, and refuse keys that would be logged twice or never."""
+        """Start without data."""
         super().setup(trainer, pl_module, stage)
-        for other in callbacks_of_type(trainer, MetricsMonitor):
-            if other is not self:
-                refuse_same_keys(self._name, self._keys, other._name, other._keys)
         if stage == "fit":
-            self._best_keys.check_fit(trainer)
+            warn_of_no_validation(trainer, self._name, self._best_keys.of_stage("val"))
             self._history, self.results = History(), {}
         self._are_plotted = self.plots is not False and self.has_image_logger(trainer)
         self._are_shown = self._are_plotted or is_reported(trainer)
@@ -208,31 +203,15 @@ class MetricsMonitor(StepsCallback):
         self._outer_exception = id(sys.exc_info()[1])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a dataloader without batches, and keys of dataloaders that do not exist."""
+        """Refuse a dataloader without batches."""
         check_not_empty(trainer, self._function, self.stages, self._name)
-        self._best_keys.check_dataloaders(trainer)
         super().on_train_start(trainer, pl_module)
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse keys of dataloaders that do not exist."""
-        super().on_sanity_check_end(trainer, pl_module)
-        self._best_keys.check_dataloaders(trainer)
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare keys with what the module has logged last in the epoch before."""
-        self._compare_afterwards(trainer, pl_module, "train")
+        """Warn of keys that others have logged after this callback, in the epoch that has ended."""
+        self._collisions.warn(pl_module, (), keys_logged_by_others(trainer, self._name, include_reset=True))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare keys with what the module has logged last."""
-        self._compare_afterwards(trainer, pl_module, "train")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare keys with what the module has logged last."""
-        self._compare_afterwards(trainer, pl_module, "val")
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare keys with what the module has logged last."""
-        self._compare_afterwards(trainer, pl_module, "test")
+    on_train_end = on_validation_end = on_test_end = on_train_epoch_start
 
     def on_step_end(
         self,
@@ -250,13 +229,10 @@ class MetricsMonitor(StepsCallback):
         dataloader = self._epoch.of_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=batch_idx != 0)
         if not dataloader.has_seen_batch:
             dataloader.has_seen_batch = True
-            keys = self._keys.expected(stage, loader_names(trainer, stage))
-            self._conflicts.compare_in_first_batch(trainer, pl_module, stage, keys)
+            with self._errors(""):
+                self._best_keys.check_loaders(stage, loader_names(trainer, stage))
             if trainer.world_size > 1:
-                shard = self._own_samples.shard(trainer, stage, dataloader_idx)
-                refuse_unordered(self._name, stage, dataloader.suite.per_batch, "each rank has batches of its own")
-                if isinstance(shard, str):
-                    refuse_unordered(self._name, stage, dataloader.suite.per_sample, shard)
+                refuse_unordered(self._name, stage, dataloader.suite.ordered_keys)
         returned = self._transform(outputs, batch, stage)
         is_complete = self._check_inputs(dataloader.suite, returned, stage, batch_idx)
         if self._is_sanity_checking:
@@ -281,7 +257,7 @@ class MetricsMonitor(StepsCallback):
         if stage not in self.stages:
             return
         self._epoch.add_resumed(trainer, pl_module, stage)
-        other_keys = self._conflicts.logged_by_others(trainer)
+        other_keys = keys_logged_by_others(trainer, self._name)
         if trainer.world_size > 1:
             other_keys = self._epoch.merge_ranks(trainer, pl_module, stage, other_keys)
         dataloaders = self._epoch.of_stage(stage)
@@ -290,15 +266,15 @@ class MetricsMonitor(StepsCallback):
         self._unmeasured.report_epoch(stage, num_unmeasured, num_measured)
         names = loader_names(trainer, stage)
         for index, dataloader in dataloaders.items():
-            unordered = [key for key, is_in_order in dataloader.suite.per_sample.items() if not is_in_order]
-            refuse_unordered(self._name, stage, unordered, "not each sample has one value")
             if dataloader.suite.updates or dataloader.loss.samples:
-                place = (index, names[index]) if len(names) > 1 else None
+                place = (index, names[index]) if len(names) > 1 else (None, None)
                 self._log(trainer, pl_module, dataloader, stage, place, other_keys)
             dataloader.load([])
         if stage == "train":
             self._epoch.load_partial_state({})
-        self._best_keys.check_logged(stage, self.results, bool(num_unmeasured))
+        if dataloaders:
+            with self._errors(""):
+                self._best_keys.check_logged(stage, self.results)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plot what was not plotted yet, and say the last values, or print them as a table."""
@@ -351,6 +327,14 @@ class MetricsMonitor(StepsCallback):
         if partial and self.state_key in checkpoint.get("callbacks", {}):
             checkpoint["callbacks"][self.state_key] = {**checkpoint["callbacks"][self.state_key], "partial": partial}
 
+    @contextmanager
+    def _errors(self, where: str) -> Iterator[None]:
+        """Let a ValueError name this callback and a place."""
+        try:
+            yield
+        except ValueError as error:
+            raise MetricsError(f"{self._name}{where}: {error}") from error
+
     def _transform(self, outputs: Any, batch: Any, stage: str) -> Any:
         if self.output_transform is not None:
             return self.output_transform(outputs, batch, stage)
@@ -362,10 +346,8 @@ class MetricsMonitor(StepsCallback):
         names = inputs.keys() if isinstance(inputs, Mapping) else frozenset()
         is_complete = isinstance(inputs, Mapping) and suite.required_inputs <= names
         if not suite.checked and (is_complete or not suite.required_inputs.isdisjoint(names)):
-            try:
+            with self._errors(f", first batch of {stage}"):
                 suite.check(**inputs)
-            except ValueError as error:
-                raise MetricsError(f"{self._name}, first batch of {stage}: {error}") from error
         if not is_complete:
             self._unmeasured.report_batch(suite, inputs, stage, batch_idx, self._best_keys.of_stage(stage))
         return is_complete
@@ -376,13 +358,11 @@ class MetricsMonitor(StepsCallback):
         pl_module: LightningModule,
         dataloader: DataloaderMetrics,
         stage: str,
-        place: tuple[int, str] | None,
+        place: tuple[int, str] | tuple[None, None],
         other_keys: dict[str, str],
     ) -> None:
-        try:
+        with self._errors(f", {stage}"):
             values = dataloader.suite.compute_all() if dataloader.suite.updates else {}
-        except ValueError as error:
-            raise MetricsError(f"{self._name}, {stage}: {error}") from error
         mean_loss = dataloader.loss.compute()
         has_loss_metric = "loss" in values
         if mean_loss is not None and not has_loss_metric:
@@ -390,27 +370,27 @@ class MetricsMonitor(StepsCallback):
         numbers = {name: value for name, value in values.items() if is_number(value)}
         record = EpochRecord(
             stage,
-            None if place is None else place[0],
+            place[0],
             trainer.current_epoch,
             trainer.global_step,
             self._function == "fit",
             list(numbers),
             stack_numbers(numbers.values()),
             dataloader.suite.num_invalid(),
-            None if place is None else place[1],
+            place[1],
         )
         self._history.add(record)
         self.results |= {self._keys.key(record.prefix, name): value for name, value in values.items()}
         to_log = {self._keys.key(record.prefix, name): value for name, value in numbers.items()}
-        # the mean loss gives way to a loss that the module logs; a metric that is called "loss" does not
-        required = to_log.keys() - (set() if has_loss_metric else {self._keys.key(record.prefix, "loss")})
-        self._conflicts.refuse(pl_module, required, other_keys)
-        self._conflicts.note_logged(trainer, stage, required)
+        # nobody asked for the mean loss, which gives way without a warning; a metric that is called "loss" does not
+        asked_for = to_log.keys() - (set() if has_loss_metric else {self._keys.key(record.prefix, "loss")})
+        self._collisions.warn(pl_module, asked_for, other_keys)
+        drop_reset_values(trainer, self._name, to_log.keys())  # others who log them later have the last word
         for_callbacks = self._not_for_loggers(numbers)
-        if not has_loss_metric and any(is_loss_of(stage, key) for key in other_keys):
-            for_callbacks.add("loss")
+        if not has_loss_metric and any("loss" in key.lower() and hook.islower() for key, hook in other_keys.items()):
+            for_callbacks.add("loss")  # one of the module's, which other callbacks do not log in a hook
         for (key, value), name in zip(to_log.items(), numbers, strict=True):
-            if key in required or key not in other_keys:
+            if key not in other_keys:
                 log_epoch_value(trainer, self._name, key, value, to_loggers=name not in for_callbacks)
         if self._are_shown and trainer.is_global_zero and stage != "train":
             self._plots.add(trainer, record, dataloader.suite)
@@ -427,11 +407,3 @@ class MetricsMonitor(StepsCallback):
     def _seldom_plotted_of(self, names: Iterable[str]) -> set[str]:
         keys = self._seldom_plotted
         return {name for name in names if name in keys or name.startswith(tuple(f"{key}_" for key in keys))}
-
-    def _compare_afterwards(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Compare keys with what the module or another callback has logged after this one."""
-        if stage in self.stages:
-            expected = None
-            if self._is_sanity_checking:
-                expected = self._keys.expected(stage, loader_names(trainer, stage))
-            self._conflicts.compare_afterwards(trainer, pl_module, stage, expected)

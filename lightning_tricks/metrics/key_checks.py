@@ -1,8 +1,8 @@
-"""Errors of data and keys: loaders without batches, steps without inputs, keys that others log or that no fit logs."""
+"""Errors and warnings of data and keys: loaders without batches, steps without inputs, keys that others log as well."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_tricks._lightning_compat.flavor import (
@@ -12,73 +12,50 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loaders import empty_train_loaders, evaluation_loader_names
-from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
-from lightning_tricks._shared.tensors import gather_objects
-from lightning_tricks.metrics.core.history import History
-from lightning_tricks.metrics.core.logged_keys import LoggedKeys
-from lightning_tricks.metrics.core.metric_table import find_name_conflict
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.metrics.core.suite import MetricSuite
 
+_MAX_SHOWN = 5  # keys in a warning
 
-class KeyConflicts:
-    """Compares the keys of one run of a monitor with those that the module and other callbacks log.
+
+class Collisions:
+    """Warns of keys that others log as well, of each once.
+
+    What others log under such a key stands in the log: a value of the monitor is left out where they were first, and
+    they overwrite it where they come later.
 
     Args:
         name: The name under which the monitor logs.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self._logged: dict[str, set[str]] = {}
-        self._compared: set[str] = set()
+        self._name = name
+        self._own: set[str] = set()
+        self._warned: set[str] = set()
 
-    def logged_by_others(self, trainer: Trainer) -> dict[str, str]:
-        """Return the keys that others have logged on this rank so far in the current stage: key -> hook."""
-        return keys_logged_by_others(trainer, self.name)
+    def warn(self, pl_module: LightningModule, own: Collection[str], others: Mapping[str, str]) -> None:
+        """Warn of keys of the monitor that others have logged.
 
-    def compare_in_first_batch(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str]
-    ) -> None:
-        """Compare keys with those that the module's step has logged.
-
-        In an evaluation on several ranks, one may have no batch: there all compare when the evaluation ends.
+        Args:
+            pl_module: The module.
+            own: The keys that the monitor is about to log; empty where it has logged already.
+            others: What others have logged, before or after that: key -> hook, or source.
         """
-        if stage in self._compared:
-            return
-        self._compared.add(stage)
-        if trainer.world_size == 1:
-            self.refuse(pl_module, expected, self.logged_by_others(trainer))
-        elif stage == "train":
-            self.refuse(pl_module, expected, merge_logged_keys(gather_objects(self.logged_by_others(trainer))))
-
-    def note_logged(self, trainer: Trainer, stage: str, keys: set[str]) -> None:
-        """Remember the keys of the monitor at the end of a stage, to find out who logs the same after it."""
-        drop_reset_values(trainer, self.name, keys)
-        self._logged[stage] = self._logged.get(stage, set()) | keys
-
-    def compare_afterwards(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str] | None = None
-    ) -> None:
-        """Compare the keys that the monitor has logged, or will log, with those that others have logged after it."""
-        own = self._logged.pop(stage, set()) if expected is None else expected
-        if not own:
-            return
-        # a training epoch's values are reset before any hook comes; those of an evaluation are not yet
-        others = keys_logged_by_others(trainer, self.name, include_reset=stage == "train")
-        if trainer.world_size > 1:
-            others = merge_logged_keys(gather_objects({key: hook for key, hook in others.items() if key in own}))
-        self.refuse(pl_module, own, others)
-
-    def refuse(self, pl_module: LightningModule, own: set[str], others: Mapping[str, str]) -> None:
-        """Raise a MetricsError if others log one of the keys."""
-        for key in sorted(own & others.keys()):
-            hook, module = others[key], type(pl_module).__name__
-            other = f"{module}.{hook}" if hook in STEPS.values() else f"{hook} of {module} or of another callback"
-            other = hook if hook.startswith("MetricsMonitor") else other
-            raise MetricsError(
-                f"{self.name} and {other} both log {key!r}, and one value would overwrite the other: rename one of "
-                f"the values, leave out the stage (stages=...), or give {self.name.partition('(')[0]} a prefix, such "
-                "as prefix='monitor'."
+        self._own.update(own)
+        new = sorted((self._own & others.keys()) - self._warned)
+        self._warned.update(new)
+        for hook in dict.fromkeys(others[key] for key in new):
+            keys = list_names((repr(key) for key in new if others[key] == hook), _MAX_SHOWN)
+            if hook in STEPS.values():
+                other = f"{type(pl_module).__name__}.{hook}"
+            elif hook.islower():
+                other = f"{hook} of {type(pl_module).__name__} or of another callback"
+            else:  # the name of another monitor
+                other = hook
+            rank_zero_warn(
+                f"{self._name} and {other} both log {keys}. Loggers and callbacks get the values of {other}; those of "
+                "the monitor are in its results, its history and its table. Rename one of the values, leave out the "
+                "stage (stages=...), or give the monitor another prefix, such as prefix='monitor'."
             )
 
 
@@ -87,93 +64,32 @@ def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {key: hook for of_rank in ranks for key, hook in of_rank.items()}
 
 
-def refuse_same_keys(monitor: str, keys: LoggedKeys, other: str, other_keys: LoggedKeys) -> None:
-    """Raise a MetricsError for two monitors that would log under the same keys."""
-    for stage in {*keys.stages} & {*other_keys.stages}:
-        conflict = find_name_conflict([*keys.expected(stage), *other_keys.expected(stage)])
-        if keys.prefix == other_keys.prefix or conflict:
-            key = conflict[0] if conflict else keys.key(stage, "loss")
-            raise MetricsError(
-                f"{monitor} and {other} would both log {key!r}: give one of them a prefix of its own, such as "
-                "prefix='ema', or different stages."
-            )
-
-
-def refuse_unordered(monitor: str, stage: str, keys: Iterable[str], reason: str) -> None:
-    """Raise a MetricsError for metrics whose value depends on the order of the samples, where ranks do not know it.
-
-    Args:
-        monitor: The name of the monitor.
-        stage: "train", "val" or "test".
-        keys: The keys of the metrics.
-        reason: Why the order is not known.
-    """
+def refuse_unordered(monitor: str, stage: str, keys: Iterable[str]) -> None:
+    """Raise a MetricsError for metrics whose value depends on the order of the samples, which ranks do not know."""
     for key in keys:
         raise MetricsError(
-            f"{monitor}: the value of {key!r} in {stage} depends on the order of the samples, which is not known on "
-            f"several ranks: {reason}. Measure it on one device, or choose a metric that averages (reduction='mean', "
+            f"{monitor}: the value of {key!r} in {stage} depends on the order of the samples, and several ranks have "
+            "batches of their own. Measure it on one device, or choose a metric that averages (reduction='mean', "
             "multidim_average='global', MeanMetric)."
         )
 
 
-class BestKeys:
-    """The keys whose best value is kept.
-
-    Args:
-        monitor: The name of the monitor, for errors.
-        keys: The keys that it logs.
-        modes: Key -> "min" or "max".
-
-    Raises:
-        ValueError: If no stage logs a key, or a mode is neither "min" nor "max".
-    """
-
-    def __init__(self, monitor: str, keys: LoggedKeys, modes: Mapping[str, str]) -> None:
-        keys.check_best(dict(modes))
-        self._name, self._keys, self._modes = monitor, keys, modes
-
-    def values(self, history: History) -> dict[str, tuple[float, int]]:
-        """Return the best value of each key, and the optimizer steps done by then."""
-        start = "" if self._keys.prefix is None else f"{self._keys.prefix}/"
-        found = history.best({key.removeprefix(start): mode for key, mode in self._modes.items()})
-        return {start + key: value for key, value in found.items()}
-
-    def of_stage(self, stage: str) -> list[str]:
-        """Return the keys of a stage."""
-        return self._keys.keys_of_stage(self._modes, stage)
-
-    def check_fit(self, trainer: Trainer) -> None:
-        """Warn of a key of validation in a fit that does not validate, as a short one that tries whether all works."""
-        if not will_validate(trainer) and (keys := self.of_stage("val")):
-            rank_zero_warn(
-                f"{self._name}: best has the key {keys[0]!r}, but this fit does not validate, so that it has no value: "
-                "give it validation data and a validation_step, let it validate within max_epochs, or use a key of "
-                "train."
-            )
-
-    def check_dataloaders(self, trainer: Trainer) -> None:
-        """Refuse keys that name a dataloader where there is one, or none where there are several."""
-        try:
-            self._keys.check_loaders(self._modes, "train", [""])
-            self._keys.check_loaders(self._modes, "val", loader_names(trainer, "val"))
-        except ValueError as error:
-            raise MetricsError(f"{self._name}: {error}") from error
-
-    def check_logged(self, stage: str, logged_keys: Collection[str], has_unmeasured: bool) -> None:
-        """Refuse a key that was not logged at the end of its stage, where that was not known before."""
-        start = self._keys.key(stage, "")
-        logged = [key for key in logged_keys if key.startswith(start)]
-        for key in self.of_stage(stage):
-            if (logged or has_unmeasured) and key not in logged:
-                alternatives = self._keys.describe_alternatives(key, stage, logged)
-                raise MetricsError(f"{self._name}: best has the key {key!r}, {alternatives}")
+def warn_of_no_validation(trainer: Trainer, monitor: str, best_keys: Sequence[str]) -> None:
+    """Warn of keys of `best` that are of validation in a fit that does not validate, as a short one that is a trial."""
+    every, epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
+    too_seldom = every is not None and epochs is not None and 0 < epochs < every
+    if best_keys and (too_seldom or not trainer.enable_validation):
+        rank_zero_warn(
+            f"{monitor}: best has the key {best_keys[0]!r}, but this fit does not validate, so that it has no value: "
+            "give it validation data and a validation_step, let it validate within max_epochs, or use a key of train."
+        )
 
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 
 
 class MetricsError(MisconfigurationException, ValueError):
-    """A step returned something that cannot be measured, a loader has no batches, or a key is wrong or logged twice."""
+    """A step returned something that cannot be measured, a loader has no batches, or a key is wrong."""
 
 
 def num_batches(trainer: Trainer, stage: str) -> list[int | float]:
@@ -191,13 +107,6 @@ def loader_names(trainer: Trainer, stage: str) -> list[str]:
     return names if len(names) == len(indices) else indices
 
 
-def will_validate(trainer: Trainer) -> bool:
-    """Whether a fit will validate, as far as that is known at its start."""
-    every, epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
-    too_seldom = every is not None and epochs is not None and 0 < epochs < every
-    return trainer.enable_validation and not too_seldom
-
-
 def check_not_empty(trainer: Trainer, function: str, stages: Sequence[str], monitor: str) -> None:
     """Refuse dataloaders without batches, unless the Trainer was told to take none (`limit_val_batches=0`).
 
@@ -210,24 +119,19 @@ def check_not_empty(trainer: Trainer, function: str, stages: Sequence[str], moni
     Raises:
         MetricsError: If a dataloader of one of the stages has no batches.
     """
-    for stage in _stages_with_data(trainer, function):
+    has_data = {
+        "train": function == "fit" and trainer.limit_train_batches != 0,
+        "val": function in ("fit", "validate") and trainer.limit_val_batches != 0,
+        "test": function == "test" and trainer.limit_test_batches != 0,
+    }
+    for stage in (stage for stage in stages if has_data[stage]):
         empty = [index for index, count in enumerate(num_batches(trainer, stage)) if count == 0]
         for dataloader_idx in empty or (empty_train_loaders(trainer) if stage == "train" else ()):
-            if stage in stages:
-                raise MetricsError(
-                    f"{monitor}: loader {dataloader_idx} of {stage} has no batches, so there is nothing to measure: "
-                    "give it data (or a smaller batch size if drop_last drops the only batch), or leave the stage out "
-                    "of stages."
-                )
-
-
-def _stages_with_data(trainer: Trainer, function: str) -> Iterator[str]:
-    if function == "fit" and trainer.limit_train_batches != 0:
-        yield "train"
-    if function in ("fit", "validate") and trainer.limit_val_batches != 0:
-        yield "val"
-    if function == "test" and trainer.limit_test_batches != 0:
-        yield "test"
+            raise MetricsError(
+                f"{monitor}: loader {dataloader_idx} of {stage} has no batches, so there is nothing to measure: "
+                "give it data (or a smaller batch size if drop_last drops the only batch), or leave the stage out "
+                "of stages."
+            )
 
 
 class UnmeasuredBatches:

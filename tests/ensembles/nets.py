@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from sklearn.datasets import load_diabetes, load_digits
 from torch import Tensor, nn
 from torch.nn import functional
@@ -98,6 +98,11 @@ def few(dataset: TensorDataset, count: int, batch_size: int = 16, **arguments) -
     return DataLoader(part, batch_size, **{"shuffle": True, **arguments})
 
 
+def some(count: int = 64, kind: str = "Classifier", **arguments) -> DataLoader:
+    """The first digits, or the first patients for a regressor."""
+    return few((diabetes() if kind == "Regressor" else digits())[0], count, **arguments)
+
+
 def fit(ensemble: LightningModule, train, val=None, **arguments) -> Trainer:
     """Fit on the CPU, silently."""
     trainer = Trainer(**{"max_epochs": 1, **QUIET, **arguments})
@@ -113,3 +118,23 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
 def values(ensemble: LightningModule) -> dict[str, Tensor]:
     """Return a copy of the state dict."""
     return {name: value.clone() for name, value in ensemble.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance) -> None:
+    """Compare tensors by name."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+class Stops(Callback):
+    """Raises at the first batch after a number of steps."""
+
+    training_arguments = ()  # it is there once
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")

@@ -10,19 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AdversarialTrainingClassifier, AdversarialTrainingRegressor, VotingClassifier
 from lightning_tricks.ensembles.adversarial_training import (
-    call_without_statistics,
     extended_extremes,
     fast_gradient_sign,
 )
 from tests.contract.lab import real_fp16
-from tests.ensembles.nets import CNN, MLP, accuracy, diabetes, digits, few, fit, values
+from tests.ensembles.nets import CNN, MLP, accuracy, digits, few, fit, same, some, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 SGD = ("SGD", {"lr": 0.1})
-
-
-def some(count=64, **arguments):
-    return few(digits()[0], count, **arguments)
 
 
 def _by_hand(member, train, epsilon, epochs=2):
@@ -57,10 +52,10 @@ def test_members_are_those_of_a_loop_in_plain_torch(make, shared, vectorize):
     alone = copy.deepcopy(ensemble.estimators_.member(1)).train()
     fit(ensemble, train, max_epochs=2)
     _by_hand(alone, train, 0.05)
-    for name, value in ensemble.estimators_.member(1).state_dict().items():
-        torch.testing.assert_close(value, alone.state_dict()[name], atol=1e-4, rtol=1e-3)
+    same(values(ensemble.estimators_.member(1)), values(alone), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.trap("ensembles: AdversarialTraining of torchensemble raises at a constant batch")
 @pytest.mark.trap("ensembles: AdversarialTraining has one epsilon for all features, not a share of each range")
 def test_each_feature_is_moved_by_a_share_of_its_range():
     generator = torch.Generator().manual_seed(0)
@@ -79,12 +74,6 @@ def test_each_feature_is_moved_by_a_share_of_its_range():
     width = x.amax(0) - x.amin(0)
     torch.testing.assert_close((moved - clean).abs(), (0.01 * width).expand(64, 4), atol=2e-6, rtol=1e-3)
     assert width[3] == 0, "a constant feature stays"
-
-
-@pytest.mark.trap("ensembles: AdversarialTraining of torchensemble raises at a constant batch")
-def test_a_constant_batch_is_no_error():
-    x = torch.ones(8, 64)
-    fit(AdversarialTrainingClassifier(MLP, 2, seed=0), DataLoader(TensorDataset(x, torch.arange(8)), 4))
 
 
 @pytest.mark.trap("ensembles: the user's tensor gets requires_grad=True")
@@ -201,24 +190,6 @@ def test_members_resist_samples_that_are_made_to_mislead_them():
         found[kind] = accuracy(ensemble.predict(fast_gradient_sign(leaf, leaf.grad, 0.1)), y)
     assert found[AdversarialTrainingClassifier] > found[VotingClassifier] + 0.1
     assert AdversarialTrainingClassifier(MLP, 1).epsilon == 0.01
-
-
-def test_gaussian_members_train_on_adversarial_samples():
-    ensemble = AdversarialTrainingRegressor(
-        MLP, 2, {"inputs": 10, "outputs": 2}, criterion=nn.GaussianNLLLoss(), seed=0
-    )
-    trainer = fit(ensemble, few(diabetes()[0], 64), max_epochs=2)
-    assert trainer.callback_metrics["train/loss"].isfinite()
-
-
-def test_a_call_that_changes_no_statistics():
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).train()
-    before = values(net)
-    x = torch.rand(8, 4)
-    found = call_without_statistics(net, x)
-    assert all(torch.equal(value, before[name]) for name, value in values(net).items())
-    torch.testing.assert_close(found, net(x))
-    assert net[1].num_batches_tracked == 1
 
 
 @pytest.mark.parametrize(

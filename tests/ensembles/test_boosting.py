@@ -6,15 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_tricks import (
-    AutoResume,
     GradientBoostingClassifier,
     GradientBoostingRegressor,
     SoftGradientBoostingClassifier,
@@ -23,20 +20,10 @@ from lightning_tricks import (
 from lightning_tricks.ensembles.boosting import exclusive_sums, negative_gradient
 from lightning_tricks.ensembles.gradient_boosting import CachedPredictions
 from tests.contract.lab import QUIET
-from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, digits, few, fit, values
+from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, digits, few, fit, same, some, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 SGD = ("SGD", {"lr": 0.1, "momentum": 0.9})
-
-
-def some(count=64, **arguments):
-    return few(digits()[0], count, **arguments)
-
-
-def same(one, other, **tolerance):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
 # --- residuals
@@ -54,6 +41,7 @@ CLASSES = torch.tensor([0, 2, 1, 2])
 REAL = torch.tensor([[0.3, -2.0, 0.1], [1.0, 0.2, 4.0], [0.0, 0.7, -0.4], [0.6, 0.5, 0.2]])
 LOSSES = {
     "cross-entropy": (nn.CrossEntropyLoss(), CLASSES),
+    "half of the squared": (lambda scores, targets: (targets - scores).square().sum(1).mean() / 2, REAL),
     "ignored": (nn.CrossEntropyLoss(ignore_index=2), CLASSES),
     "ignored by default": (nn.CrossEntropyLoss(), torch.tensor([0, -100, 1, 2])),
     "weighted": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])), CLASSES),
@@ -87,21 +75,6 @@ def test_residuals_are_finite_differences_of_each_samples_loss(name):
         of_batch = 1 if hasattr(summed, "reduction") else len(scores)
         slope = (summed(scores + step, targets) - summed(scores - step, targets)) * of_batch / 2e-5
         assert found[tuple(index)].item() == pytest.approx(-slope.item(), abs=1e-6), index
-
-
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 4), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
-def test_residuals_of_cross_entropy_are_those_of_autograd(n, batch, classes, random):
-    generator = torch.Generator().manual_seed(random.randrange(2**31))
-    scores = torch.randn(n * batch, classes, generator=generator)
-    targets = torch.randint(classes, (n * batch,), generator=generator)
-    leaf = scores.clone().requires_grad_()
-    nn.functional.cross_entropy(leaf, targets, reduction="sum").backward()
-    torch.testing.assert_close(negative_gradient(nn.CrossEntropyLoss(), scores, targets), -leaf.grad)
-
-
-def test_the_residual_of_the_squared_error_is_the_error():
-    assert torch.equal(negative_gradient(nn.MSELoss(), REAL, REAL + 2), (REAL + 2) - REAL)
 
 
 def test_a_loss_that_does_not_depend_on_the_scores():
@@ -247,13 +220,6 @@ def test_an_epoch_with_other_data_has_scores_of_its_own(change):
     same(trained(True), trained(False), atol=1e-5, rtol=1e-4)
 
 
-def test_scores_are_kept_beside_auto_resume(tmp_path):
-    plain, rows = _trained(some().dataset)
-    watched, rows_watched = _trained(some().dataset, [AutoResume(tmp_path)])
-    same(plain, watched, rtol=0, atol=0)
-    assert rows_watched == rows
-
-
 def test_a_fit_that_raises_keeps_no_predictions():
     def caches():
         gc.collect()
@@ -388,22 +354,6 @@ def test_two_ranks_stop_at_the_same_stage():
     torch.testing.assert_close(ensemble.stage_losses[:2], x_bar)
 
 
-def test_a_number_of_epochs_for_each_stage():
-    stages = []
-
-    class Watched(GradientBoostingClassifier):
-        def on_train_batch_start(self, batch, batch_idx):
-            super().on_train_batch_start(batch, batch_idx)
-            stages.append(self.stage)
-
-    ensemble = Watched(MLP, 3, epochs_per_estimator=2, seed=0)
-    for epochs in (6, 8, -1):
-        stages.clear()
-        trainer = fit(ensemble, some(), max_epochs=epochs)
-        assert stages == [0] * 8 + [1] * 8 + [2] * 8
-        assert trainer.current_epoch == 6
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
@@ -438,6 +388,7 @@ def test_a_refused_fit_leaves_nothing_behind(arguments, options, words):
         ({"shrinkage_rate": 1.5}, ValueError, r"got 1.5"),
         ({"shrinkage_rate": "1"}, TypeError, r"got '1' \(str\)"),
         ({"criterion": nn.GaussianNLLLoss()}, ValueError, r"needs a variance, .*: use VotingRegressor"),
+        ({"voting_strategy": "hard"}, TypeError, "unexpected keyword argument 'voting_strategy'"),
     ],
 )
 def test_arguments(kind, arguments, error, words):
@@ -448,12 +399,6 @@ def test_arguments(kind, arguments, error, words):
             kind(MLP, 2).set_criterion(arguments["criterion"])
 
 
-@pytest.mark.parametrize("name", ["epochs_per_estimator", "early_stopping_rounds"])
-def test_counts(name):
-    with pytest.raises(ValueError, match=f"{name} must be a whole number >= 1, got 0"):
-        GradientBoostingClassifier(MLP, 2, **{name: 0})
-
-
 def test_different_members_and_lightning_modules_are_boosted():
     ensemble = GradientBoostingClassifier([MLP(), CNN(), LitMLP()], optimizer=("Adam", {"lr": 1e-2}), seed=0)
     trainer = fit(ensemble, some(640, batch_size=32), max_epochs=9)
@@ -461,15 +406,6 @@ def test_different_members_and_lightning_modules_are_boosted():
     assert accuracy(ensemble.predict(x), y) > 0.88
     assert not any(key.startswith("member") for key in trainer.callback_metrics)
     fit(GradientBoostingClassifier([Recurrent(), MLP()], seed=0), some(), max_epochs=2)
-
-
-@pytest.mark.parametrize("kind", [GradientBoostingClassifier, SoftGradientBoostingClassifier])
-@pytest.mark.parametrize("late", [False, True])
-def test_classes_that_there_are_not(kind, late):
-    y = torch.arange(16) % 10
-    y[15 if late else 0] = 12
-    with pytest.raises(ValueError, match="train: class 12 is not one of the 10 classes 0 to 9"):
-        fit(kind(MLP, 2), DataLoader(TensorDataset(torch.rand(16, 64), y), 4), max_epochs=2)
 
 
 @pytest.mark.trap("ensembles: GB sums the squared error, so that the learning rate depends on the batch size")
@@ -521,15 +457,3 @@ def test_a_member_is_fitted_to_its_own_residual_alone(loss):
         for gradient, parameter in zip(found, member.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad)
         scores = scores + 0.5 * outputs.detach()
-
-
-def test_members_of_soft_boosting_share_the_batches():
-    class Counts(SoftGradientBoostingClassifier):
-        def training_step(self, batch, batch_idx):
-            assert len(batch[0]) == 16
-            outputs = super().training_step(batch, batch_idx)
-            assert outputs["preds"].shape == (16, 10)
-            assert torch.equal(outputs["target"], batch[1])
-            return outputs
-
-    fit(Counts(MLP, 3, seed=0), some())

@@ -19,7 +19,6 @@ from lightning_tricks.ensembles.core.combination import (
     member_losses,
     normalized_weights,
     regression_uncertainty,
-    snapshot_factor,
     votes,
     weighted_mean,
 )
@@ -38,11 +37,6 @@ def test_combinations_are_torchensembles(n, rows, classes, seed):
     torch.testing.assert_close(mean_probabilities(scores), operator.average(probabilities))
     torch.testing.assert_close(weighted_mean(scores), operator.average(list(scores)))
     assert torch.equal(majority(scores), operator.majority_vote(probabilities))  # ties included
-
-
-def test_of_several_classes_with_as_many_votes_the_first_wins():
-    scores = torch.eye(3)[[2, 1, 0, 1, 2]].unsqueeze(1)
-    assert majority(scores).tolist() == [[0, 1, 0]]
 
 
 @settings(deadline=None, max_examples=25)
@@ -77,40 +71,29 @@ def test_log_probabilities_do_not_underflow():
     assert torch.allclose(logs, torch.tensor([[-1900.0 - math.log(2), 0.0]]))
 
 
+CLASSES = torch.randint(4, (5, 7), generator=torch.Generator().manual_seed(1))
+WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+OF_CLASSES = (
+    *(nn.CrossEntropyLoss(**options) for options in ({}, {"label_smoothing": 0.2}, {"ignore_index": 2})),
+    *(WEIGHTED, nn.CrossEntropyLoss(reduction="sum"), functional.cross_entropy, nn.MultiMarginLoss()),
+)
+OF_NUMBERS = nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.3), nn.SmoothL1Loss(beta=0.5), nn.MSELoss(reduction="sum")
+
+
 @pytest.mark.parametrize(
-    "criterion",
+    ("criterion", "targets"),
     [
-        nn.CrossEntropyLoss(),
-        nn.CrossEntropyLoss(label_smoothing=0.2),
-        nn.CrossEntropyLoss(ignore_index=2),
-        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0])),
-        nn.CrossEntropyLoss(reduction="sum"),
-        functional.cross_entropy,
-        nn.MultiMarginLoss(),
+        *((criterion, CLASSES) for criterion in OF_CLASSES),
+        *((criterion, _scores(seed=1)) for criterion in OF_NUMBERS),
+        (nn.CrossEntropyLoss(), _scores(seed=1).softmax(-1)),
     ],
-    ids=lambda criterion: getattr(criterion, "__name__", str(criterion)),
+    ids=str,
 )
-def test_losses_are_those_of_each_member_alone(criterion):
-    scores, targets = _scores(), torch.randint(4, (5, 7), generator=torch.Generator().manual_seed(1))
-    expected = torch.stack([criterion(own, target) for own, target in zip(scores, targets, strict=True)])
-    torch.testing.assert_close(member_losses(criterion, scores, targets), expected)
-
-
-@pytest.mark.parametrize(
-    "criterion",
-    [nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.3), nn.SmoothL1Loss(beta=0.5), nn.MSELoss(reduction="sum")],
-)
-def test_losses_of_regressors(criterion):
-    outputs, targets = _scores(), _scores(seed=1)
+def test_losses_are_those_of_each_member_alone(criterion, targets):
+    outputs, reduction = _scores(), getattr(criterion, "reduction", None)
     expected = torch.stack([criterion(own, target) for own, target in zip(outputs, targets, strict=True)])
     torch.testing.assert_close(member_losses(criterion, outputs, targets), expected)
-    assert criterion.reduction in ("mean", "sum")  # the user's object stays as it is
-
-
-def test_losses_of_probabilities():
-    scores, targets = _scores(), _scores(seed=1).softmax(-1)
-    expected = torch.stack([functional.cross_entropy(o, t) for o, t in zip(scores, targets, strict=True)])
-    torch.testing.assert_close(member_losses(nn.CrossEntropyLoss(), scores, targets), expected)
+    assert getattr(criterion, "reduction", None) == reduction, "the user's object stays as it is"
 
 
 def test_the_loss_shows_the_mean_and_trains_the_sum():
@@ -161,17 +144,6 @@ def test_variances_are_those_of_the_mixture():
     samples = means[member] + drawn * variances[member].sqrt()
     torch.testing.assert_close(samples.var(0).float(), found.total, rtol=0.02, atol=0)
     torch.testing.assert_close(samples.mean(0).float(), found.mean, rtol=0, atol=0.01)
-
-
-def test_members_that_predict_no_noise_show_none():
-    found = regression_uncertainty(torch.tensor([[[1.0]], [[5.0]]]))
-    assert (found.aleatoric.item(), found.epistemic.item(), found.disagreement.item()) == (0, 4, 2)
-
-
-def test_the_cycle_is_torchensembles():
-    for step in range(20):
-        expected = 0.5 * (torch.cos(torch.tensor(math.pi * (step % 5) / 5)) + 1)
-        assert snapshot_factor(step, cycle=5) == pytest.approx(expected.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("weights", [[1, 2], [1, 2, -1], [0, 0, 0], [1, 2, math.nan], [1, math.inf, 1]])

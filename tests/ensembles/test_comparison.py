@@ -26,7 +26,7 @@ from lightning_tricks.ensembles.core import comparison
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
 from tests.contract.lab import real_fp16
-from tests.ensembles.nets import CNN, MLP, fit, values
+from tests.ensembles.nets import CNN, MLP, Stops, fit, same, values
 
 pytestmark = [
     pytest.mark.oldest,
@@ -141,6 +141,31 @@ def _members(make):
 
 def _rows(*shape, seed=0):
     return torch.rand(N * ROWS, *shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+class UsesWeights(nn.Module):
+    """Takes its layer's weight instead of calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return functional.linear(x, self.first.weight)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_rows_that_are_the_same_for_all_do_not_hide_that_they_are_mixed(rows):
+    members = _members(lambda: Between(MIXING["centre"]))
+    loop, stack, x = SequentialMembers(members), as_members(copy.deepcopy(members)), _rows(WIDTH)[:rows]
+    torch.testing.assert_close(stack.forward_shared(x), loop.forward_shared(x), atol=1e-6, rtol=1e-5)
+    assert stack.reason.startswith("the model mixes rows of a batch outside its layers")
+
+
+def test_a_net_that_stacked_layers_do_not_fit_runs_one_by_one():
+    loop, stack = SequentialMembers(_members(UsesWeights)), as_members(_members(UsesWeights))
+    torch.testing.assert_close(stack(_rows(WIDTH)), loop(_rows(WIDTH)), atol=1e-6, rtol=1e-5)
+    assert stack.reason.startswith("with stacked layers the model raises RuntimeError")
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -338,8 +363,7 @@ def test_members_that_mix_rows_are_trained_as_one_by_one(name, lightning_log):
 
     ours, theirs = trained("auto"), trained(False)
     assert isinstance(ours.estimators_, StackedMembers)
-    for (key, value), other in zip(values(ours).items(), values(theirs).values(), strict=True):
-        torch.testing.assert_close(value, other, atol=1e-7, rtol=1e-5, msg=key)
+    same(values(ours), values(theirs), atol=1e-7, rtol=1e-5)
     said = [line for _, line in lightning_log if "one after another" in line]
     assert len(said) == 1
     assert "the model mixes rows of a batch outside its layers" in said[0]
@@ -426,14 +450,6 @@ def test_all_ranks_run_members_in_the_same_way():
              callbacks=[_SaysTheSame()])  # fmt: skip
 
 
-class _Stops(Callback):
-    training_arguments = ()  # it is there once
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 2:
-            raise RuntimeError("stopped")
-
-
 @pytest.mark.parametrize("mixes_first", [True, False])
 def test_a_resumed_run_goes_on_as_its_first_batch_has_shown(mixes_first, tmp_path):
     """What mixes rows can be seen in the first batch alone, or in later ones alone."""
@@ -450,11 +466,10 @@ def test_a_resumed_run_goes_on_as_its_first_batch_has_shown(mixes_first, tmp_pat
     assert bool(whole.estimators_.reason) == mixes_first
     with pytest.raises(RuntimeError, match="stopped"):
         _trained(
-            between, loader=loader(), max_epochs=2, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), _Stops()]
+            between, loader=loader(), max_epochs=2, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), Stops(2)]
         )
     resumed = _trained(between, loader=loader(), max_epochs=2, callbacks=[AutoResume(tmp_path)])
-    for (name, value), other in zip(values(resumed).items(), values(whole).values(), strict=True):
-        assert torch.equal(value, other), name
+    same(values(resumed), values(whole), rtol=0, atol=0)
 
 
 # --- members that run one after another over stacked parameters
@@ -494,8 +509,7 @@ def test_one_by_one_a_net_is_what_it_is_alone(make):
 
     ours, theirs = trained("auto"), trained(False)
     assert "mixes rows" in ours.estimators_.reason
-    for (key, value), other in zip(values(ours).items(), values(theirs).values(), strict=True):
-        torch.testing.assert_close(value, other, atol=1e-7, rtol=1e-5, msg=key)
+    same(values(ours), values(theirs), atol=1e-7, rtol=1e-5)
     copied = copy.deepcopy(ours)  # also while a graph is there
     assert {tensor.device.type for tensor in copied.estimators_.skeletons[0].parameters()} == {"meta"}
 
@@ -533,8 +547,7 @@ def test_each_member_gets_the_samples_as_they_are(kind):
         fit(ensemble, _samples(), _samples(shuffle=False), max_epochs=N)
         return values(ensemble)
 
-    for (name, value), other in zip(trained(InPlace).items(), trained(Copies).values(), strict=True):
-        assert torch.equal(value, other), name
+    same(trained(InPlace), trained(Copies), rtol=0, atol=0)
 
 
 def test_copies_of_weights_do_not_outlive_the_comparison_under_autocast(monkeypatch):

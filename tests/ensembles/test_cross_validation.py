@@ -178,7 +178,7 @@ class TooFew(Counts):
     [
         ({"cv": "prefit"}, ValueError, 'cv="prefit" is for StackingClassifier'),
         ({"cv": 1}, ValueError, "cv must be a whole number >= 2, got 1"),
-        ({"cv": 40}, ValueError, "cv=40 folds need at least 40 samples, the data have 31"),
+        ({"cv": 40}, ValueError, "the 31 rows of the data do not fit cv=40, give fewer folds"),
         ({"cv": [([0], [1]), ([1], [0])]}, ValueError, "29 rows are in no test part, such as row 2"),
         ({"data": Stream()}, TypeError, "data must be a data set with a length"),
         ({"data": DataLoader(Stream())}, ValueError, "Stream is an IterableDataset"),

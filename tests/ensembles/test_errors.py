@@ -1,5 +1,7 @@
 """What is wrong is said early, with the value and the remedy."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -29,25 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
         ({"n_estimators": 2.0}, TypeError, "n_estimators must be a whole number >= 1, got 2.0"),
         ({"n_outputs": 0}, ValueError, "n_outputs must be a whole number >= 1, got 0"),
         ({"seed": -1}, ValueError, "seed must be a whole number >= 0, got -1"),
-        (
-            {"voting_strategy": "sotf"},
-            ValueError,
-            "voting_strategy must be one of soft, hard, got 'sotf'. Did",
-        ),
+        ({"voting_strategy": "sotf"}, ValueError, "voting_strategy must be one of soft, hard, got 'sotf'. Did"),
         ({"vectorize": "yes"}, ValueError, "vectorize must be True, False or \"auto\", got 'yes'"),
         ({"weights": [1]}, ValueError, r"weights must be one number for each of the 2 members, got \[1\]"),
         ({"weights": [1, -1]}, ValueError, r"weights must be finite, none below 0 and not all 0, got \[1, -1\]"),
         ({"optimizer": "Adma"}, ValueError, "optimizer must be one of .*, got 'Adma'. Did you mean 'Adamax'"),
-        (
-            {"optimizer": 3},
-            TypeError,
-            "optimizer must be OptimizerSpec\\(...\\), a dict of its arguments, a function",
-        ),
-        (
-            {"lr_scheduler": ("StepRL", {})},
-            ValueError,
-            "got 'StepRL'. Did you mean 'StepLR'",
-        ),
+        ({"optimizer": 3}, TypeError, "optimizer must be OptimizerSpec\\(...\\), a dict of its arguments, a function"),
+        ({"lr_scheduler": ("StepRL", {})}, ValueError, "got 'StepRL'. Did you mean 'StepLR'"),
         ({"criterion": 3}, TypeError, "criterion must be a function of outputs and targets, got 3"),
         ({"criterion": "MSELos"}, ValueError, "criterion must be one of .*, got 'MSELos'. Did you mean 'MSELoss'"),
         ({"estimator": None}, ValueError, "estimator must be given, as it is not saved"),
@@ -76,16 +66,20 @@ def _loader(x, y, **arguments):
     return DataLoader(TensorDataset(x, y), 4, **arguments)
 
 
-@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
-@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(partial(kind, vectorize=how) for kind in (VotingClassifier, FusionClassifier) for how in (True, False)),
+        GradientBoostingClassifier,
+        SoftGradientBoostingClassifier,
+    ],
+)
 @pytest.mark.parametrize("late", [False, True])
-def test_classes_that_there_are_not(kind, vectorize, late):
+def test_classes_that_there_are_not(kind, late):
     y = torch.arange(16) % 10
     y[15 if late else 0] = 12
-    with pytest.raises(
-        ValueError, match="train: class 12 is not one of the 10 classes 0 to 9, the outputs of the members"
-    ):
-        fit(kind(MLP, 2, vectorize=vectorize), _loader(torch.rand(16, 64), y))
+    with pytest.raises(ValueError, match="train: class 12 is not one of the 10 classes 0 to 9, the outputs of the"):
+        fit(kind(MLP, 2), _loader(torch.rand(16, 64), y), max_epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +97,11 @@ def test_targets_that_broadcasting_would_spread(outputs, target, words):
         fit(VotingRegressor(member, 2), _loader(torch.rand(16, 3), torch.rand(16, *target)))
 
 
+def test_a_regressor_has_no_votes():
+    with pytest.raises(ValueError, match="'hard' is for classifiers, and VotingRegressor averages numbers: leave it"):
+        VotingRegressor(MLP, 2, voting_strategy="hard")
+
+
 def test_outputs_and_targets_without_columns_fit_each_other():
     member = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     ensemble = VotingRegressor(member, 2)
@@ -117,10 +116,7 @@ def test_outputs_and_targets_without_columns_fit_each_other():
     ("member", "words"),
     [
         (nn.Linear(64, 1), "members return 1 output for each sample; a classifier needs one for each class"),
-        (
-            nn.Sequential(nn.Linear(64, 64), nn.Unflatten(1, (8, 8))),
-            r"members must return outputs \(B, n_outputs\), got",
-        ),
+        (nn.Sequential(nn.Linear(64, 64), nn.Unflatten(1, (8, 8))), r"members must return outputs \(B, n_outputs\)"),
     ],
 )
 def test_outputs_that_are_none_of_a_classifier(member, words):
@@ -198,9 +194,7 @@ class _Stream(IterableDataset):
 
 @pytest.mark.parametrize("kind", [SnapshotEnsembleClassifier, FastGeometricClassifier])
 def test_cycles_on_a_stream_take_the_remedy_of_their_error(kind):
-    with pytest.raises(
-        MisconfigurationException, match=r"limit_train_batches=\.\.\., the number of batches of an epoch"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"limit_train_batches=\.\.\., the number of batches of an"):
         fit(kind(MLP, 2, seed=0), DataLoader(_Stream(), 16), max_epochs=8)
     fit(ensemble := kind(MLP, 2, seed=0), DataLoader(_Stream(), 16), max_epochs=8, limit_train_batches=4)
     assert ensemble.n_members == 2

@@ -132,12 +132,7 @@ def test_a_class_is_found_by_name_where_it_is_imported_and_nothing_is_imported()
         ([MLP(), 3], None, TypeError, r"estimator\[1\] must be a torch.nn.Module or a path, got 3"),
         ([MLP()] * 2, None, ValueError, r"estimator\[1\] is the same module as one before it: give a copy"),
         ([MLP()], {"hidden": 3}, ValueError, "are not used: estimator is a list of modules"),
-        (
-            ["a.ckpt"],
-            None,
-            ValueError,
-            r"paths of weights \('a.ckpt'\): give the class that they are weights of, estimator_args=",
-        ),
+        (["a.ckpt"], None, ValueError, r"paths of weights \('a.ckpt'\): give the class that they are weights of"),
     ],
 )
 def test_what_makes_no_members(estimator, arguments, error, words):

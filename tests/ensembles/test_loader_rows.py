@@ -3,6 +3,7 @@
 The truth is what each member's `forward` was given: a row's input is its number.
 """
 
+import re
 from collections import Counter
 from functools import partial
 
@@ -36,6 +37,7 @@ pytestmark = [
 ]
 
 SIZE, BATCH, EPOCHS = 40, 8, 2
+TRAINER = partial(Trainer, **QUIET, max_epochs=1)
 PART = list(range(1, SIZE, 2))
 ALL = list(range(SIZE))
 DATA = TensorDataset(torch.arange(float(SIZE)).unsqueeze(1), torch.arange(float(SIZE)).unsqueeze(1) % 7)
@@ -97,6 +99,7 @@ def loader(sampler=None, data=DATA, **arguments):
 ONCE = {
     "shuffle": (partial(loader, shuffle=True), ALL),
     "in order": (loader, ALL),
+    "not in memory": (lambda: loader(data=OneByOne(), shuffle=True), ALL),
     "generator": (lambda: loader(shuffle=True, generator=seeded()), ALL),
     "workers": (lambda: loader(data=OneByOne(), shuffle=True, num_workers=1, persistent_workers=True), ALL),
     "some at random": (lambda: loader(RandomSampler(range(20)), data=OneByOne()), ALL[:20]),
@@ -162,6 +165,7 @@ def test_voting_members_see_what_the_sampler_yields(name):
     )
 
 
+@pytest.mark.trap("ensembles: bagging draws a bootstrap index per member, once")
 @pytest.mark.parametrize("name", TABLE)
 def test_a_bootstrap_is_drawn_from_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
@@ -191,12 +195,13 @@ def test_loaders_whose_batches_members_share(name, lightning_log):
     ensemble = VotingRegressor(Row, 2, vectorize=False, seed=0)
     fit(ensemble, made())
     assert [sorted(member.seen) for member in ensemble.estimators_] == [PART, PART]
+    assert any(re.search(f"VotingRegressor: members share the batches: {words}", said) for _, said in lightning_log)
     with pytest.raises(MisconfigurationException, match=f"{words}.*use Voting instead"):
         fit(BaggingRegressor(Row, 2), made())
     with pytest.raises(MisconfigurationException, match=f"folds need a DataLoader.*{words}"):
         fit(StackingRegressor([Row(), Row()]), made())
     with pytest.raises(ValueError, match=f"folds need a DataLoader.*{words}"):
-        cross_validate(partial(VotingRegressor, Row, 1), made(), partial(Trainer, **QUIET))
+        cross_validate(partial(VotingRegressor, Row, 1), made(), TRAINER)
 
 
 OTHERS = {
@@ -209,7 +214,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["some at random", "subset, seeded", "batch sampler", "weighted"])
+@pytest.mark.parametrize("name", ["batch sampler", "weighted"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_no_other_ensemble_sees_other_rows(kind, name):
     made, rows = (ONCE | DRAWN)[name]
@@ -230,38 +235,31 @@ class Kept(StackingRegressor):
         super().on_stage_start()
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_folds_are_those_of_what_the_sampler_yields(name):
-    made, rows = (ONCE | DRAWN)[name]
-    ensemble, folds = Kept([Row(), Row()], cv=4, seed=0, vectorize=False), {}
-    make, trainer = partial(VotingRegressor, Row, 1, seed=0), partial(Trainer, **QUIET, max_epochs=1)
-    if name in DRAWN and name != "drop_last":
-        with pytest.raises(
-            MisconfigurationException, match=r"a (Weighted|Random|WithEpoch).* may draw rows that are held"
-        ):
-            fit(ensemble, made())
-        with pytest.raises(ValueError, match="may draw rows that are held out"):
-            cross_validate(make, made(), trainer)
-        return
-    size = len(rows)
+@pytest.mark.parametrize("name", ["shuffle", "in order", "not in memory", "drop_last"])
+def test_folds_are_of_the_rows_of_the_data(name):
+    made = (ONCE | DRAWN)[name][0]
+    ensemble = Kept([Row(), Row()], cv=4, seed=0, vectorize=False)
     fit(ensemble, made())
-    batch, is_cut = (12, True) if name == "drop_last" else (1, False)
-    for index, member in enumerate(ensemble.estimators_):
-        starts = [stage[index] for stage in ensemble.stages]
-        assert starts[:2] == [0, (size - size // 4) // batch * batch]
-        for fold in range(4):
-            folds[fold] = set(member.seen[starts[fold] : starts[fold + 1]])
-            held_out = rows[fold * size // 4 : (fold + 1) * size // 4]
-            trained = set(rows) - set(held_out)
-            assert folds[fold] <= trained if is_cut else folds[fold] == trained
-    result = cross_validate(make, made(), trainer, cv=4, keep_modules=True)
-    assert len(result.predictions) == size
-    for module, (train, held_out) in zip(result.modules, result.folds, strict=True):
-        trained = {rows[row] for row in train.tolist()}
-        seen = set(module.estimators_[0].seen)
-        assert seen <= trained if is_cut else seen == trained
-        expected = module.predict(DATA.tensors[0][torch.tensor(rows)[held_out]])
-        torch.testing.assert_close(result.predictions[held_out], expected)
+    batch = 12 if name == "drop_last" else 1
+    result = cross_validate(partial(VotingRegressor, Row, 1, seed=0), made(), TRAINER, cv=4, keep_modules=True)
+    for fold, (module, (train, held_out)) in enumerate(zip(result.modules, result.folds, strict=True)):
+        trained = set(ALL[: fold * SIZE // 4] + ALL[(fold + 1) * SIZE // 4 :])
+        assert (set(train.tolist()), set(held_out.tolist())) == (trained, set(ALL) - trained)
+        for index, member in enumerate(ensemble.estimators_):
+            start, end = (stage[index] for stage in ensemble.stages[fold : fold + 2])
+            assert end - start == len(trained) // batch * batch
+            assert set(member.seen[start:end]) <= trained
+        assert set(module.estimators_[0].seen) <= trained
+        torch.testing.assert_close(result.predictions[held_out], module.predict(DATA.tensors[0][held_out]))
+
+
+@pytest.mark.parametrize("name", ["some in order", "subset", "own, by numpy", "weighted", "by epoch", "batch sampler"])
+def test_folds_of_a_sampler_of_ones_own_are_refused(name):
+    made, words = (ONCE | DRAWN)[name][0], r"a (\w*Sampler|With\w+) chooses rows: give a Subset of them"
+    with pytest.raises(MisconfigurationException, match=f"folds need a DataLoader with shuffle=.* and {words}"):
+        fit(StackingRegressor([Row(), Row()]), made())
+    with pytest.raises(ValueError, match=words):
+        cross_validate(partial(VotingRegressor, Row, 1), made(), TRAINER)
 
 
 def test_a_distributed_sampler_gives_a_rank_its_part():
@@ -269,8 +267,13 @@ def test_a_distributed_sampler_gives_a_rank_its_part():
         sampler = DistributedSampler(DATA, 2, rank, seed=5)
         own = [rows_of_members(kind, loader(sampler)) for kind in (VotingRegressor, BaggingRegressor)]
         assert all(len(epoch) == SIZE // 2 for kind in own for member in kind for epoch in member)
-    with pytest.raises(MisconfigurationException, match="DistributedSampler gives each rank rows of its own, which"):
+    with pytest.raises(MisconfigurationException, match="a DistributedSampler chooses rows"):
         fit(StackingRegressor([Row(), Row()]), loader(sampler))
+
+
+def test_bagging_refuses_shared_batches():
+    with pytest.raises(MisconfigurationException, match=r"BaggingRegressor\(shared_order=True\): members that share"):
+        fit(BaggingRegressor(Row, 2, shared_order=True), loader(shuffle=True))
 
 
 def test_a_sampler_of_another_length_than_it_says():
@@ -311,7 +314,7 @@ class Stops(Callback):
             raise RuntimeError("stopped")
 
 
-@pytest.mark.parametrize("name", ["subset", "subset, seeded", "generator", "own, by torch", "weighted", "workers"])
+@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted", "workers"])
 @pytest.mark.parametrize("kind", [VotingRegressor, BaggingRegressor])
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_with_the_same_rows(kind, name, tmp_path):
     made, _ = (ONCE | DRAWN)[name]

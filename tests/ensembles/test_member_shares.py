@@ -12,22 +12,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_tricks import (
     AdversarialTrainingClassifier,
     AutoResume,
     BaggingClassifier,
     GradientClipping,
-    MetricsMonitor,
     NeuralForestClassifier,
     SpikeGuard,
     VotingClassifier,
-    VotingRegressor,
 )
-from lightning_tricks.ensembles.core.members import SequentialMembers
 from tests.contract.lab import QUIET, real_fp16
-from tests.ensembles.nets import CNN, MLP, LitMLP, diabetes, digits, few, fit, values
+from tests.ensembles.nets import CNN, MLP, LitMLP, digits, few, fit, values
 
 # What Lightning says of few workers, and of ModelCheckpoint that is not given again
 pytestmark = [
@@ -83,13 +79,7 @@ FAMILIES = {
     "adversarial samples": lambda **how: AdversarialTrainingClassifier(MLP, 3, optimizer=ADAM, seed=1, **how),
     "trees": lambda **how: NeuralForestClassifier(3, 3, n_outputs=10, optimizer=ADAM, seed=1, **how),
     "given members": lambda **how: VotingClassifier([MLP(), MLP(hidden=16), MLP()], optimizer=ADAM, **how),
-    "an optimizer by a function": lambda **how: VotingClassifier(
-        MLP,
-        3,
-        seed=1,
-        optimizer=lambda p: torch.optim.SGD([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], 0.5),
-        **how,
-    ),
+    "an optimizer by a function": lambda **how: VotingClassifier(MLP, 3, seed=1, optimizer=two_groups, **how),
 }
 
 
@@ -108,16 +98,6 @@ def test_members_are_bit_for_bit_those_of_one_process(name):
     assert logged[0].keys() == logged[1].keys()
     for key, value in logged[0].items():
         assert value.item() == pytest.approx(logged[1][key].item(), rel=1e-5), key
-
-
-def test_members_on_more_ranks_than_two_are_close_to_those_that_run_at_once():
-    at_once = VotingRegressor(nn.Linear, 5, {"in_features": 10, "out_features": 1}, optimizer=ADAM, seed=1)
-    shared = VotingRegressor(nn.Linear, 5, {"in_features": 10, "out_features": 1}, optimizer=ADAM, seed=1, **SHARDED)
-    fit(at_once, *loaders(diabetes), max_epochs=2)
-    fit(shared, *loaders(diabetes), max_epochs=2, **ranks(3))
-    assert not isinstance(at_once.estimators_, SequentialMembers)
-    for key, value in values(shared).items():
-        torch.testing.assert_close(value, at_once.state_dict()[key], rtol=0, atol=1e-6)
 
 
 class Differs(Callback):
@@ -241,17 +221,6 @@ def test_auto_resume_goes_on_in_the_middle_of_an_epoch(before, after, workers, t
     with pytest.raises(ProcessExitedException):
         run("killed", before, Kill(19))
     torch.testing.assert_close(run("killed", after), run("undisturbed", 1), rtol=0, atol=0)
-
-
-def test_metrics_are_those_of_one_process():
-    def logged(count, **how):
-        monitor = MetricsMonitor({"acc": MulticlassAccuracy(10)}, stages=("train", "val"))
-        ensemble = VotingClassifier(MLP, 3, optimizer=ADAM, seed=1, **how)
-        return fit(ensemble, *loaders(), callbacks=[monitor], **ranks(count)).callback_metrics
-
-    one, two = logged(1, **ONE_BY_ONE), logged(2, **SHARDED)
-    assert one.keys() == two.keys()
-    assert {key: value.item() for key, value in one.items()} == pytest.approx({k: v.item() for k, v in two.items()})
 
 
 class Stream(IterableDataset):

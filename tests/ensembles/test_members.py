@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members, as_sequential
@@ -32,39 +31,6 @@ class Branched(nn.Module):
         if x.mean() > 1e9:
             raise AssertionError
         return self.head(x.mean(1)) * (1.0 if self.training else 0.5)
-
-
-class OverTheBatch(nn.Module):
-    """Subtracts the mean of the batch: rows of other members would count."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.net(x - x.mean(0))
-
-
-class UsesWeights(nn.Module):
-    """Takes its layer's weight instead of calling it."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(64, 10)
-
-    def forward(self, x):
-        return functional.linear(x, self.net.weight)
-
-
-class Reads(nn.Module):
-    """Reads a value from the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.net(x) * x.mean().item()
 
 
 def _members(make, n=4):
@@ -167,15 +133,6 @@ def test_members_come_out_of_a_stack_as_they_went_in():
     loop = as_sequential(stack, "because")
     assert loop[1] is loop.member(1)
     assert (type(loop), len(loop), loop.reason) == (SequentialMembers, 4, "because")
-
-
-def test_what_is_frozen_stays_so():
-    members = _members(MLP)
-    for member in members:
-        member.first.requires_grad_(False)
-    stack = as_members(members)
-    assert [name for name, p in stack.named_parameters() if p.requires_grad] == ["net.last.weight", "net.last.bias"]
-    assert not stack.member(0).first.weight.requires_grad
 
 
 def test_a_stack_can_be_copied_and_pickled():
@@ -283,46 +240,10 @@ def test_what_cannot_be_stacked_is_a_loop_with_the_reason(members, reason):
         assert found.reason.startswith(reason)
 
 
-def test_loops_that_nobody_wanted_otherwise_give_no_reason():
-    assert as_members(_members(MLP), vectorize=False).reason == ""
-    assert as_members(_members(MLP, 1)).reason == ""
-
-
 def test_convolutions_are_stacked_only_when_asked():
     assert isinstance(as_members(_members(CNN)), SequentialMembers)
     assert as_members(_members(CNN)).reason == "convolutions of their own are faster than one for all members"
     assert isinstance(as_members(_members(CNN), vectorize=True), StackedMembers)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (OverTheBatch, "the model mixes rows of a batch outside its layers (outputs are"),
-        (Reads, "the model mixes rows of a batch outside its layers (outputs are"),
-        (UsesWeights, "with stacked layers the model raises RuntimeError"),
-    ],
-)
-def test_models_that_see_the_whole_batch_are_found_out_and_still_right(make, reason):
-    loop, stack = SequentialMembers(_members(make)), as_members(_members(make))
-    assert isinstance(stack, StackedMembers)
-    weights = torch.randn(4, 6, 10)
-    for container in (loop, stack):
-        (container(_rows()) * weights).sum().backward()
-    assert stack.reason.startswith(reason)
-    torch.testing.assert_close(stack(_rows()), loop(_rows()), atol=1e-6, rtol=1e-5)
-    for index in range(4):
-        gradient = stack.net.net.weight.grad[index].mT
-        expected = loop.member(index).net.weight.grad
-        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if expected is None else expected)
-
-
-@pytest.mark.parametrize("rows", [1, 6])
-def test_rows_that_are_the_same_for_all_do_not_hide_that_they_are_mixed(rows):
-    loop, stack = SequentialMembers(_members(OverTheBatch)).eval(), as_members(_members(OverTheBatch)).eval()
-    x = torch.rand(rows, 64)
-    torch.testing.assert_close(stack.forward_shared(x), loop.forward_shared(x), atol=1e-6, rtol=1e-5)
-    assert stack.reason.startswith("the model mixes rows of a batch outside its layers")
-    torch.testing.assert_close(stack(_rows()), loop(_rows()), atol=1e-6, rtol=1e-5)
 
 
 def test_one_row_of_whole_numbers_tells_nothing():
@@ -340,18 +261,6 @@ def test_one_row_of_whole_numbers_tells_nothing():
     rows = torch.randint(20, (24, 3), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(stack(rows), loop(rows))
     assert stack.reason
-
-
-def test_the_first_look_leaves_no_trace():
-    stack = as_members(_members(CNN), vectorize=True)
-    stack.net.conv.eval()
-    state = {name: value.clone() for name, value in stack.state_dict().items()}
-    rng = torch.get_rng_state()
-    stack.compare(_rows())
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert all(torch.equal(value, state[name]) for name, value in stack.state_dict().items())
-    assert (stack.net.conv.training, stack.net.norm.training) == (False, True)
-    assert not any(parameter.grad is not None for parameter in stack.parameters())
 
 
 def test_inputs_that_are_not_finite_do_not_look_like_mixed_rows():

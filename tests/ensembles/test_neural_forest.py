@@ -14,13 +14,9 @@ from torchensemble._base import BaseTree
 from lightning_tricks import NeuralForestClassifier, NeuralForestRegressor
 from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty
 from tests.contract.lab import QUIET
-from tests.ensembles.nets import diabetes, digits, few, fit, values
+from tests.ensembles.nets import diabetes, digits, few, fit, some, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-
-
-def some(count=64, **arguments):
-    return few(digits()[0], count, **arguments)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])

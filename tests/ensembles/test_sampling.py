@@ -9,21 +9,14 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
-    MemberOrders,
-    bootstrap_rows,
-    is_shuffled,
     member_orders,
     tensors_in_memory,
     why_not_reorder,
@@ -56,9 +49,8 @@ def _in_memory(size=23):
     return TensorDataset(numbers.float().unsqueeze(1), numbers**2)
 
 
-def _loader(loader, n=3, seed=0, bootstrap=False, shard=(0, 1)):
-    rows = bootstrap_rows(len(loader.sampler), n, seed) if bootstrap else None
-    return MemberLoader(loader, member_orders(loader, range(n), seed, rows, shard))
+def _loader(loader, n=3, seed=0, shard=(0, 1)):
+    return MemberLoader(loader, member_orders(loader, range(n), seed, None, shard))
 
 
 def _samples_of_members(loader, n=3, epoch=0):
@@ -72,23 +64,6 @@ def _samples_of_members(loader, n=3, epoch=0):
     return [torch.cat(rows).long().tolist() for rows in parts]
 
 
-@pytest.mark.parametrize("dataset", [_in_memory(), Squares()], ids=["in memory", "one by one"])
-def test_each_member_sees_each_sample_once_in_its_own_order(dataset):
-    loader = _loader(DataLoader(dataset, 4, shuffle=True))
-    first, second = _samples_of_members(loader), _samples_of_members(loader, epoch=1)
-    assert len(list(loader)) == len(loader) == 6
-    for orders in (first, second):
-        assert all(sorted(order) == list(range(23)) for order in orders)
-    assert len({tuple(order) for order in (*first, *second)}) == 6
-    assert _samples_of_members(_loader(DataLoader(dataset, 4, shuffle=True))) == first  # whoever asks
-    assert _samples_of_members(_loader(DataLoader(dataset, 4, shuffle=True), seed=1)) != first
-
-
-def test_either_way_of_reading_gives_the_same():
-    loaders = [_loader(DataLoader(dataset, 4, shuffle=True)) for dataset in (_in_memory(), Squares())]
-    assert _samples_of_members(loaders[0]) == _samples_of_members(loaders[1])
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.trap("ensembles: under DDP every member saw the same order unless its sampler had its own seed")
 def test_ranks_share_the_samples_of_each_member(world):
@@ -100,65 +75,6 @@ def test_ranks_share_the_samples_of_each_member(world):
         assert set(together) == set(range(23))
         assert len(together) == -(-23 // world) * world
     assert len({tuple(order) for order in seen[0]}) == 3
-
-
-def test_a_distributed_sampler_of_the_user_shares_out_by_itself():
-    def loader(rank):
-        dataset = _in_memory()
-        return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 2, rank, seed=5))
-
-    seen = [_samples_of_members(_loader(loader(rank), shard=(rank, 2)), epoch=3) for rank in range(2)]
-    for member in range(3):
-        assert set(seen[0][member]) | set(seen[1][member]) == set(range(23))
-        assert len(seen[0][member]) == 12
-    assert len({tuple(order) for order in seen[0]}) == 3
-    assert not is_shuffled(DataLoader(_in_memory(), sampler=DistributedSampler(_in_memory(), 2, 0, shuffle=False)))
-
-
-@pytest.mark.trap("ensembles: bagging draws a bootstrap index per member, once")
-def test_bootstrap_samples_are_drawn_once_for_each_member():
-    loader = _loader(DataLoader(_in_memory(1000), 50, shuffle=True), bootstrap=True)
-    first, second = _samples_of_members(loader), _samples_of_members(loader, epoch=1)
-    for one, other in zip(first, second, strict=True):
-        assert one != other
-        assert sorted(one) == sorted(other)
-        assert 0.60 < len(set(one)) / 1000 < 0.66  # 1 - 1/e
-    assert len({tuple(sorted(order)) for order in first}) == 3
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        lambda data, generator: RandomSampler(data, replacement=True, num_samples=40, generator=generator),
-        lambda data, generator: RandomSampler(data, generator=generator),
-        lambda data, generator: WeightedRandomSampler([1.0] * 5 + [0.0] * 18, 40, generator=generator),
-        lambda data, generator: SubsetRandomSampler(range(5), generator=generator),
-    ],
-)
-@pytest.mark.parametrize("seeded", [True, False])
-def test_samplers_of_the_user_are_asked_for_each_member(sampler, seeded):
-    def seen_by_seed(seed):
-        generator = torch.Generator().manual_seed(7) if seeded else None
-        loader = _loader(DataLoader(_in_memory(), 4, sampler=sampler(_in_memory(), generator)), seed=seed)
-        first = _samples_of_members(loader)
-        assert first == _samples_of_members(loader)
-        return first
-
-    first, second = seen_by_seed(0), seen_by_seed(0)
-    assert len({tuple(order) for order in first}) == 3
-    assert first == second  # of one epoch, also in a run that is resumed
-    assert (first == seen_by_seed(1)) == seeded  # the generator's own seed decides
-
-
-def test_a_sampler_without_a_generator_is_asked_again_for_each_member():
-    class Reverse:
-        def __len__(self):
-            return 5
-
-        def __iter__(self):
-            return iter([4, 3, 2, 1, 0])
-
-    assert _samples_of_members(_loader(DataLoader(_in_memory(), 2, sampler=Reverse()))) == [[4, 3, 2, 1, 0]] * 3
 
 
 @pytest.mark.trap("ensembles: bagging drops pin_memory, drop_last, sampler, worker_init_fn, generator")
@@ -216,11 +132,6 @@ def test_loaders_whose_batches_members_have_to_share(loader, reason):
     assert why_not_reorder(loader) == reason
 
 
-def test_a_batch_sampler_of_torchs_kind_is_read():
-    loader = _loader(DataLoader(_in_memory(), batch_sampler=BatchSampler(RandomSampler(_in_memory()), 4, True)))
-    assert len(list(loader)) == len(loader) == 5
-
-
 class Noisy(Squares):
     """Numbers with noise of each library, as augmentation has it."""
 
@@ -240,10 +151,6 @@ def test_workers_draw_new_numbers_in_each_batch_epoch_and_rank(workers):
     for library in range(3):
         assert len(every[..., library].unique()) == 6 * 36
     assert torch.equal(noise(1, 1), every[3])
-
-
-def test_orders_have_a_length():
-    assert len(MemberOrders(10, range(2), 0, shard=(0, 4))) == 3
 
 
 @pytest.mark.parametrize("dataset", [_in_memory(), Squares()], ids=["in memory", "one by one"])

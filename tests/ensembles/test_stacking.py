@@ -9,8 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -29,7 +27,7 @@ from lightning_tricks.ensembles.core.folds import check_classes, make_folds
 from lightning_tricks.ensembles.meta_learner import REGRESSORS, LinearFinal, check_linear_model, fit_linear_model
 from tests.auto_resume.killing import run
 from tests.contract.lab import QUIET, real_fp16
-from tests.ensembles.nets import CNN, MLP, LitMLP, accuracy, diabetes, digits, few, fit, values
+from tests.ensembles.nets import CNN, MLP, LitMLP, accuracy, digits, few, fit, same, values
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
@@ -50,28 +48,15 @@ def even(count, batch_size=8):
 # --- folds
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=4, max_size=40), st.integers(2, 4))
-@pytest.mark.filterwarnings("ignore:The least populated class")
-def test_folds_are_those_of_scikit_learn(labels, n_folds):
-    y = torch.tensor(labels)
-    plain = [(train.tolist(), test.tolist()) for train, test in make_folds(n_folds, len(y))]
-    assert plain == [(a.tolist(), b.tolist()) for a, b in KFold(n_folds).split(labels)]
-    try:
-        expected = [(a.tolist(), b.tolist()) for a, b in StratifiedKFold(n_folds).split(labels, labels)]
-    except ValueError:
-        with pytest.raises(ValueError, match="samples of the largest class"):
-            make_folds(n_folds, len(y), y, stratified=True)
-        return
-    ours = make_folds(n_folds, len(y), y, stratified=True)
-    assert [(train.tolist(), test.tolist()) for train, test in ours] == expected
-
-
-def test_folds_of_an_object_with_split():
-    y = torch.arange(12) % 3
-    splitter = StratifiedKFold(3, shuffle=True, random_state=1)
-    expected = [test.tolist() for _, test in splitter.split(y, y)]
-    assert [test.tolist() for _, test in make_folds(splitter, 12, y)] == expected
+def test_folds_are_those_of_scikit_learn_and_lack_no_class():
+    y = torch.tensor([0, 0, 1, 2, 2, 2, 0, 1, 1, 2, 0, 1])
+    shuffled = StratifiedKFold(3, shuffle=True, random_state=1)
+    for cv, stratified, oracle in ((3, False, KFold(3)), (3, True, StratifiedKFold(3)), (shuffled, True, shuffled)):
+        expected = [(train.tolist(), test.tolist()) for train, test in oracle.split(y, y)]
+        ours = make_folds(cv, len(y), y, stratified=stratified)
+        assert [(train.tolist(), test.tolist()) for train, test in ours] == expected
+    with pytest.raises(ValueError, match="fold 0 trains on have no sample of class 1, of which the data have 4: give"):
+        check_classes([(torch.arange(2), torch.arange(2, 12))], y)
 
 
 # --- scikit-learn is the oracle
@@ -284,8 +269,7 @@ def test_a_second_fit_begins_with_the_same_weights(final):
     fit(ensemble, loader, max_epochs=1)
     first = values(ensemble)
     fit(ensemble, loader, max_epochs=1)
-    for name, value in values(ensemble).items():
-        assert torch.equal(value, first[name]), name
+    same(values(ensemble), first, rtol=0, atol=0)
 
 
 def test_the_refit_begins_with_the_initial_weights():
@@ -320,8 +304,7 @@ def test_held_out_rows_draw_no_numbers_of_the_run():
         fit(ensemble, DataLoader(Noisy(), 8, shuffle=True), max_epochs=1)
         return values(ensemble)
 
-    first, second = trained(), trained()
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    same(trained(), trained(), rtol=0, atol=0)
 
 
 # --- meta-learners
@@ -383,12 +366,6 @@ def test_a_torch_module_as_final_estimator(cv, members):
         assert accuracy(ensemble.predict(x), test.tensors[1]) > 0.75
 
 
-def test_batches_of_one_row():
-    ensemble = StackingClassifier(MLP, nn.Linear(20, 10), 2, n_estimators=2)
-    trainer = fit(ensemble, even(20, 1), max_epochs=1)
-    assert trainer.global_step == 10 + 10 + 20 + 20
-
-
 def test_heterogeneous_members_with_passthrough_are_better_than_chance_and_logged():
     train, test = digits()
     seen = {}
@@ -420,19 +397,6 @@ def test_regression_of_several_targets_and_its_uncertainty():
     uncertainty = ensemble.predict_uncertainty(x)
     torch.testing.assert_close(uncertainty.mean, ensemble.predict(x))
     torch.testing.assert_close(uncertainty.epistemic, ensemble.member_outputs(x).var(0, unbiased=False).detach())
-
-
-def test_members_that_return_vectors():
-    class Vector(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).squeeze(1)
-
-    x, y = diabetes()[0].tensors
-    for final in (None, nn.Linear(2, 1)):
-        ensemble = StackingRegressor([Vector(10, 1), Vector(10, 1)], final, cv=2)
-        loader = DataLoader(TensorDataset(x, y[:, 0]), 64, shuffle=True)
-        fit(ensemble, loader, DataLoader(TensorDataset(x, y[:, 0]), 64), max_epochs=1)
-        assert ensemble.predict(x).shape == (342, 1)
 
 
 # --- precision, ranks
@@ -477,7 +441,7 @@ class Save(Callback):
 
 
 @pytest.mark.parametrize("final", ["linear", "torch"])
-@pytest.mark.parametrize("net", [MLP, CNN, PerRank])
+@pytest.mark.parametrize("net", [CNN, PerRank])
 def test_two_ranks_agree(tmp_path, net, final):
     final = nn.Linear(20, 10) if final == "torch" else linear_model.LogisticRegression(max_iter=1000)
     ensemble = StackingClassifier(net, final, 2, n_estimators=2, optimizer=ADAM, seed=0)
@@ -504,29 +468,24 @@ def _resumable(**arguments):
     return StackingClassifier(members, cv=3, optimizer=("AdamW", {"lr": 1e-2}), **arguments)
 
 
-def _same(ensemble, whole):
-    for (name, value), expected in zip(values(ensemble).items(), values(whole).values(), strict=True):
-        assert torch.equal(value, expected), name
-
-
-@pytest.mark.parametrize("schedule", [None, ScheduleSpec("warmup_cosine")])
-@pytest.mark.parametrize("final", [None, "torch"])
-@pytest.mark.parametrize("after_validation", [True, False])
-def test_a_run_is_resumed_at_the_end_of_each_epoch(tmp_path, schedule, final, after_validation):
+@pytest.mark.parametrize(
+    ("final", "schedule", "after_validation"), [(None, None, True), ("torch", ScheduleSpec("warmup_cosine"), False)]
+)
+def test_a_run_is_resumed_at_the_end_of_each_epoch(tmp_path, final, schedule, after_validation):
     """Also if the members of the second process have other initial weights."""
 
     def made():
         module = nn.Linear(20, 10) if final else None
-        return StackingClassifier([MLP(), MLP()], module, 3, optimizer=ADAM, lr_scheduler=schedule, seed=0)
+        return StackingClassifier([MLP(), MLP()], module, 2, optimizer=ADAM, lr_scheduler=schedule, seed=0)
 
     whole = made()
     saves = [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=not after_validation)]
-    data = even(50), few(digits()[1], 20, shuffle=False)
+    data = even(30), few(digits()[1], 20, shuffle=False)
     fit(whole, *data, max_epochs=2, callbacks=saves, enable_checkpointing=True)
-    for epoch in range(9 if final else 7):
+    for epoch in range(7 if final else 5):
         resumed = made()
         Trainer(**QUIET, max_epochs=2).fit(resumed, *data, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
-        _same(resumed, whole)
+        same(values(resumed), values(whole), rtol=0, atol=0)
 
 
 def _script(folder, options):
@@ -547,9 +506,7 @@ def _script(folder, options):
     torch.save(ensemble.state_dict(), folder / "end.pt")
 
 
-@pytest.mark.parametrize(
-    ("kill", "torch_final"), [(3, False), (14, False), (27, False), (33, False), (48, True), (55, True)]
-)
+@pytest.mark.parametrize(("kill", "torch_final"), [(14, False), (27, False), (48, True)])
 def test_a_run_that_was_killed_in_a_fold_resumes_bit_for_bit(tmp_path, kill, torch_final):
     """Also if the members of the second process have other initial weights."""
     options = {"torch": torch_final, "guarded": True, "kill": 0, "initial": 0}
@@ -581,9 +538,6 @@ def test_a_checkpoint_is_loaded_without_scikit_learn(tmp_path, final, monkeypatc
     other.load_state_dict(ensemble.state_dict())
     assert torch.equal(other.predict(x), ensemble.predict(x))
     assert torch.equal(copy.deepcopy(ensemble).predict(x), ensemble.predict(x))
-    if not final:
-        with pytest.raises(Exception, match=r"pip install scikit-learn, or give a torch\.nn\.Module"):
-            fit(other, few(digits()[0], 100))
     wrong = {} if final else {"final_estimator": nn.Linear(20, 10)}
     with pytest.raises(ValueError, match=r"The checkpoint's final_estimator is a .*: give final_estimator= such a one"):
         StackingClassifier.load_from_checkpoint(tmp_path / "saved.ckpt", estimators=MLP, **wrong)
@@ -595,13 +549,9 @@ def test_a_checkpoint_of_other_folds_is_refused(tmp_path):
     fit(ensemble, even(50), max_epochs=1, callbacks=[saves], enable_checkpointing=True)
     other = _resumable()
     path = tmp_path / "epoch=1.ckpt"
-    with pytest.raises(
-        MisconfigurationException, match=r"other folds than the 3 of this one: resume with the data and"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"other folds than the 3 of this one: resume with the data"):
         Trainer(**QUIET, max_epochs=1).fit(other, even(60), ckpt_path=path)
-    with pytest.raises(
-        MisconfigurationException, match=r"stages of \[1, 1, 1, 1\] epochs, this one has \[2, 2, 2, 2\]"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"stages of \[1, 1, 1, 1\] epochs, this one has \[2, 2, 2"):
         Trainer(**QUIET, max_epochs=2).fit(other, even(50), ckpt_path=path)
     assert all(parameter.requires_grad for parameter in other.parameters())
     whole = Trainer(**QUIET, max_epochs=1)
@@ -610,7 +560,7 @@ def test_a_checkpoint_of_other_folds_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="resume with the cv="):
         Trainer(**QUIET, max_epochs=2).fit(other, even(50), ckpt_path=tmp_path / "after.ckpt")
     Trainer(**QUIET, max_epochs=1).fit(other, even(50), ckpt_path=tmp_path / "after.ckpt")
-    _same(other, ensemble)
+    same(values(other), values(ensemble), rtol=0, atol=0)
 
 
 # --- what is refused
@@ -631,70 +581,29 @@ def _fold_lists(*held_out, size=12):
     return [([row for row in range(size) if row not in rows], list(rows)) for rows in held_out]
 
 
-def test_a_class_that_a_fold_lacks_is_named_with_its_samples():
-    labels, folds = torch.tensor([0, 0, 1, 2, 2, 2]), [(torch.arange(2), torch.arange(2, 6))]
-    with pytest.raises(ValueError, match="fold 0 trains on have no sample of class 1, of which the data have 1: give"):
-        check_classes(folds, labels)
+TWELVE, RARE = DataLoader(_labels(12)), DataLoader(_labels(12, rare=1))
+CHOSEN = DataLoader(_labels(12), sampler=WeightedRandomSampler([1.0] * 12, 12))
+REAL, ONE_CLASS = (DataLoader(TensorDataset(torch.zeros(9, 64), y)) for y in (torch.zeros(9), torch.zeros(9).long()))
 
 
 @pytest.mark.parametrize(
     ("arguments", "loader", "trainer", "words"),
     [
         ({}, DataLoader(Stream()), {}, "Stream is an IterableDataset, which gives one order"),
-        (
-            {},
-            DataLoader(_labels(12), sampler=WeightedRandomSampler([1.0] * 12, 12)),
-            {},
-            "a WeightedRandomSampler may dr",
-        ),
-        ({}, {"a": DataLoader(_labels(12))}, {}, "a dict is not a DataLoader"),
-        ({"cv": 13}, DataLoader(_labels(12)), {}, "cv=13 folds need at least 13 samples, the data have 12: give fewer"),
-        ({"cv": 5}, DataLoader(_labels(12)), {}, "cv=5 is more than the 4 samples of the largest class: give fewer"),
-        (
-            {"cv": 2},
-            DataLoader(_labels(12, rare=1)),
-            {},
-            "fold 0 trains on have no sample of class 3, of which the data",
-        ),
-        (
-            {"cv": _fold_lists(range(6), range(5, 12))},
-            DataLoader(_labels(12)),
-            {},
-            "1 rows are in more than one test part",
-        ),
-        (
-            {"cv": _fold_lists(range(6), range(7, 12))},
-            DataLoader(_labels(12)),
-            {},
-            "1 rows are in no test part, such as r",
-        ),
-        (
-            {"cv": _fold_lists(range(6), range(6, 13))},
-            DataLoader(_labels(12)),
-            {},
-            "row index 12, the data have 12 rows",
-        ),
-        (
-            {},
-            DataLoader(TensorDataset(torch.zeros(9, 64), torch.zeros(9))),
-            {},
-            "targets must be class indices .*float32",
-        ),
-        ({}, DataLoader(TensorDataset(torch.zeros(9, 64), torch.zeros(9).long())), {}, "the targets have one class, 0"),
-        (
-            {},
-            DataLoader(_labels(12), 16, drop_last=True),
-            {},
-            "fold 0 trains on 8 rows, which drop_last=True leaves out",
-        ),
-        ({}, DataLoader(_labels(12)), {"overfit_batches": 1}, "overfit_batches=1.* repeats the same batches"),
-        (
-            {},
-            DataLoader(_labels(12)),
-            {"reload_dataloaders_every_n_epochs": 1},
-            "reload_dataloaders_every_n_epochs=1 may",
-        ),
-        ({}, DataLoader(_labels(12)), {"max_epochs": -1, "max_steps": 9}, "max_epochs=-1 is not the length of a fold"),
+        ({}, CHOSEN, {}, "a WeightedRandomSampler chooses rows: give a Subset"),
+        ({}, {"a": TWELVE}, {}, "a dict is not a DataLoader"),
+        ({"cv": 13}, TWELVE, {}, "the 12 rows of the data do not fit cv=13, give fewer folds"),
+        ({"cv": 5}, TWELVE, {}, "the 12 rows of the data do not fit cv=5, give fewer folds"),
+        ({"cv": 2}, RARE, {}, "fold 0 trains on have no sample of class 3, of which the data"),
+        ({"cv": _fold_lists(range(6), range(5, 12))}, TWELVE, {}, "1 rows are in more than one test part"),
+        ({"cv": _fold_lists(range(6), range(7, 12))}, TWELVE, {}, "1 rows are in no test part, such as r"),
+        ({"cv": _fold_lists(range(6), range(6, 13))}, TWELVE, {}, "row index 12, the data have 12 rows"),
+        ({}, REAL, {}, "targets must be class indices .*float32"),
+        ({}, ONE_CLASS, {}, "the targets have one class, 0"),
+        ({}, DataLoader(_labels(12), 16, drop_last=True), {}, "fold 0 trains on 8 rows, which drop_last=True leaves"),
+        ({}, TWELVE, {"overfit_batches": 1}, "overfit_batches=1.* repeats the same batches"),
+        ({}, TWELVE, {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1 may"),
+        ({}, TWELVE, {"max_epochs": -1, "max_steps": 9}, "max_epochs=-1 is not the length of a fold"),
     ],
 )
 def test_a_refused_fit_leaves_nothing_behind(arguments, loader, trainer, words):
@@ -703,7 +612,7 @@ def test_a_refused_fit_leaves_nothing_behind(arguments, loader, trainer, words):
     runner = Trainer(**{**QUIET, "max_epochs": 3, **trainer})
     with pytest.raises(MisconfigurationException, match=f"StackingClassifier: .*{words}"):
         runner.fit(ensemble, loader)
-    assert all(torch.equal(value, before[name]) for name, value in values(ensemble).items())
+    same(values(ensemble), before, rtol=0, atol=0)
     assert runner.max_epochs == trainer.get("max_epochs", 3)
     assert all(parameter.requires_grad for parameter in ensemble.parameters())
     fit(ensemble.__class__(MLP, n_estimators=2, cv=2), even(40), max_epochs=1)
@@ -716,17 +625,9 @@ def test_a_refused_fit_leaves_nothing_behind(arguments, loader, trainer, words):
         ({"estimators": [MLP(), 3]}, TypeError, r"estimators\[1\] must be a torch.nn.Module or a path, got 3"),
         ({"estimators": [("a", MLP()), ("a", MLP())]}, ValueError, "two members are called 'a'"),
         ({"estimators": [("a", MLP()), MLP()]}, TypeError, r"estimators\[1\] must be a pair \(name, module\)"),
-        (
-            {"estimators": nn.LazyLinear, "estimator_args": {"out_features": 2}},
-            ValueError,
-            r"estimators\[0\] has lazy la",
-        ),
+        ({"estimators": nn.LazyLinear, "estimator_args": {"out_features": 2}}, ValueError, r"estimators\[0\] has lazy"),
         ({"final_estimator": 3}, TypeError, "final_estimator must be a torch.nn.Module, .*got 3"),
-        (
-            {"final_estimator": linear_model.Ridge()},
-            ValueError,
-            "final_estimator must be .*LogisticRegression.*got Ridge",
-        ),
+        ({"final_estimator": linear_model.Ridge()}, ValueError, "final_estimator must be .*LogisticRegression.*got"),
         ({"final_estimator": linear_model.LogisticRegression(solver="liblinear")}, ValueError, "give solver='lbfgs'"),
         ({"final_estimator": nn.LazyLinear(2)}, ValueError, "final_estimator has lazy layers"),
         ({"cv": 1}, ValueError, "cv must be a whole number >= 2, got 1"),
@@ -754,10 +655,7 @@ class _Wrong(nn.Linear):
 @pytest.mark.parametrize(
     ("final", "words"),
     [
-        (
-            nn.Linear(19, 10),
-            "Linear as final_estimator must take 20 features for each sample, and fails: .*mat1 and mat2",
-        ),
+        (nn.Linear(19, 10), "Linear as final_estimator must take 20 features for each sample, and fails: .*mat1 and"),
         (nn.Linear(20, 9), r"must return outputs as the members do, \(2, 10\) for 2 samples, got \(2, 9\)"),
         (_Wrong(20, 10), "for 2 samples, got tuple"),
     ],
@@ -768,7 +666,7 @@ def test_a_final_estimator_that_does_not_fit_is_refused_before_training(final, w
     trainer = Trainer(**QUIET, max_epochs=3)
     with pytest.raises(MisconfigurationException, match=words):
         trainer.fit(ensemble, even(40))
-    assert all(torch.equal(value, before[name]) for name, value in values(ensemble).items())
+    same(values(ensemble), before, rtol=0, atol=0)
     assert (trainer.max_epochs, trainer.global_step) == (3, 0)
 
 

@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_tricks import ScheduleSpec
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble
 from lightning_tricks.ensembles.stages import StagedEnsemble
-from tests.contract.lab import QUIET
 from tests.ensembles.nets import CNN, MLP, LitMLP, digits, few, fit, values
 
 pytestmark = pytest.mark.filterwarnings(
@@ -84,20 +82,6 @@ def test_a_schedule_has_the_length_of_a_stage(interval):
     assert rates == pytest.approx(stage * 3)
 
 
-@pytest.mark.parametrize("epoch", range(5))
-def test_a_run_is_resumed_in_any_stage(epoch, tmp_path):
-    def made():
-        return Residual(CNN, 3, optimizer=ADAM, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0)
-
-    whole = made()
-    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(whole, _train(), max_epochs=6, callbacks=[saves], enable_checkpointing=True)
-    resumed = made()
-    Trainer(**QUIET, max_epochs=6).fit(resumed, _train(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
-    for (name, value), expected in zip(values(resumed).items(), values(whole).values(), strict=True):
-        assert torch.equal(value, expected), name
-
-
 def test_a_state_dict_knows_how_many_members_predict():
     ensemble = Residual(MLP, 3, optimizer=ADAM, seed=0)
     x = digits()[1].tensors[0][:20]
@@ -108,12 +92,6 @@ def test_a_state_dict_knows_how_many_members_predict():
     assert loaded.n_members == 2
     expected = sum(copy.deepcopy(ensemble.estimators_[index])(x) for index in range(2)).softmax(-1)
     torch.testing.assert_close(loaded.predict(x), expected.detach())
-
-
-@pytest.mark.parametrize("epochs", [4, -1])
-def test_stages_that_do_not_divide_the_run(epochs):
-    with pytest.raises(Exception, match=r"Residual has 3 stages of equal length, into which max_epochs=.* not divide"):
-        fit(Residual(MLP, 3, seed=0), _train(), max_epochs=epochs, max_steps=4)
 
 
 def test_the_members_of_all_stages_log_through_the_ensemble():

@@ -1,7 +1,6 @@
 """torchensemble's models, there and back, and what goes wrong in torchensemble and not here."""
 
 import contextlib
-import copy
 import inspect
 import io
 import logging
@@ -12,13 +11,12 @@ import pytest
 import torch
 import torchensemble
 import torchensemble.utils as theirs
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks
 from lightning_tricks import SnapshotEnsembleClassifier, VotingClassifier, VotingRegressor, save_weights
 from lightning_tricks.checkpoint_remapping import CheckpointError
-from tests.ensembles.nets import CNN, MLP, accuracy, diabetes, digits, few, fit, values
+from tests.ensembles.nets import CNN, MLP, diabetes, digits, few, fit, values
 
 pytestmark = [
     pytest.mark.oldest,
@@ -137,57 +135,6 @@ def test_a_checkpoint_after_an_import_from_a_file_knows_the_estimator(tmp_path):
     assert all(torch.equal(value, values(ours)[name]) for name, value in values(again).items())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_script_of_torchensembles_readme(name):
-    """But for the imports and the line of the Trainer it is the same script."""
-    (train, test), epochs = _data(name), 4
-    train_loader, test_loader = DataLoader(train, 64, shuffle=True), DataLoader(test, 64)
-
-    # Define the ensemble
-    ensemble = getattr(lightning_tricks, name)(**_readme_arguments(name))
-
-    # Set the criterion
-    criterion = nn.MSELoss() if "Regressor" in name else nn.CrossEntropyLoss()
-    ensemble.set_criterion(criterion)
-
-    # Set the optimizer
-    ensemble.set_optimizer("Adam", lr=1e-2, weight_decay=5e-4)
-
-    # Set the learning rate scheduler
-    if name.startswith("Snapshot"):
-        with pytest.warns(UserWarning, match="has no effect"):
-            ensemble.set_scheduler("CosineAnnealingLR", T_max=epochs)
-    else:
-        ensemble.set_scheduler("CosineAnnealingLR", T_max=epochs)
-
-    # Train the ensemble
-    fit(ensemble, train_loader, max_epochs=12 if name.startswith("FastGeometric") else epochs)
-
-    # Evaluate the ensemble
-    found = ensemble.evaluate(test_loader)
-    x, y = test.tensors
-    if "Regressor" in name:
-        assert found == pytest.approx((ensemble.predict(x) - y).square().mean().item(), rel=1e-4)
-        assert found < 1.4
-        return
-    assert found == pytest.approx(100 * accuracy(ensemble.predict(x), y))
-    assert found > (50 if name.startswith("NeuralForest") else 70)
-    both = ensemble.evaluate(test_loader, return_loss=True)
-    nll = nn.functional.nll_loss(ensemble.predict(x).log(), y).item()
-    assert both == (found, pytest.approx(nll, rel=1e-4))
-    assert ensemble.training, "and it is in the mode in which it was"
-
-
-def _readme_arguments(name):
-    if name.startswith("NeuralForest"):
-        return {"n_estimators": 2, "depth": 4} | ({} if "Regressor" in name else {"n_outputs": 10})
-    return (
-        {"estimator": MLP, "n_estimators": 2, "estimator_args": {"inputs": 10, "outputs": 1}}
-        if ("Regressor" in name)
-        else {"estimator": MLP, "n_estimators": 2}
-    )
-
-
 @pytest.mark.parametrize("make", [VotingClassifier, SnapshotEnsembleClassifier])
 def test_votes_are_kept(make):
     theirs = _theirs(make.__name__, voting_strategy="hard")
@@ -284,15 +231,6 @@ def test_members_of_one_module_differ_on_unshuffled_data():
     assert (first - second).abs().mean() > 0.01
 
 
-@pytest.mark.trap("ensembles: a class that is missing in the training data decides about n_outputs")
-def test_a_class_may_be_missing_in_thetraining_data():
-    x, y = digits()[0].tensors
-    ensemble = VotingClassifier(MLP, 2, seed=0)
-    fit(ensemble, few(TensorDataset(x[y != 9], y[y != 9]), 64))
-    assert ensemble.n_outputs == 10
-    assert ensemble.predict(x).shape == (len(x), 10)
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_weights_are_saved_as_those_of_any_model(suffix, tmp_path):
     ensemble = VotingClassifier(MLP, 2, seed=0)
@@ -300,13 +238,6 @@ def test_weights_are_saved_as_those_of_any_model(suffix, tmp_path):
     other = VotingClassifier(MLP, 2, seed=1)
     lightning_tricks.load_weights(other, tmp_path / f"a.{suffix}", rules=None)
     assert torch.equal(other.predict(torch.ones(2, 64)), ensemble.predict(torch.ones(2, 64)))
-
-
-def test_copies_are_their_own():
-    ensemble = VotingClassifier(nn.Linear, 2, {"in_features": 4, "out_features": 3}, seed=0)
-    copied = copy.deepcopy(ensemble)
-    copied.estimators_.net.weight.data.zero_()
-    assert values(ensemble)["estimators_.0.weight"].any()
 
 
 def _public_methods():

@@ -12,16 +12,13 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from sklearn.metrics import roc_auc_score
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
     AGC,
-    AutoResume,
     BaggingClassifier,
-    BaggingRegressor,
     FastGeometricClassifier,
     FusionClassifier,
-    FusionRegressor,
     GradientBoostingClassifier,
     GradientClipping,
     MetricsMonitor,
@@ -39,10 +36,23 @@ from lightning_tricks import (
     multiclass_metrics,
 )
 from lightning_tricks.ensembles.core.members import SequentialMembers
-from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
-from tests.contract.lab import QUIET, EvaluatedNet, HostReads, real_fp16
-from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, diabetes, digits, few, fit, values
+from tests.contract.lab import QUIET, real_fp16
+from tests.ensembles.nets import (
+    CNN,
+    MLP,
+    LitMLP,
+    Recurrent,
+    Stops,
+    accuracy,
+    diabetes,
+    digits,
+    few,
+    fit,
+    same,
+    some,
+    values,
+)
 
 # not every fit here needs a validation
 pytestmark = [
@@ -51,10 +61,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint"),
 ]
 
-CLASSIFIERS = [VotingClassifier, BaggingClassifier, FusionClassifier, SnapshotEnsembleClassifier]
-REGRESSORS = [VotingRegressor, BaggingRegressor, FusionRegressor, SnapshotEnsembleRegressor]
 ADAM = ("Adam", {"lr": 5e-3})
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.newest) for seed in (1, 2))]
 
 
 CONFIG = """
@@ -69,57 +76,8 @@ model:
 """
 
 
-def _few_digits(count=64, **arguments):
-    return few(digits()[0], count, **arguments)
-
-
 def _unshuffled(count=64):
-    return _few_digits(count, shuffle=False)
-
-
-def _same(a, b, **tolerance):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        torch.testing.assert_close(value, b[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
-
-
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_classifiers_learn_the_digits(kind, seed):
-    train, test = digits()
-    ensemble = kind(MLP, 4, optimizer=ADAM, seed=seed)
-    trainer = fit(ensemble, DataLoader(train, 32, shuffle=True), DataLoader(test, 64), max_epochs=12)
-    x, y = test.tensors
-    found = accuracy(ensemble.predict(x), y)
-    assert found > (0.92 if kind is SnapshotEnsembleClassifier else 0.95)
-    assert trainer.callback_metrics["val/acc"].item() == pytest.approx(found)
-    nll = torch.nn.functional.nll_loss(ensemble.predict(x).log(), y).item()
-    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(nll, rel=1e-4)
-    assert trainer.callback_metrics["train/loss"].item() < 0.3
-
-
-@pytest.mark.parametrize("kind", REGRESSORS)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_regressors_learn_diabetes(kind, seed):
-    train, test = diabetes()
-    ensemble = kind(MLP, 4, {"inputs": 10, "outputs": 1}, optimizer=("Adam", {"lr": 2e-3}), seed=seed)
-    trainer = fit(ensemble, DataLoader(train, 32, shuffle=True), DataLoader(test, 100), max_epochs=24)
-    x, y = test.tensors
-    error = (ensemble.predict(x) - y).square().mean().item()
-    assert error < 0.6  # the mean alone: 1.0
-    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(error, rel=1e-4)
-
-
-@pytest.mark.parametrize("make", [MLP, CNN])
-@pytest.mark.parametrize("kind", [VotingClassifier, BaggingClassifier, FusionClassifier])
-def test_at_once_or_one_after_another_is_the_same(kind, make):
-    def trained(vectorize):
-        ensemble = kind(make, 3, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9}), vectorize=vectorize, seed=0)
-        fit(ensemble, _few_digits(), max_epochs=2, gradient_clip_val=0.5)
-        assert type(ensemble.estimators_) is (StackedMembers if vectorize else SequentialMembers)
-        return values(ensemble)
-
-    _same(trained(True), trained(False), atol=1e-4, rtol=1e-3)
+    return some(count, shuffle=False)
 
 
 def test_dropout_is_drawn_for_each_member():
@@ -137,21 +95,24 @@ def test_dropout_is_drawn_for_each_member():
     assert len({tuple(row.tolist()) for row in kept.flatten(0, 1)}) == 32
 
 
+@pytest.mark.parametrize("clips", ["the norm", "units"])
 @pytest.mark.parametrize("vectorize", [True, False])
-def test_each_member_is_trained_as_if_it_were_alone(vectorize):
+def test_each_member_is_trained_as_if_it_were_alone(vectorize, clips):
     train = _unshuffled()
-    ensemble = VotingClassifier(MLP, 3, optimizer=("Adam", {"lr": 1e-2}), vectorize=vectorize, seed=0)
+    ensemble = VotingClassifier(MLP, 3, optimizer=("SGD", {"lr": 0.1}), vectorize=vectorize, seed=0)
     alone = [copy.deepcopy(ensemble.estimators_.member(index)) for index in range(3)]
-    fit(ensemble, train, max_epochs=2, gradient_clip_val=0.3)
+    options = {"gradient_clip_val": 0.3} if clips == "the norm" else {"callbacks": [GradientClipping(method=AGC(0.01))]}
+    fit(ensemble, train, max_epochs=2, **options)
+    clip_ = nn.utils.clip_grad_norm_ if clips == "the norm" else adaptive_clip_grad_
     for index, member in enumerate(alone):
-        optimizer = torch.optim.Adam(member.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(member.parameters(), lr=0.1)
         for _ in range(2):
             for x, y in train:
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(member(x), y).backward()
-                nn.utils.clip_grad_norm_(member.parameters(), 0.3)
+                clip_(member.parameters(), 0.3 if clips == "the norm" else 0.01)
                 optimizer.step()
-        _same(dict(ensemble.estimators_.member(index).state_dict()), member.state_dict(), atol=1e-5, rtol=1e-4)
+        same(dict(ensemble.estimators_.member(index).state_dict()), member.state_dict(), atol=1e-5, rtol=1e-4)
 
 
 def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
@@ -160,48 +121,7 @@ def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
 
     ensemble = VotingClassifier(MLP, 2, optimizer=fused, seed=0)
     with pytest.raises(Exception, match=r"gradient_clip_val=1.0 with fp16 needs an optimizer that is not fused"):
-        fit(ensemble, _few_digits(), plugins=real_fp16(), gradient_clip_val=1.0)
-
-
-class _Recorder(VotingClassifier):
-    """Writes down which samples each member has seen."""
-
-    def training_step(self, batch, batch_idx):
-        rows = batch[0].view(self.n_estimators, -1)
-        path = f"seen-{self.global_rank}.pt"
-        seen = [*(torch.load(path) if batch_idx else []), rows]
-        torch.save(seen, path)
-        return super().training_step(batch, batch_idx)
-
-
-def test_members_on_two_ranks_have_orders_of_their_own_that_share_the_samples():
-    data = TensorDataset(torch.arange(40.0).unsqueeze(1), torch.arange(40) % 3)
-    ensemble = _Recorder(lambda: nn.Linear(1, 3), 3, vectorize=True)
-    fit(ensemble, DataLoader(data, 5, shuffle=True), strategy="ddp_fork", devices=2)
-    ranks = [torch.cat(torch.load(f"seen-{rank}.pt"), dim=1) for rank in range(2)]
-    for member in range(3):
-        assert sorted(torch.cat([ranks[0][member], ranks[1][member]]).tolist()) == list(range(40))
-    assert len({tuple(order.tolist()) for rank in ranks for order in rank}) == 6
-
-
-@pytest.mark.parametrize("vectorize", [True, False])
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_path):
-    def made():
-        options = {} if kind is SnapshotEnsembleClassifier else {"vectorize": vectorize}
-        return kind(CNN, 2, optimizer=ADAM, seed=3, **options)
-
-    train = _few_digits()
-    whole = made()
-    fit(whole, train, max_epochs=6)
-    first, second = made(), made()
-    second.seed = 99  # the checkpoint knows better
-    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(first, train, max_epochs=6, callbacks=[saves], enable_checkpointing=True)
-    # in the middle of a cycle of snapshots, which lasts three epochs
-    Trainer(**QUIET, max_epochs=6).fit(second, train, ckpt_path=tmp_path / "epoch=3.ckpt")
-    _same(values(second), values(whole))
-    assert second.seed == 3
+        fit(ensemble, some(), plugins=real_fp16(), gradient_clip_val=1.0)
 
 
 IN_THE_MIDDLE = {
@@ -222,70 +142,36 @@ IN_THE_MIDDLE = {
 @pytest.mark.parametrize("name", IN_THE_MIDDLE)
 @pytest.mark.sampled(2)
 def test_a_run_is_resumed_in_the_middle_of_an_epoch(name, step, limit, in_memory, tmp_path):
-    dataset = _few_digits().dataset
+    dataset = some().dataset
     train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
     first, second = (IN_THE_MIDDLE[name]() for _ in range(2))
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(first, train, max_epochs=3, limit_train_batches=limit, callbacks=[saves], enable_checkpointing=True)
     trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=limit)
     trainer.fit(second, train, ckpt_path=tmp_path / f"step={step}.ckpt")
-    _same(values(first), values(second))
+    same(values(first), values(second))
 
 
 def test_a_fit_that_raises_leaves_nothing_installed():
     members = [LitMLP(), LitMLP()]
     ensemble = VotingClassifier(members, seed=0)
-    trainer = Trainer(**QUIET, max_epochs=2, callbacks=[_Stops(1)])
+    trainer = Trainer(**QUIET, max_epochs=2, callbacks=[Stops(1)])
     with pytest.raises(RuntimeError, match="stopped"):
-        trainer.fit(ensemble, _few_digits())
+        trainer.fit(ensemble, some())
     assert not any("log" in vars(member) for member in ensemble.estimators_)
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
     assert "on_exception" not in vars(trainer.strategy)
-
-
-class _Stops(Callback):
-    """Raises at the first batch after a number of steps."""
-
-    training_arguments = ()  # it is there once
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            raise RuntimeError("stopped")
-
-
-def test_a_run_that_was_saved_at_the_start_of_an_epoch_loses_no_epoch(tmp_path):
-    train = _few_digits()  # 4 steps an epoch
-    whole, first, second = (VotingClassifier(MLP, 2, optimizer=ADAM, seed=0) for _ in range(3))
-    fit(whole, train, max_epochs=3)
-    with pytest.raises(RuntimeError, match="stopped"):
-        fit(first, train, max_epochs=3, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), _Stops(len(train))])
-    trainer = fit(second, train, max_epochs=3, callbacks=[AutoResume(tmp_path)])
-    assert trainer.global_step == 3 * len(train)
-    _same(values(second), values(whole))
-
-
-def test_a_checkpoint_at_a_cycles_end_has_its_snapshot_after_all(tmp_path):
-    train = _unshuffled()  # 4 steps an epoch
-    first, second = (SnapshotEnsembleClassifier(MLP, 2, seed=0) for _ in range(2))
-    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    fit(first, train, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
-    Trainer(**QUIET, max_epochs=2).fit(second, train, ckpt_path=tmp_path / "step=4.ckpt")
-    assert second.n_members == 2
-    _same(values(first), values(second))
 
 
 @pytest.mark.parametrize("stacked_first", [True, False])
 def test_a_run_is_resumed_in_the_layout_of_its_checkpoint(stacked_first, tmp_path):
     first = VotingClassifier(MLP, 2, vectorize=stacked_first, seed=0)
     saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(first, _few_digits(), max_epochs=2, callbacks=[saves], enable_checkpointing=True)
+    fit(first, some(), max_epochs=2, callbacks=[saves], enable_checkpointing=True)
     second = VotingClassifier(MLP, 2, vectorize=not stacked_first, seed=0)
-    Trainer(**QUIET, max_epochs=2).fit(second, _few_digits(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    Trainer(**QUIET, max_epochs=2).fit(second, some(), ckpt_path=tmp_path / "epoch=0.ckpt")
     assert type(second.estimators_) is type(first.estimators_)
-    _same(values(first), values(second))
+    same(values(first), values(second))
 
 
 @pytest.mark.trap("ensembles: after fit the model is that of the last epoch, and nothing brings back the best")
@@ -307,22 +193,6 @@ def test_the_best_checkpoint_restores_the_best_ensemble(tmp_path):
     torch.load(saves.best_model_path, weights_only=True)
 
 
-@pytest.mark.parametrize("kind", [*CLASSIFIERS, *REGRESSORS])
-def test_a_checkpoint_says_what_the_ensemble_is(kind, tmp_path):
-    regresses = kind in REGRESSORS
-    train = few(diabetes()[0], 64) if regresses else _few_digits()
-    arguments = {"inputs": 10, "outputs": 1} if regresses else {"hidden": 9}
-    ensemble = kind(MLP, 2, arguments, optimizer=OptimizerSpec("AdamW", lr=2e-3), weights=[1, 3])
-    trainer = fit(ensemble, train, max_epochs=2)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    x = train.dataset.tensors[0]
-    assert torch.equal(loaded.predict(x), ensemble.predict(x))
-    assert loaded.hparams == ensemble.hparams
-    assert loaded.hparams["optimizer"]["lr"] == 2e-3
-    assert (loaded.seed, loaded.n_outputs) == (ensemble.seed, ensemble.n_outputs)
-
-
 def test_a_checkpoint_says_what_the_loss_is(tmp_path):
     arguments = {"inputs": 10, "outputs": 2}
     ensemble = VotingRegressor(MLP, 2, arguments, criterion=nn.GaussianNLLLoss(eps=1e-4), seed=0)
@@ -336,7 +206,7 @@ def test_a_checkpoint_says_what_the_loss_is(tmp_path):
     for kind, name in ((nn.CrossEntropyLoss, "weight"), (nn.BCEWithLogitsLoss, "pos_weight")):
         weighted = kind(**{name: torch.arange(1.0, 11)})
         if kind is nn.CrossEntropyLoss:
-            trainer = fit(VotingClassifier(MLP, 2, criterion=weighted, seed=0), _few_digits())
+            trainer = fit(VotingClassifier(MLP, 2, criterion=weighted, seed=0), some())
         else:
             x, y = digits()[0].tensors
             data = TensorDataset(x[:64], nn.functional.one_hot(y[:64], 10).float())
@@ -345,7 +215,7 @@ def test_a_checkpoint_says_what_the_loss_is(tmp_path):
         loaded = type(trainer.model).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
         assert torch.equal(getattr(loaded.criterion, name), getattr(weighted, name))
     for criterion in (nn.functional.cross_entropy, lambda o, t: o.mean()):
-        trainer = fit(VotingClassifier(MLP, 2, criterion=criterion, seed=0), _few_digits())
+        trainer = fit(VotingClassifier(MLP, 2, criterion=criterion, seed=0), some())
         trainer.save_checkpoint(tmp_path / "b.ckpt")
         with pytest.raises(ValueError, match=r"is not a loss of torch.nn and is not saved: .*\(path, criterion=...\)"):
             VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt")
@@ -365,7 +235,7 @@ def test_a_checkpoint_says_numbers_of_numpy_and_weights_of_any_kind(tmp_path):
         (SoftGradientBoostingClassifier, {"shrinkage_rate": np.float32(0.25)}),
     ):
         ensemble = kind(MLP, n_estimators=2, seed=0, **arguments)
-        fit(ensemble, _few_digits()).save_checkpoint(tmp_path / "a.ckpt")
+        fit(ensemble, some()).save_checkpoint(tmp_path / "a.ckpt")
         loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
         assert torch.equal(loaded.predict(x), ensemble.predict(x))
 
@@ -373,7 +243,7 @@ def test_a_checkpoint_says_numbers_of_numpy_and_weights_of_any_kind(tmp_path):
 def test_a_checkpoint_does_not_build_members_without_the_arguments_that_it_lacks(tmp_path):
     arguments = {"hidden": 7, "activation": nn.Tanh}
     ensemble = VotingClassifier(_tanh_mlp, 2, arguments, seed=0)
-    fit(ensemble, _few_digits()).save_checkpoint(tmp_path / "a.ckpt")
+    fit(ensemble, some()).save_checkpoint(tmp_path / "a.ckpt")
     words = r"estimator_args is not a plain value and was not saved: give it again, .*\(path, estimator_args=\.\.\.\)"
     for given in ({}, {"estimator": _tanh_mlp}):
         with pytest.raises(ValueError, match=words):
@@ -391,7 +261,7 @@ class _Poison:
 
 def test_a_checkpoint_builds_nothing_else(tmp_path):
     path = tmp_path / "a.ckpt"
-    fit(VotingClassifier(MLP, 2, seed=0), _few_digits()).save_checkpoint(path)
+    fit(VotingClassifier(MLP, 2, seed=0), some()).save_checkpoint(path)
     own = torch.load(path, weights_only=True)
     of_cli = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
     evil = {"class_path": "pathlib.Path.touch", "init_args": {}}
@@ -409,25 +279,12 @@ def test_a_checkpoint_builds_nothing_else(tmp_path):
 
 
 def test_a_checkpoint_of_members_that_have_no_name_needs_them_again(tmp_path):
-    trainer = fit(VotingClassifier(lambda: MLP(), 2, seed=0), _few_digits())
+    trainer = fit(VotingClassifier(lambda: MLP(), 2, seed=0), some())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, estimator=Net\)"):
         VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt")
     loaded = VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", estimator=MLP)
     assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
-
-
-@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
-@pytest.mark.trap("ensembles: the first validation runs in train mode, BatchNorm learns from validation data")
-def test_nothing_learns_from_validation_data(kind):
-    ensemble = kind(CNN, 2, seed=0, vectorize=True)
-    fit(ensemble, _few_digits(), _unshuffled(160), num_sanity_val_steps=2)
-    assert values(ensemble)["estimators_.1.norm.num_batches_tracked"] == 4
-    before = values(ensemble)
-    ensemble.predict(torch.rand(5, 64))
-    ensemble.predict_uncertainty(torch.rand(5, 64))
-    _same(values(ensemble), before, rtol=0, atol=0)
-    assert all(module.training for module in ensemble.modules())
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
@@ -437,10 +294,10 @@ def test_plateaus_lower_the_learning_rate(vectorize):
     ensemble.set_optimizer("SGD", lr=0.0)
     ensemble.set_scheduler("ReduceLROnPlateau", patience=0, factor=0.5, threshold=0.99)
     for val in (None, _unshuffled()):
-        trainer = fit(ensemble, _few_digits(), val, max_epochs=3)
+        trainer = fit(ensemble, some(), val, max_epochs=3)
         assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0
     ensemble.set_optimizer("SGD", lr=1e-5)
-    trainer = fit(ensemble, _few_digits(), _unshuffled(), max_epochs=3)
+    trainer = fit(ensemble, some(), _unshuffled(), max_epochs=3)
     assert trainer.optimizers[0].param_groups[0]["lr"] < 1e-5
     assert trainer.lr_scheduler_configs[0].monitor == "val/loss"
 
@@ -463,42 +320,28 @@ def test_ways_to_choose_optimizer_and_schedule(optimizer, scheduler):
     trained = []
     for vectorize in (True, False):
         ensemble = VotingClassifier(MLP, 2, optimizer=optimizer, lr_scheduler=scheduler, vectorize=vectorize, seed=0)
-        fit(ensemble, _few_digits(), max_epochs=2)
+        fit(ensemble, some(), max_epochs=2)
         trained.append(values(ensemble))
-    _same(*trained, atol=2e-3, rtol=2e-2)  # steps of Adam are as large where gradients are almost 0
+    same(*trained, atol=2e-3, rtol=2e-2)  # steps of Adam are as large where gradients are almost 0
 
 
 def test_batch_norm_of_all_ranks_needs_the_layers_of_torch():
     net = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
     # torch has it for GPUs only, and says so where it has put it in place of the layers
     with pytest.raises(Exception, match="SyncBatchNorm layers only work with GPU modules"):
-        fit(VotingClassifier(net, 2), _few_digits(), strategy="ddp_fork", devices=1, sync_batchnorm=True)
+        fit(VotingClassifier(net, 2), some(), strategy="ddp_fork", devices=1, sync_batchnorm=True)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
 def test_optimizers_that_look_at_whole_tensors_keep_the_members_apart(name, lightning_log):
     ensemble = VotingClassifier(MLP, 2, optimizer=name, seed=0)
     assert isinstance(ensemble.estimators_, SequentialMembers)
-    fit(ensemble, _few_digits())
+    fit(ensemble, some())
     reason = f"VotingClassifier: members run one after another: {name} does not treat each element"
     assert any(message.startswith(reason) for _, message in lightning_log)
     stacked = VotingClassifier(MLP, 2, seed=0)
     stacked.set_optimizer(name)
     assert isinstance(stacked.estimators_, SequentialMembers)
-
-
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_units_are_clipped_as_those_of_each_member(vectorize):
-    ensemble = VotingClassifier(MLP, 2, optimizer=("SGD", {"lr": 0.1}), vectorize=vectorize, seed=0)
-    alone = copy.deepcopy(ensemble.estimators_[1])
-    fit(ensemble, _unshuffled(), callbacks=[GradientClipping(method=AGC(0.01))])
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for x, y in _unshuffled():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(alone(x), y).backward()
-        adaptive_clip_grad_(alone.parameters(), 0.01)
-        optimizer.step()
-    _same(ensemble.estimators_[1].state_dict(), alone.state_dict(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", [None, ("SGD", {"lr": 0.1})])
@@ -513,7 +356,7 @@ def test_lightning_modules_train_by_their_own_step(optimizer, lightning_log):
             made.zero_grad()
             nn.functional.cross_entropy(alone(x), y, label_smoothing=0.1).backward()
             made.step()
-    _same(ensemble.estimators_.member(1).state_dict(), alone.state_dict())
+    same(ensemble.estimators_.member(1).state_dict(), alone.state_dict())
     assert {"member_0/smooth", "member_1/smooth", "train/loss", "val/acc"} <= trainer.callback_metrics.keys()
     assert any("LitMLP has a training_step of its own" in message for _, message in lightning_log)
     with pytest.MonkeyPatch.context() as patch:
@@ -529,53 +372,16 @@ def test_fusion_trains_lightning_modules_by_their_mean():
     ]
     for ensemble in ensembles:
         fit(ensemble, _unshuffled())
-    _same(values(ensembles[0]), values(ensembles[1]), atol=1e-4, rtol=1e-3)
+    same(values(ensembles[0]), values(ensembles[1]), atol=1e-4, rtol=1e-3)
     x, y = _unshuffled().dataset.tensors
     before = FusionClassifier(LitMLP, 2, seed=0).predict(x)
     loss = nn.functional.nll_loss
     assert loss(ensembles[0].predict(x).log(), y) < loss(before.log(), y) - 0.05
 
 
-class _Reads(Callback):
-    """Counts the reads of the steps after the first, validation included."""
-
-    def __init__(self):
-        self.reads = HostReads()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 0 and trainer.current_epoch == 2:
-            self.reads.__enter__()
-
-    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
-        if batch_idx == 2 and trainer.current_epoch == 2 and not trainer.sanity_checking:
-            self.reads.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier, SnapshotEnsembleClassifier])
-@pytest.mark.parametrize("make", [MLP, CNN])
-def test_steps_read_no_more_from_the_device_than_those_of_one_model(kind, make):
-    def reads(module):
-        counter = _Reads()
-        fit(module, _few_digits(), _unshuffled(), callbacks=[counter], num_sanity_val_steps=2, max_epochs=3)
-        return counter.reads.count
-
-    assert reads(kind(make, 1, seed=0)) >= reads(kind(make, 3, seed=0))
-    assert reads(kind(make, 3, seed=0)) <= reads(EvaluatedNet(optimization="fused"))
-
-
-@pytest.mark.parametrize("kind", [VotingClassifier, SnapshotEnsembleClassifier])
-@pytest.mark.sampled(2)
-def test_compiled(kind):
-    ensemble = kind(MLP, 2, optimizer=ADAM, seed=0)
-    compiled = torch.compile(ensemble, backend="aot_eager")
-    fit(compiled, _few_digits(640, batch_size=32), max_epochs=6)
-    x, y = digits()[1].tensors
-    assert accuracy(ensemble.predict(x), y) > 0.8
-
-
 def test_one_member():
     ensemble = VotingClassifier(MLP, 1, optimizer=ADAM, seed=0)
-    fit(ensemble, _few_digits(640), max_epochs=4)
+    fit(ensemble, some(640), max_epochs=4)
     x = digits()[1].tensors[0]
     torch.testing.assert_close(ensemble.predict(x), ensemble.estimators_[0](x).softmax(-1).detach())
     assert not ensemble.predict_uncertainty(x).epistemic.any()
@@ -597,25 +403,10 @@ def test_built_by_lightning_cli(tmp_path, monkeypatch):
 def test_different_members_train_together():
     ensemble = VotingClassifier([MLP(), CNN(), Recurrent()], optimizer=ADAM, seed=0)
     assert ensemble.n_estimators == 3
-    fit(ensemble, _few_digits(640, batch_size=32), max_epochs=5)
+    fit(ensemble, some(640, batch_size=32), max_epochs=5)
     x, y = digits()[1].tensors
     assert accuracy(ensemble.predict(x), y) > 0.85
     assert ensemble.member_outputs(x).shape == (3, 500, 10)
-
-
-class _Stream(IterableDataset):
-    def __iter__(self):
-        x, y = digits()[0].tensors
-        return iter(zip(x[:64], y[:64], strict=True))
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
-def test_iterable_datasets_share_batches_and_that_is_logged(shared, lightning_log):
-    ensemble = VotingClassifier(MLP, 2, seed=0, shared_order=shared)
-    fit(ensemble, DataLoader(_Stream(), 16))
-    said = "VotingClassifier: members share the batches: _Stream is an IterableDataset, which gives one order."
-    assert (said in [message for _, message in lightning_log]) != shared
 
 
 def test_shared_batches_are_the_loaders():
@@ -627,16 +418,7 @@ def test_shared_batches_are_the_loaders():
             assert torch.equal(outputs["target"], batch[1].repeat(2))
             return outputs
 
-    fit(Counts(MLP, 2, seed=0, shared_order=True), _few_digits())
-
-
-def test_bagging_needs_samples_to_draw_from():
-    with pytest.raises(
-        Exception, match=r"and _Stream is an IterableDataset, which gives one order: use Voting instead"
-    ):
-        fit(BaggingClassifier(MLP, 2, seed=0), DataLoader(_Stream(), 16))
-    with pytest.raises(Exception, match=r"BaggingClassifier\(shared_order=True\): members that share the batches"):
-        fit(BaggingClassifier(MLP, 2, seed=0, shared_order=True), _few_digits())
+    fit(Counts(MLP, 2, seed=0, shared_order=True), some())
 
 
 def test_datamodules_and_loaders_that_are_made_again():
@@ -645,19 +427,18 @@ def test_datamodules_and_loaders_that_are_made_again():
 
         def train_dataloader(self):
             self.asked += 1
-            return _few_digits()
+            return some()
 
     data = Data()
     Trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, **QUIET).fit(VotingClassifier(MLP, 2, seed=0), data)
     assert data.asked == 3
 
 
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-def test_metrics_of_the_collection(kind):
+def test_metrics_of_the_collection():
     monitor = MetricsMonitor(multiclass_metrics(10), plots=False)
-    ensemble = kind(MLP, 2, optimizer=ADAM, seed=0)
-    trainer = fit(ensemble, _few_digits(), _unshuffled(), max_epochs=2, callbacks=[monitor, GradientClipping(1.0)])
-    x, y = _few_digits().dataset.tensors
+    ensemble = VotingClassifier(MLP, 2, optimizer=ADAM, seed=0)
+    trainer = fit(ensemble, some(), _unshuffled(), max_epochs=2, callbacks=[monitor, GradientClipping(1.0)])
+    x, y = some().dataset.tensors
     assert trainer.callback_metrics["val/acc"].item() == pytest.approx(accuracy(ensemble.predict(x), y))
     assert {"train/loss", "train/acc", "val/f1", "grad_norm/pre_clip"} <= trainer.callback_metrics.keys()
 
@@ -674,7 +455,7 @@ def test_what_the_mixin_brings_and_loggers_show(tmp_path):
         seed=0,
     )
     logger = CSVLogger(tmp_path)
-    trainer = fit(ensemble, _few_digits(), logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
+    trainer = fit(ensemble, some(), logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
     assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5001
     text = (tmp_path / "lightning_logs/version_0/hparams.yaml").read_text()
     assert "n_estimators: 2" in text
@@ -695,12 +476,12 @@ def test_snapshots_are_copies_at_the_ends_of_cycles(make):
 
     ensemble = Watched(make, 3, optimizer=("SGD", {"lr": 0.1}), seed=0)
     assert torch.equal(ensemble(torch.ones(2, 64)), ensemble.working.member(0)(torch.ones(2, 64)).softmax(-1))
-    fit(ensemble, _few_digits(), max_epochs=6)  # 24 steps
+    fit(ensemble, some(), max_epochs=6)  # 24 steps
     cycle = [0.1 * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 8)).item()) for step in range(8)]
     assert rates == pytest.approx(cycle * 3)
     assert [count for count, _ in working] == [0] * 7 + [1] * 8 + [2] * 8 + [3]
     for index in range(3):  # buffers as well
-        _same(values(ensemble.estimators_.member(index)), working[8 * index + 7][1], rtol=0, atol=0)
+        same(values(ensemble.estimators_.member(index)), working[8 * index + 7][1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [SnapshotEnsembleClassifier, SnapshotEnsembleRegressor])
@@ -715,7 +496,7 @@ def test_the_weights_are_those_of_the_snapshots_taken_so_far(kind):
             found.append((each.softmax(-1) if kind is SnapshotEnsembleClassifier else each, pl_module(x)))
 
     target = torch.eye(10)[digits()[0].tensors[1][:64]] if kind is SnapshotEnsembleRegressor else None
-    train = _few_digits() if target is None else DataLoader(TensorDataset(digits()[0].tensors[0][:64], target), 16)
+    train = some() if target is None else DataLoader(TensorDataset(digits()[0].tensors[0][:64], target), 16)
     fit(ensemble, train, max_epochs=3, callbacks=[Watches()])
     for (each, combined), weights in zip(found, ([1.0], [0.25, 0.75], [0.125, 0.375, 0.5]), strict=True):
         expected = sum(weight * own for weight, own in zip(weights, each, strict=True))
@@ -752,20 +533,14 @@ def test_the_learning_rate_of_cycles_can_be_kept_within_limits():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            {"max_epochs": 4},
-            r"3 cycles of equal length, into which max_epochs=4 \(16 steps\) do not divide",
-        ),
-        (
-            {"max_epochs": -1, "max_steps": 7},
-            r"into which 7 steps do not divide: set max_steps to a multiple of n_estimators=3",
-        ),
+        ({"max_epochs": 4}, r"3 cycles of equal length, into which max_epochs=4 \(16 steps\) do not divide"),
+        ({"max_epochs": -1, "max_steps": 7}, r"into which 7 steps do not divide: set max_steps to a multiple of"),
         ({"max_epochs": -1}, "the run has no end"),
     ],
 )
 def test_cycles_that_do_not_divide_the_run(arguments, words):
     with pytest.raises(Exception, match=words):
-        fit(SnapshotEnsembleClassifier(MLP, 3, seed=0), _few_digits(), **arguments)
+        fit(SnapshotEnsembleClassifier(MLP, 3, seed=0), some(), **arguments)
 
 
 def test_gaussian_members_predict_noise():
@@ -819,28 +594,3 @@ def test_prediction_steps():
         found = torch.cat(trainer.predict(ensemble, DataLoader(dataset, batch_size=10)))
         torch.testing.assert_close(found, expected)
     assert torch.equal(ensemble.predict(x[:32].numpy()), expected)
-
-
-@pytest.mark.parametrize("make", [MLP, CNN])
-def test_a_trainer_tests_what_it_has_trained(make):
-    ensemble = VotingClassifier(make, 2, optimizer=ADAM, seed=0)
-    trainer = fit(ensemble, _few_digits(640), max_epochs=4)
-    (results,) = trainer.test(ensemble, DataLoader(digits()[1], 100), verbose=False)
-    x, y = digits()[1].tensors
-    assert results["test/acc"] == pytest.approx(accuracy(ensemble.predict(x), y))
-
-
-def test_an_exception_in_the_middle_leaves_an_ensemble_that_trains_on():
-    class Breaks(VotingClassifier):
-        armed = True
-
-        def on_train_batch_end(self, *args):
-            if self.armed and self.trainer.global_step == 2:
-                raise RuntimeError("broken off")
-
-    ensemble = Breaks(LitMLP, 2, seed=0)
-    with pytest.raises(RuntimeError, match="broken off"):
-        fit(ensemble, _few_digits())
-    ensemble.armed = False
-    trainer = fit(ensemble, _few_digits())
-    assert trainer.global_step == 4

@@ -5,9 +5,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_tricks import AutoResume, MetricsMonitor, MetricSuite
+from lightning_tricks import MetricsMonitor, MetricSuite
 from lightning_tricks.metrics import MetricsError, preset
-from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET
 
 pytest.importorskip("pycocotools", reason="the extra 'detection' is not installed")
@@ -252,18 +251,6 @@ def test_ranks_measure_what_one_process_does(images, ties, tmp_path, monkeypatch
     if images > 1 and not ties:
         preds, target = table()
         assert alone == pytest.approx({f"val/{k}": v for k, v in coco(preds, target).items()}, nan_ok=True, abs=1e-6)
-
-
-def test_auto_resume_goes_on_in_the_middle_of_an_epoch(tmp_path):
-    whole = _trainer(_monitor())
-    whole.fit(_Detects(), _loader(), _loader())
-    with pytest.raises(SystemExit):
-        _trainer(_monitor(), AutoResume(tmp_path), Interrupts(8)).fit(_Detects(), _loader(), _loader())
-    resumed = _trainer(_monitor(), AutoResume(tmp_path))
-    resumed.fit(_Detects(), _loader(), _loader())
-    values = numbers(whole.callback_metrics)
-    assert numbers(resumed.callback_metrics) == pytest.approx(values, nan_ok=True, abs=0)
-    assert {"train/map", "train/mar_small", "val/map_cat"} <= values.keys()
 
 
 def test_loggers_get_the_main_values_and_the_table_those_of_classes(capsys):

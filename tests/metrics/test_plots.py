@@ -22,7 +22,7 @@ from lightning_tricks import (
 from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks.metrics.core.plots import as_array, classes_figure, confusion_figure, curves_figure
 from tests.contract.lab import QUIET
-from tests.metrics.test_callback import OneLoader, loader_of, table
+from tests.metrics.tables import OneLoader, loader_of, table
 
 # Lightning's advice on its logging interval
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -143,7 +143,7 @@ def test_curves_and_bars_are_those_of_the_classes():
 
 
 def test_several_loaders_have_pictures_of_their_own(tmp_path):
-    from tests.metrics.test_callback import Table
+    from tests.metrics.tables import Table
 
     data = DataLoader(TensorDataset(*table(8)[:2]), 4)
     monitor = MetricsMonitor(multiclass_metrics(4))

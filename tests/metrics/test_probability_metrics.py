@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
-    AutoResume,
     MetricsMonitor,
     MetricSuite,
     RunReport,
@@ -21,9 +19,9 @@ from lightning_tricks import (
     ood_metrics,
 )
 from lightning_tricks._shared.report_parts import ClassValues, Reliability
-from lightning_tricks.metrics import MetricsError, preset
-from tests.contract.lab import HostReads, fork
-from tests.metrics.test_callback import Table, loader_of, trainer
+from lightning_tricks.metrics import MetricsError
+from tests.contract.lab import fork
+from tests.metrics.tables import Table, loader_of, trainer
 from tests.metrics.test_presets import measured
 
 pytestmark = [
@@ -125,19 +123,6 @@ def test_95_percent_is_a_whole_number_of_rows_where_it_is_one(rows):
     assert values.compute()["fpr95"] == 0
 
 
-def test_presets_of_plain_values_are_the_same():
-    for made in (calibration_metrics(4, ignore_index=-1), ood_metrics()):
-        again = preset(**made.spec)
-        assert list(again.keys()) == list(made.keys())
-        assert [vars(again[name]).get("num_classes") for name in again] == [
-            vars(made[name]).get("num_classes") for name in made
-        ]
-    with pytest.raises(TypeError, match="num_classes"):
-        calibration_metrics(None)
-    with pytest.raises(ValueError, match="num_classes must be a whole number >= 2, got 1"):
-        calibration_metrics(1)
-
-
 def test_a_preset_alone_is_a_metric_collection():
     probabilities, target = drawn(0, 50, 4)
     for metrics, preds, labels in (
@@ -205,33 +190,6 @@ def test_two_ranks_measure_what_one_process_does(kind, rows, tmp_path):
         assert found == pytest.approx(alone, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("kind", ["calibration", "ood"])
-def test_an_epoch_that_auto_resume_goes_on_with_is_complete(kind, tmp_path):
-    class StoppedError(Exception):
-        pass
-
-    class Stops(Table):
-        at = None
-
-        def training_step(self, batch, batch_idx):
-            if batch_idx == self.at:
-                raise StoppedError
-            return super().training_step(batch, batch_idx)
-
-    metrics, preds, target = tables()[kind]
-    expected = trainer(alone := MetricsMonitor(metrics))
-    expected.fit(Table(), loader_of(preds, target))
-    first = Stops()
-    first.at = 9
-    callbacks = lambda: [MetricsMonitor(metrics), AutoResume(tmp_path / "run", every_n_train_steps=4)]  # noqa: E731
-    with pytest.raises(StoppedError):
-        trainer(*callbacks()).fit(first, loader_of(preds, target))
-    monitor, resume = callbacks()
-    trainer(monitor, resume).fit(Stops(), loader_of(preds, target))
-    values = {key: value.item() for key, value in monitor.results.items()}
-    assert values == pytest.approx({key: value.item() for key, value in alone.results.items()}, abs=1e-6)
-
-
 def reported(monitor, report, preds, target):
     """The parts that a report gets at the end of a fit."""
 
@@ -264,22 +222,3 @@ def test_the_report_has_the_reliability_of_the_metric_and_the_values_of_classes(
 def test_scores_of_any_range_make_no_probability_plots(tmp_path):
     metrics, preds, target = tables()["ood"]
     assert not reported(MetricsMonitor(metrics), RunReport(tmp_path / "report"), preds, target)
-
-
-def test_no_batch_after_the_first_is_read_from_the_device():
-    for metrics, preds, target in tables().values():
-        suite = MetricSuite(metrics)
-        suite.update(preds=preds[:4], target=target[:4])
-        with HostReads() as reads:
-            for start in range(4, 48, 4):
-                suite.update(preds=preds[start : start + 4], target=target[start : start + 4])
-        assert reads.count == 0
-
-
-def test_values_in_several_loaders_and_for_early_stopping():
-    metrics, preds, target = tables()["calibration"]
-    data = TensorDataset(preds, target)
-    monitor = MetricsMonitor(metrics, best={"val/0/ece": "min"}, stages=["val"])
-    trainer(monitor).fit(Table(), DataLoader(data, 4), [DataLoader(data, 4), DataLoader(data, 8)])
-    assert monitor.results["val/0/ece"] == pytest.approx(monitor.results["val/1/ece"])
-    assert monitor.best["val/0/ece"][0] == pytest.approx(monitor.results["val/0/ece"].item())

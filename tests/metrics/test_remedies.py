@@ -4,12 +4,10 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_tricks import MetricsMonitor
-from tests.contract.lab import QUIET
+from tests.metrics.tables import Trained, loader_of, trainer
 
 _GENERATOR = torch.Generator().manual_seed(0)
 SCORES, MAPS = torch.rand(8, 5, generator=_GENERATOR), torch.rand(8, 5, 4, 3, generator=_GENERATOR)
@@ -60,23 +58,14 @@ MISTAKES = {
 }
 
 
-class _Returns(LightningModule):
-    def __init__(self, preds, target):
-        super().__init__()
-        self.values = {"preds": preds, "target": target}
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch, batch_idx):
-        return {"loss": self.weight * 1.0, **self.values}
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([self.weight], lr=0.1)
-
-
 def _fit(metrics, preds, target):
-    trainer = Trainer(max_epochs=1, callbacks=[MetricsMonitor(metrics)], **QUIET)
-    trainer.fit(_Returns(preds, target), DataLoader(torch.zeros(8, 1), batch_size=8))
-    return trainer.callback_metrics
+    class Returns(Trained):
+        def training_step(self, batch, batch_idx):
+            return {"loss": (self.weight * 0).sum(), "preds": preds, "target": target}
+
+    fitter = trainer(MetricsMonitor(metrics))
+    fitter.fit(Returns(), loader_of(torch.zeros(8, 1), batch_size=8))
+    return fitter.callback_metrics
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

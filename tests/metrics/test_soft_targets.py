@@ -10,10 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import AutoResume, MetricsMonitor, MetricSuite, multiclass_metrics
+from lightning_tricks import MetricsMonitor, MetricSuite, multiclass_metrics
 from lightning_tricks.metrics import preset
-from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, HostReads
+from tests.contract.lab import QUIET
 from tests.metrics.test_presets import FEW, SEEDS, assert_same, measured
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
@@ -181,37 +180,3 @@ def test_a_fit_with_soft_training_and_hard_validation():
         oracle(logits, one_hot(target.argmax(1), 4))["cross_entropy"], abs=1e-6
     )
     assert values["val/acc"] == values["val/expected_acc"]
-
-
-def test_no_host_reads_after_the_first_batch():
-    suite = MetricSuite(multiclass_metrics(4, soft_targets=True))
-    logits, target = table(8)
-    suite.update(preds=logits, target=target)
-    with HostReads() as reads:
-        for _ in range(3):
-            suite.update(preds=logits, target=target)
-    assert reads.count == 0
-
-
-def test_two_ranks_measure_what_one_process_does(tmp_path):
-    class Keep(MetricsMonitor):
-        def on_validation_epoch_end(self, trainer, pl_module):
-            super().on_validation_epoch_end(trainer, pl_module)
-            torch.save(
-                {k: v.item() for k, v in trainer.callback_metrics.items()}, tmp_path / f"{trainer.world_size}.pt"
-            )
-
-    for devices in (1, 2):
-        options = {"strategy": "ddp_fork", "devices": 2} if devices == 2 else {}
-        monitor = Keep(multiclass_metrics(4, soft_targets=True))
-        fitter = Trainer(callbacks=[monitor], **{**QUIET, **options})
-        fitter.validate(_Mixes(), DataLoader(TensorDataset(*table(27)), 4), verbose=False)
-    assert torch.load(tmp_path / "2.pt") == pytest.approx(torch.load(tmp_path / "1.pt"), abs=1e-6)
-
-
-def test_a_run_that_is_stopped_in_the_middle_of_an_epoch_goes_on(tmp_path):
-    with pytest.raises(SystemExit):
-        _fit(AutoResume(tmp_path), Interrupts(10))
-    resumed, whole = _fit(AutoResume(tmp_path)), _fit()
-    for name, value in whole.callback_metrics.items():
-        assert torch.equal(resumed.callback_metrics[name], value), name

@@ -1,7 +1,6 @@
 """Metrics run in each stage alone, in inference mode and out of it: presets, torchmetrics' own, and anybody's."""
 
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -9,15 +8,13 @@ import torchmetrics
 import torchmetrics.classification as tm
 import torchmetrics.regression as tmr
 import torchmetrics.retrieval as tmir
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
 
 from lightning_tricks import (
-    ImageLogger,
     MetricsMonitor,
     MetricSuite,
     binary_metrics,
@@ -27,7 +24,9 @@ from lightning_tricks import (
     retrieval_metrics,
     segmentation_metrics,
 )
+from lightning_tricks.metrics.core.metric_properties import can_concat_batches
 from tests.contract.lab import QUIET
+from tests.metrics.tables import Table
 
 pytestmark = pytest.mark.oldest
 
@@ -67,30 +66,10 @@ PRESETS = {
 }
 
 
-class Table(LightningModule):
-    """A module whose predictions are in the data: columns of a table, by name."""
-
-    def __init__(self, names):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.names = names
-
-    def training_step(self, batch, batch_idx):
-        return {"loss": (self.weight * 0).sum(), **dict(zip(self.names, batch, strict=True))}
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        return dict(zip(self.names, batch, strict=True))
-
-    test_step = predict_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def run(monitor, data, *functions, **arguments):
+def run(monitor, data, *functions, batch_size=6, **arguments):
     """Call functions of one Trainer one after the other; return the values of each stage, as it saw them last."""
     trainer = Trainer(callbacks=[monitor], **{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 2, **arguments})
-    module, loader = Table(list(data)), DataLoader(TensorDataset(*data.values()), batch_size=6)
+    module, loader = Table(list(data)), DataLoader(TensorDataset(*data.values()), batch_size)
     seen = {}
     for function in functions:
         loaders = [loader] * (2 if function == "fit" else 1)
@@ -256,18 +235,25 @@ def _others():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_every_metric_of_torchmetrics_in_validation_alone(inference_mode):
+def test_every_metric_of_torchmetrics_in_validation_alone_whatever_the_cuts():
     kinds = {}
     for name, metric, kind in (*_classification(), *_others()):
         kinds.setdefault(kind, {})[name] = metric
     assert sum(map(len, kinds.values())) > 100
     for kind, metrics in kinds.items():
-        monitor = MetricsMonitor(metrics, plots=False, stages=["val"])
-        seen = run(monitor, DATA[kind], "validate", inference_mode=inference_mode)["val"]
-        named = [name for name in metrics if any(key.startswith(f"val/{name}") for key in monitor.results)]
-        assert named == list(metrics)
-        assert seen.keys() <= {key.removeprefix("val/") for key in monitor.results}
+        seen = []
+        for batch_size, inference_mode in ((1, True), (7, False), (ROWS, True)):
+            monitor = MetricsMonitor(metrics, plots=False, stages=["val"])
+            options = {"batch_size": batch_size, "inference_mode": inference_mode}
+            seen.append(run(monitor, DATA[kind], "validate", **options)["val"])
+            named = [name for name in metrics if any(key.startswith(f"val/{name}") for key in monitor.results)]
+            assert named == list(metrics)
+            assert seen[-1].keys() <= {key.removeprefix("val/") for key in monitor.results}
+        whole = {name for name, metric in metrics.items() if isinstance(metric, Metric) and can_concat_batches(metric)}
+        cut = [{key: value for key, value in values.items() if key.split("_")[0] in whole} for values in seen]
+        assert len(cut[0]) >= len(whole) / 2 or kind == "groups"
+        assert cut[0] == pytest.approx(cut[2], rel=1e-4, abs=2e-5, nan_ok=True)
+        assert cut[1] == pytest.approx(cut[2], rel=1e-4, abs=2e-5, nan_ok=True)
 
 
 def test_what_is_no_number_is_kept_and_not_logged():
@@ -280,19 +266,6 @@ def test_what_is_no_number_is_kept_and_not_logged():
     assert run(alone, DATA["binary"], "validate") == {}
     assert run(alone, DATA["binary"], "fit").keys() == {"train"}
     assert "val/roc" in alone.results
-
-
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
-def test_images_in_each_stage_alone(tmp_path, function, inference_mode):
-    from lightning.pytorch.loggers import CSVLogger
-
-    data = {"preds": DATA["multiclass"]["preds"], "target": DATA["multiclass"]["target"], "images": rand(3, 4, 4)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, of few batches
-        images = ImageLogger(3, stages=["train", "val", "test"], mean=[0.0] * 3, std=[0.5] * 3)
-        run(images, data, function, inference_mode=inference_mode, logger=CSVLogger(tmp_path))
-    assert len(list(tmp_path.rglob("*.png"))) == {"fit": 2, "predict": 0}.get(function, 1)
 
 
 @pytest.mark.parametrize("function", ["fit", "validate", "test"])

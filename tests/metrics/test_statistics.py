@@ -26,7 +26,7 @@ from lightning_tricks.metrics.core.counts import (
     stat_scores,
     zero_counts,
 )
-from lightning_tricks.metrics.core.presets import MulticlassAUROC
+from lightning_tricks.metrics.core.own_metrics import MulticlassAUROC
 
 SEEDS = st.integers(0, 2**20)
 FEW = settings(max_examples=30, deadline=None, derandomize=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -154,6 +154,18 @@ def classification_uncertainty(scores: Tensor, weights: Tensor | None = None) ->
     aleatoric = weighted_mean(-(logs.exp() * logs).nan_to_num().sum(-1), weights)
     epistemic = (total - aleatoric).clamp(min=0)
     return Uncertainty(combined.exp(), total, aleatoric, epistemic, 1 - votes(scores, weights).amax(-1))
+
+
+def around_prediction(spread: Uncertainty, probabilities: Tensor) -> Uncertainty:
+    """Return the uncertainty of probabilities (B, C), of which the disagreement of members explains what it can.
+
+    Args:
+        spread: The uncertainty of the members, whose mean is another prediction.
+        probabilities: The prediction.
+    """
+    total = torch.special.entr(probabilities).sum(-1)
+    epistemic = torch.minimum(spread.epistemic, total)
+    return replace(spread, mean=probabilities, total=total, aleatoric=total - epistemic, epistemic=epistemic)
 
 
 def regression_uncertainty(

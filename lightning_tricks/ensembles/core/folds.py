@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,66 +61,30 @@ def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified:
     Raises:
         ValueError: If rows are missing, held out twice or in both parts, or if there are too few of them.
 
+    Source: scikit-learn's `KFold` and `StratifiedKFold`, without shuffling.
+
     Examples:
         >>> [held_out.tolist() for _, held_out in make_folds(2, 4, torch.tensor([0, 1, 1, 0]), stratified=True)]
         [[0, 1], [2, 3]]
     """
-    if isinstance(cv, int):
-        if cv > size:
-            raise ValueError(f"cv={cv} folds need at least {cv} samples, the data have {size}: give fewer folds.")
-        if stratified and targets is not None:
-            return _complements(stratified_folds(targets, cv))
-        return _complements(k_folds(size, cv))
     if not isinstance(cv, list):
         y = None if targets is None else targets.numpy()
-        cv = _parse_folds(list(cv.split(np.arange(size).reshape(-1, 1), y)))
+        splitter = _splitter(cv, stratified and y is not None) if isinstance(cv, int) else cv
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The least populated class")  # it may have no row in a fold
+                pairs = list(splitter.split(np.arange(size).reshape(-1, 1), y))
+        except ValueError as error:
+            raise ValueError(f"the {size} rows of the data do not fit cv={cv!r}, give fewer folds: {error}") from error
+        cv = _parse_folds(pairs)
     _check_partition(cv, size)
     return list(cv)
 
 
-def k_folds(size: int, n_folds: int) -> Tensor:
-    """Return the fold of each row, (size,): blocks of rows that differ in length by at most one.
+def _splitter(n_folds: int, stratified: bool) -> Any:
+    from sklearn.model_selection import KFold, StratifiedKFold  # takes a second
 
-    Examples:
-        >>> k_folds(5, 2).tolist()
-        [0, 0, 0, 1, 1]
-    """
-    lengths = torch.full((n_folds,), size // n_folds)
-    lengths[: size % n_folds] += 1
-    return torch.arange(n_folds).repeat_interleave(lengths)
-
-
-def stratified_folds(labels: Tensor, n_folds: int) -> Tensor:
-    """Return the fold of each row, (size,), with the same share of each class in each fold as far as possible.
-
-    Args:
-        labels: Classes, (size,).
-        n_folds: Number of folds.
-
-    Raises:
-        ValueError: If no class has as many rows as there are folds.
-
-    Source: scikit-learn's `StratifiedKFold(shuffle=False)`, whose folds these are.
-
-    Examples:
-        >>> stratified_folds(torch.tensor([0, 0, 0, 0, 1, 1]), 2).tolist()
-        [0, 0, 1, 1, 0, 1]
-    """
-    classes, codes = torch.unique(labels, return_inverse=True)
-    size, n_classes = len(labels), len(classes)
-    first = torch.full((n_classes,), size).scatter_reduce(0, codes, torch.arange(size), "amin")
-    codes = first.argsort().argsort()[codes]  # classes in the order in which they appear
-    counts = codes.bincount(minlength=n_classes)
-    if (counts < n_folds).all():
-        raise ValueError(
-            f"cv={n_folds} is more than the {int(counts.max())} samples of the largest class: give fewer folds."
-        )
-    in_order = codes.sort().values
-    shares = torch.stack([in_order[fold::n_folds].bincount(minlength=n_classes) for fold in range(n_folds)])
-    folds = torch.empty(size, dtype=torch.int64)
-    for code in range(n_classes):
-        folds[codes == code] = torch.arange(n_folds).repeat_interleave(shares[:, code])
-    return folds
+    return StratifiedKFold(n_folds) if stratified else KFold(n_folds)
 
 
 def check_classes(folds: Sequence[Fold], labels: Tensor) -> None:
@@ -149,13 +114,6 @@ def folds_digest(folds: Sequence[Fold]) -> str:
             digest.update(len(rows).to_bytes(8, "little"))
             digest.update(rows.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _complements(fold_of_row: Tensor) -> list[Fold]:
-    return [
-        ((fold_of_row != fold).nonzero().flatten(), (fold_of_row == fold).nonzero().flatten())
-        for fold in range(int(fold_of_row.max()) + 1)
-    ]
 
 
 def _parse_folds(given: Sequence[Any]) -> list[Fold]:

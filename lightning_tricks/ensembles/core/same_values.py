@@ -15,18 +15,6 @@ from torch import Tensor, nn
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
-def different_attribute(first: nn.Module, other: nn.Module, counterparts: Set[tuple[int, int]] = frozenset()) -> str:
-    """Return the name of an attribute that two modules of one type do not share, or nothing.
-
-    Examples:
-        >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> one.activation, other.activation = torch.relu, torch.tanh
-        >>> different_attribute(one, other)
-        'activation'
-    """
-    return next(iter(different_attributes(first, other, counterparts)), "")
-
-
 def different_attributes(
     first: nn.Module, other: nn.Module, counterparts: Set[tuple[int, int]] = frozenset()
 ) -> Iterator[str]:
@@ -39,6 +27,12 @@ def different_attributes(
         first: A module, of one model.
         other: Its counterpart in another model.
         counterparts: The identities of pairs that count as the same: modules of one model and their counterparts.
+
+    Examples:
+        >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> one.activation, other.activation = torch.relu, torch.tanh
+        >>> list(different_attributes(one, other))
+        ['activation']
     """
     a, b = ({k: v for k, v in vars(part).items() if k not in _OF_EVERY_MODULE} for part in (first, other))
     known = {(id(first), id(other)), *counterparts}

@@ -147,7 +147,7 @@ def _generator(sampler: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None  # a sampler may have one of numpy
 
 
-def _yields_all_once(sampler: Any) -> bool:
+def yields_all_once(sampler: Any) -> bool:
     """Whether a sampler yields the rows from 0 to its length, each of them once in an epoch."""
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler._num_samples is None
@@ -177,39 +177,18 @@ def member_orders(
     if isinstance(sampler, DistributedSampler):
         shard = (0, 1)  # shares out by itself
     if member_rows is not None:
-        if not _yields_all_once(sampler):
+        if not yields_all_once(sampler):
             all_members = range(len(member_rows))
             drawn = MemberOrders(size, all_members, purpose_seed(seed, BOOTSTRAP), sampler=copy.copy(sampler))
             is_drawn = getattr(sampler, "replacement", False)
             orders = drawn.draw_orders()
             member_rows = [rows if is_drawn else rows[own] for rows, own in zip(orders, member_rows, strict=True)]
         sampler = None if is_shuffled(loader) else SequentialSampler(range(size))
-    elif type(sampler) is RandomSampler and _yields_all_once(sampler):
+    elif type(sampler) is RandomSampler and yields_all_once(sampler):
         sampler = None
     if generator is not None:  # its seed alone, so that a run that is resumed has the same orders
         seed = generator.initial_seed()
     return MemberOrders(size, members, seed, member_rows=member_rows, sampler=sampler, shard=shard)
-
-
-def fixed_rows(loader: DataLoader[Any]) -> Tensor | str:
-    """Return the rows that a loader's sampler yields in each epoch, in ascending order, or why there are no such rows.
-
-    Args:
-        loader: A DataLoader for which `why_not_reorder` returns an empty string.
-    """
-    sampler = sampler_of(loader)
-    name, size = type(sampler).__name__, len(sampler)
-    if isinstance(sampler, DistributedSampler):
-        return f"a {name} gives each rank rows of its own, which the Trainer does by itself"
-    if _yields_all_once(sampler):
-        return torch.arange(size)
-    orders = MemberOrders(size, range(2), 0, sampler=copy.copy(sampler))  # of two members in two epochs
-    drawn = [orders.draw_orders()]
-    orders.set_epoch(1)
-    rows = torch.cat([*drawn, orders.draw_orders()]).sort(dim=1).values
-    if getattr(sampler, "replacement", False) or not (rows == rows[0]).all() or len(rows[0].unique()) < size:
-        return f"a {name} may draw rows that are held out"
-    return rows[0]
 
 
 class MemberLoader:

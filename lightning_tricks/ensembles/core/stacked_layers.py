@@ -73,6 +73,13 @@ class StackedLayer(nn.Module):
         """Return the rows as (n, B, ...)."""
         return rows.reshape(self.n_members, -1, *rows.shape[1:])
 
+    def rescaled(self, normal: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return normalised rows times the weights plus the biases, where there are any, in a shape (n, ...)."""
+        if self.weight is None:
+            return normal
+        shift = 0.0 if self.bias is None else self.bias.view(shape)
+        return (self.by_member(normal) * self.weight.view(shape) + shift).flatten(0, 1)
+
     def as_channels(self, rows: Tensor) -> Tensor:
         """Return rows (n x B, C, ...) as (B, n x C, ...): the members' channels side by side."""
         return self.by_member(rows).transpose(0, 1).flatten(1, 2)
@@ -162,11 +169,7 @@ class StackedLayerNorm(StackedLayer):
         """Normalise the last dimensions of rows (n x B, ...)."""
         shape = self.layer[0].normalized_shape
         normal = functional.layer_norm(rows, shape, eps=self.layer[0].eps)
-        if self.weight is not None:
-            spread = (self.n_members, *[1] * (rows.ndim - len(shape)), *shape)
-            shift = 0.0 if self.bias is None else self.bias.view(spread)
-            normal = (self.by_member(normal) * self.weight.view(spread) + shift).flatten(0, 1)
-        return normal
+        return self.rescaled(normal, (self.n_members, *[1] * (rows.ndim - len(shape)), *shape))
 
 
 class StackedGroupNorm(StackedLayer):
@@ -177,10 +180,7 @@ class StackedGroupNorm(StackedLayer):
     def forward(self, rows: Tensor) -> Tensor:
         """Normalise groups of channels of rows (n x B, C, ...)."""
         normal = functional.group_norm(rows, self.layer[0].num_groups, eps=self.layer[0].eps)
-        if self.weight is not None and self.bias is not None:
-            spread = (self.n_members, 1, -1, *[1] * (rows.ndim - 2))
-            normal = (self.by_member(normal) * self.weight.view(spread) + self.bias.view(spread)).flatten(0, 1)
-        return normal
+        return self.rescaled(normal, (self.n_members, 1, -1, *[1] * (rows.ndim - 2)))
 
 
 class StackedEmbedding(StackedLayer):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_tricks.ensembles.core.comparison import compare_with_loop, place_tensors
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, own_inputs, stack_outputs
-from lightning_tricks.ensembles.core.same_values import different_attribute
+from lightning_tricks.ensembles.core.same_values import different_attributes
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, own_tensors, stacked_type
 
 # rows x parameters of a member, from which on a call for each member costs nothing beside its work
@@ -337,7 +337,7 @@ def _different_structure(first: nn.Module, other: nn.Module) -> str | None:
     for (path, part), (_, same) in zip(parts, others, strict=True):
         if _tensors(part) != _tensors(same):
             return f" ({path})" if path else ""
-        if name := different_attribute(part, same, counterparts):
+        for name in different_attributes(part, same, counterparts):
             return f" ({path}.{name})" if path else f" ({name})"
     return None
 

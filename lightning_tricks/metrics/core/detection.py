@@ -25,10 +25,13 @@ class DetectionPrecision(MeanAveragePrecision):
         **arguments: Those of MeanAveragePrecision.
 
     Attributes:
-        names_values: That the keys of the value are names by themselves, without that of the metric.
+        names_of_values: The keys of the value, which are names by themselves, without that of the metric.
     """
 
-    names_values = True
+    names_of_values = (
+        *("map", "map_50", "map_75", "mar_1", "mar_10", "mar_100"),
+        *(f"{kind}_{size}" for kind in ("map", "mar") for size in ("small", "medium", "large")),
+    )
 
     def __init__(self, num_classes: int, **arguments: Any) -> None:
         iou, recall = np.linspace(0.5, 0.95, 10).tolist(), np.linspace(0, 1, 101).tolist()

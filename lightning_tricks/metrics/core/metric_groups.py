@@ -45,11 +45,9 @@ class MetricGroup(ABC):
         required_inputs: The names of the arguments that an update needs.
         accepted_inputs: The names of the arguments that an update accepts.
         can_concat_batches: Whether an update with concatenated batches gives the same result as one for each batch.
-        is_in_order: Whether the rows that it keeps are in the order of the samples.
     """
 
     can_concat_batches = True
-    is_in_order = True
 
     def __init__(self, members: Mapping[str, Metric]) -> None:
         self.members = dict(members)
@@ -92,25 +90,25 @@ def set_states(metric: Metric, states: Mapping[str, Any]) -> None:
     vars(metric).update(states, _update_count=1, _computed=None)
 
 
-def joined_rows(parts: Sequence[list[Any]], samples: Sequence[int]) -> tuple[list[Any], bool]:
-    """Return what several parts of the data have kept, and whether it is in the order of the samples.
+def joined_rows(parts: Sequence[list[Any]], samples: Sequence[int]) -> list[Any]:
+    """Return what several parts of the data have kept, where possible in the order of the samples.
 
     Args:
         parts: Entries of each part: one for each sample, or tensors with as many rows for each.
         samples: How many samples each part has, where ranks may have taken turns.
     """
     entries = [entry for part in parts for entry in part]
-    order = turns_of(samples) if samples and len(parts) > 1 else None
-    if order is None or not entries:
-        return entries, len(parts) < 2 or not entries
+    order = turns_of(samples) if samples and len(parts) > 1 and entries else None
+    if order is None:
+        return entries
     if [len(part) for part in parts] == list(samples):
-        return [entries[place] for place in order], True
+        return [entries[place] for place in order]
     if all(isinstance(entry, Tensor) and entry.ndim for entry in entries):
         rows = [sum(map(len, part)) for part in parts]
         of_sample = rows[0] // samples[0]
         if of_sample and rows == [of_sample * count for count in samples]:
-            return [torch.cat(entries).unflatten(0, (-1, of_sample))[order].flatten(0, 1)], True
-    return entries, False
+            return [torch.cat(entries).unflatten(0, (-1, of_sample))[order].flatten(0, 1)]
+    return entries
 
 
 def _return_false() -> bool:
@@ -244,7 +242,7 @@ class CatGroup(MetricGroup):
     def load(self, states: Sequence[State], samples: Sequence[int] = ()) -> None:
         """Replace the rows by those of several parts of the data."""
         parts = {name: [[part[name]] if part else [] for part in states] for name in self.names}
-        self._rows: dict[str, list[Tensor]] = {name: joined_rows(kept, samples)[0] for name, kept in parts.items()}
+        self._rows: dict[str, list[Tensor]] = {name: joined_rows(kept, samples) for name, kept in parts.items()}
 
     def set_member_states(self) -> None:
         """Set the states that each member would have kept: the rows that it does not ignore."""

@@ -116,9 +116,9 @@ def metrics_in(metric: Metric) -> list[Metric]:
     return [part for part in metric.modules() if isinstance(part, Metric)]
 
 
-def depends_on_batches(metric: Metric) -> bool:
-    """Whether the value of a metric depends on which samples are in one batch: that of a running window does."""
-    return any(isinstance(part, Running) for part in metrics_in(metric))
+def depends_on_order(metric: Metric) -> bool:
+    """Whether a value depends on the order of the samples: a value for each of them, or one of a running window."""
+    return has_value_per_sample(metric) or any(isinstance(part, Running) for part in metrics_in(metric))
 
 
 def has_value_per_sample(metric: Metric) -> bool:

@@ -59,7 +59,7 @@ def metric_entries(metrics: Any, class_names: Sequence[str] | None = None) -> li
         task = task_of(metric)
         of_classes = task is not None and task.kind in ("multiclass", "multilabel")
         classes: Any = task.classes if of_classes and task is not None else None
-        classes = metric.num_classes if getattr(metric, "names_values", False) else classes
+        classes = metric.num_classes if names_of_values(metric) else classes
         if names and classes not in (None, len(names)):
             raise ValueError(f"class_names has {len(names)} names, but the metric {key!r} has {classes} classes.")
         entries.append(MetricEntry(key, metric, tuple(labels) or names))
@@ -95,9 +95,14 @@ def seldom_plotted_keys(metrics: Any) -> set[str]:
     if isinstance(metrics, Mapping) and isinstance(metrics.get("task"), str):
         metrics = preset(**metrics)
     if isinstance(metrics, Preset):
-        return {*(key for key, _ in _flat(metrics)), *metrics.values_by_name} - {*metrics.main}
+        return {name for key, metric in _flat(metrics) for name in (key, *names_of_values(metric))} - {*metrics.main}
     inner = metrics.items() if isinstance(metrics, Mapping) else ()
     return {f"{key}/{name}" for key, part in inner for name in seldom_plotted_keys(part)}
+
+
+def names_of_values(metric: Metric) -> tuple[str, ...]:
+    """Return the names of the values of a metric that names them by itself, such as that of detected objects."""
+    return getattr(metric, "names_of_values", ())
 
 
 def output_numbers(metrics: Any) -> list[str]:
@@ -164,7 +169,7 @@ def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str,
     """
     key = entry.key
     if isinstance(value, Mapping):
-        if getattr(metric, "names_values", False):
+        if names_of_values(metric):
             named = [(name.removesuffix("_per_class"), inner) for name, inner in value.items()]
             entries = (
                 (replace(entry, key=name), inner) for name, inner in named if inner.ndim == 0 or entry.element_names
@@ -208,14 +213,16 @@ def find_name_conflict(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def name_conflict_message(one: str, other: str) -> str:
-    """Return the message of an error for two names that exclude each other."""
-    if one == other:
-        return f"metrics has two values with the name {one!r}: rename one of them."
-    return (
-        f"metrics has the values {one!r} and {other!r}, which loggers with a file per value cannot both keep: rename "
-        "one of them."
-    )
+def refuse_name_conflict(names: Iterable[str]) -> None:
+    """Raise a ValueError for two names that exclude each other."""
+    one, other = find_name_conflict(names) or ("", "")
+    if one and one == other:
+        raise ValueError(f"metrics has two values with the name {one!r}: rename one of them.")
+    if one:
+        raise ValueError(
+            f"metrics has the values {one!r} and {other!r}, which loggers with a file per value cannot both keep: "
+            "rename one of them."
+        )
 
 
 def per_class_names(names: Iterable[str], class_names: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import torch
 import torchmetrics.classification as tm
 import torchmetrics.regression as tmr
 import torchmetrics.retrieval as tmir
@@ -16,10 +15,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._shared.checks import check_choice, check_count, check_names
 from lightning_tricks._shared.extras import import_extra
-from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core import probability_metrics as pm
-from lightning_tricks.metrics.core.counts import average_precision, not_ignored, roc_auc
-from lightning_tricks.metrics.core.segmentation import RegionOverlap
+from lightning_tricks.metrics.core import own_metrics as own
+from lightning_tricks.metrics.core.own_metrics import BalancedAccuracy as BalancedAccuracy
 from lightning_tricks.metrics.core.soft_targets import SOFT_TARGET_VALUES, SoftTargetScore, split_soft_target
 
 
@@ -31,22 +28,16 @@ class Preset(MetricCollection):
     Attributes:
         spec: `{"task": ..., ...}`, of which `preset(**spec)` makes the same again.
         main: The names of those that people plot.
-        values_by_name: The names of the values of a metric that names them by itself.
     """
 
     def __init__(
-        self,
-        metrics: Mapping[str, Metric],
-        groups: Sequence[Sequence[str]],
-        spec: dict[str, Any],
-        main: Sequence[str],
-        values: Sequence[str] = (),
+        self, metrics: Mapping[str, Metric], groups: Sequence[Sequence[str]], spec: dict[str, Any], main: Sequence[str]
     ) -> None:
         grouped = {name for group in groups for name in group}
         alone = [[name] for name in metrics if name not in grouped]
         present = [[name for name in group if name in metrics] for group in groups]
         super().__init__(dict(metrics), compute_groups=[group for group in [*present, *alone] if group])
-        self.spec, self.main, self.values_by_name = spec, tuple(main), tuple(values)
+        self.spec, self.main = spec, tuple(main)
 
 
 class SoftTargetPreset(Preset):
@@ -88,9 +79,9 @@ def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> P
         "f1": tm.BinaryF1Score(**decided),
         "specificity": tm.BinarySpecificity(**decided),
         "kappa": tm.BinaryCohenKappa(**decided),
-        "mcc": BinaryMatthewsCorrCoef(**decided),
-        "auroc": BinaryAUROC(**scored),
-        "ap": BinaryAveragePrecision(**scored),
+        "mcc": own.BinaryMatthewsCorrCoef(**decided),
+        "auroc": own.BinaryAUROC(**scored),
+        "ap": own.BinaryAveragePrecision(**scored),
     }
     groups = [["acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
     return Preset(metrics, groups, {"task": "binary", **decided}, ["acc", "f1", "auroc"])
@@ -140,9 +131,8 @@ def multiclass_metrics(
     if curves:
         if num_classes is None:
             raise ValueError("curves=True needs num_classes, the number of classes.")
-        metrics["auroc"] = MulticlassAUROC(average="macro", **common)
-        metrics["ap"] = MulticlassAveragePrecision(average="macro", **common)
-    spec = {"task": "multiclass", **common, "top_k": top_k, "curves": curves}
+        metrics["auroc"] = own.MulticlassAUROC(average="macro", **common)
+        metrics["ap"] = own.MulticlassAveragePrecision(average="macro", **common)
     if soft_targets:
         if num_classes is None:
             raise ValueError("soft_targets=True needs num_classes, the number of classes.")
@@ -150,16 +140,16 @@ def multiclass_metrics(
             raise ValueError(
                 "curves=True needs probabilities: return softmax of the logits, and give from_logits=False."
             )
-        scored: dict[str, Any] = {"from_logits": from_logits}
-        metrics |= {name: SoftTargetScore(name, ignore_index=ignore_index, **scored) for name in SOFT_TARGET_VALUES}
-        spec |= {"soft_targets": True, **scored}
+        metrics |= {name: SoftTargetScore(name, from_logits, ignore_index) for name in SOFT_TARGET_VALUES}
+    spec: dict[str, Any] = {"task": "multiclass", **common, "top_k": top_k, "curves": curves}
+    spec |= {"soft_targets": True, "from_logits": from_logits} if soft_targets else {}
     groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
     make = SoftTargetPreset if soft_targets else Preset
     return make(metrics, [*groups, SOFT_TARGET_VALUES], spec, ["acc", "f1", "auroc", f"acc_top{top_k}"])
 
 
 def _share_in_top_k(top_k: int, common: dict[str, Any]) -> Metric:
-    return TopKAccuracy(average="micro", top_k=top_k, validate_args=False, **common)
+    return own.TopKAccuracy(average="micro", top_k=top_k, validate_args=False, **common)
 
 
 def _multiclass_metrics(common: dict[str, Any]) -> dict[str, Metric]:
@@ -173,7 +163,7 @@ def _multiclass_metrics(common: dict[str, Any]) -> dict[str, Metric]:
         "f1": tm.MulticlassF1Score(**macro),
         "specificity": tm.MulticlassSpecificity(**macro),
         "kappa": tm.MulticlassCohenKappa(**common),
-        "mcc": MulticlassMatthewsCorrCoef(**common),
+        "mcc": own.MulticlassMatthewsCorrCoef(**common),
     }
 
 
@@ -206,8 +196,8 @@ def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: in
         "recall": tm.MultilabelRecall(**macro),
         "f1": tm.MultilabelF1Score(**macro),
         "exact_match": tm.MultilabelExactMatch(**decided),
-        "auroc": MultilabelAUROC(average="macro", **common),
-        "ap": MultilabelAveragePrecision(average="macro", **common),
+        "auroc": own.MultilabelAUROC(average="macro", **common),
+        "ap": own.MultilabelAveragePrecision(average="macro", **common),
     }
     groups = [["acc", "precision", "recall", "f1"], ["auroc", "ap"]]
     return Preset(metrics, groups, {"task": "multilabel", **decided}, ["acc", "f1", "ap"])
@@ -235,7 +225,7 @@ def regression_metrics(num_outputs: int = 1) -> Preset:
         "mae": tmr.MeanAbsoluteError(num_outputs=num_outputs),
         "mse": tmr.MeanSquaredError(num_outputs=num_outputs),
         "rmse": tmr.MeanSquaredError(squared=False, num_outputs=num_outputs),
-        "r2": R2Score(multioutput="raw_values" if num_outputs > 1 else "uniform_average"),
+        "r2": own.R2Score(multioutput="raw_values" if num_outputs > 1 else "uniform_average"),
     }
     spec = {"task": "regression", "num_outputs": num_outputs}
     return Preset(metrics, [["mse", "rmse"]], spec, ["mae", "rmse", "r2"])
@@ -297,11 +287,11 @@ def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> P
     check_count("num_classes", num_classes, minimum=2)
     common: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
     metrics = {
-        "pixel_acc": RegionOverlap(measure="recall", average="frequency", **common),
-        "mean_acc": RegionOverlap(measure="recall", **common),
-        "miou": RegionOverlap(measure="iou", **common),
-        "dice": RegionOverlap(measure="dice", **common),
-        "fw_iou": RegionOverlap(measure="iou", average="frequency", **common),
+        "pixel_acc": own.RegionOverlap(measure="recall", average="frequency", **common),
+        "mean_acc": own.RegionOverlap(measure="recall", **common),
+        "miou": own.RegionOverlap(measure="iou", **common),
+        "dice": own.RegionOverlap(measure="dice", **common),
+        "fw_iou": own.RegionOverlap(measure="iou", average="frequency", **common),
     }
     groups = [["pixel_acc", "mean_acc", "miou", "dice", "fw_iou"]]
     return Preset(metrics, groups, {"task": "segmentation", **common}, ["pixel_acc", "miou"])
@@ -339,12 +329,9 @@ def detection_metrics(
     import_extra(backend, "detection", "detection_metrics needs pycocotools or faster-coco-eval")
     from lightning_tricks.metrics.core.detection import DetectionPrecision
 
-    given = {"box_format": box_format, "iou_type": iou_type}
-    metric = DetectionPrecision(num_classes, backend=backend, **given)
-    sizes = [f"{kind}_{size}" for kind in ("map", "mar") for size in ("small", "medium", "large")]
-    values = ["map", "map_50", "map_75", "mar_1", "mar_10", "mar_100", *sizes]
-    spec = {"task": "detection", "num_classes": num_classes, **given}
-    return Preset({"map": metric}, [], spec, ["map", "map_50"], values)
+    given: dict[str, Any] = {"num_classes": num_classes, "box_format": box_format, "iou_type": iou_type}
+    metric = DetectionPrecision(backend=backend, **given)
+    return Preset({"map": metric}, [], {"task": "detection", **given}, ["map", "map_50"])
 
 
 def calibration_metrics(num_classes: int, ignore_index: int | None = None) -> Preset:
@@ -370,12 +357,12 @@ def calibration_metrics(num_classes: int, ignore_index: int | None = None) -> Pr
     common: dict[str, Any] = {"num_classes": check_count("num_classes", num_classes, minimum=2)}
     common["ignore_index"] = ignore_index
     metrics: dict[str, Metric] = {
-        "ece": pm.CalibrationError(**common),
-        "adaptive_ece": pm.AdaptiveCalibrationError(**common),
-        "classwise_ece": pm.ClasswiseCalibrationError(average="macro", **common),
-        "brier": pm.BrierScore(average="macro", **common),
-        "nll": pm.NegativeLogLikelihood(average="weighted", **common),
-        "aurc": pm.RiskCoverageArea(**common),
+        "ece": own.CalibrationError(**common),
+        "adaptive_ece": own.AdaptiveCalibrationError(**common),
+        "classwise_ece": own.ClasswiseCalibrationError(average="macro", **common),
+        "brier": own.BrierScore(average="macro", **common),
+        "nll": own.NegativeLogLikelihood(average="weighted", **common),
+        "aurc": own.RiskCoverageArea(**common),
     }
     return Preset(metrics, [list(metrics)], {"task": "calibration", **common}, ["ece", "nll", "brier"])
 
@@ -396,9 +383,9 @@ def ood_metrics() -> Preset:
         0.0
     """
     metrics: dict[str, Metric] = {
-        "auroc": pm.OODAUROC(),
-        "aupr": pm.OODAveragePrecision(),
-        "fpr95": pm.FalsePositiveRate95(),
+        "auroc": own.OODAUROC(),
+        "aupr": own.OODAveragePrecision(),
+        "fpr95": own.FalsePositiveRate95(),
     }
     return Preset(metrics, [list(metrics)], {"task": "ood"}, list(metrics))
 
@@ -431,127 +418,3 @@ def preset(task: str, **arguments: Any) -> Preset:
         known = ", ".join(inspect.signature(make).parameters)
         raise TypeError(f"The preset {task!r} takes {known}: {error}.") from error
     return make(**arguments)
-
-
-class BalancedAccuracy(tm.MulticlassRecall):
-    """Mean recall of the classes that occur in the targets, as scikit-learn's `balanced_accuracy_score`.
-
-    Macro averages of torchmetrics count a class that is predicted but does not occur as 0.
-    """
-
-    def compute(self) -> Tensor:
-        """Return the mean over the classes with targets; NaN where there are none."""
-        tp, fn = cast(Tensor, self.tp), cast(Tensor, self.fn)
-        support = tp + fn
-        recall = torch.where(support > 0, tp / support.clamp(min=1), torch.nan)
-        return recall.nanmean()
-
-
-class TopKAccuracy(tm.MulticlassAccuracy):
-    """Share of samples whose class is among the `top_k` highest scores, without host reads.
-
-    With `average="micro"`, it need not know the number of classes.
-    """
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        """Count scores of shape (N, C, ...), or classes of shape (N, ...), and targets of shape (N, ...)."""
-        counted = not_ignored(target, self.ignore_index)
-        first = preds.topk(self.top_k, dim=1).indices if preds.ndim > target.ndim else preds.unsqueeze(1)
-        found = (first == target.unsqueeze(1)).any(1) & counted
-        cast(Tensor, self.tp)[0] += found.sum()
-        cast(Tensor, self.fn)[0] += counted.sum() - found.sum()
-
-
-class _ExactMatthews:
-    """Matthews correlation in float64 and without host reads; 0 if it is undefined, as in scikit-learn.
-
-    torchmetrics computes it in float32 and reads from the device several times.
-    """
-
-    def compute(self) -> Any:
-        """Return the coefficient, a number."""
-        matrix = to_double(cast(Any, self).confmat)
-        target, predicted, total = matrix.sum(1), matrix.sum(0), matrix.sum()
-        covariance = matrix.trace() * total - target @ predicted
-        variance = (total**2 - predicted @ predicted).sqrt() * (total**2 - target @ target).sqrt()
-        return torch.where(variance > 0, covariance / variance, 0.0).float()
-
-
-class BinaryMatthewsCorrCoef(_ExactMatthews, tm.BinaryMatthewsCorrCoef):
-    """Matthews correlation coefficient of a classification into 0 and 1."""
-
-
-class MulticlassMatthewsCorrCoef(_ExactMatthews, tm.MulticlassMatthewsCorrCoef):
-    """Matthews correlation coefficient of a classification into several classes."""
-
-
-class _AreaUnderCurve:
-    """An exact area for each class or label; NaN if there are no positives or no negatives.
-
-    torchmetrics returns 0 there. The states are those of torchmetrics' metric with `thresholds=None`.
-    """
-
-    area: Callable[[Tensor, Tensor], Tensor]
-
-    def compute(self) -> Any:
-        """Return the area, averaged as `average` says."""
-        metric = cast(Any, self)
-        preds, target = torch.cat(list(metric.preds)), torch.cat(list(metric.target))
-        if hasattr(metric, "num_classes"):
-            target = (target[:, None] == torch.arange(metric.num_classes, device=target.device)).long()
-        preds, target = (part[:, None] if part.ndim == 1 else part for part in (preds, target))
-        columns = zip(preds.T, target.T, strict=True)
-        values = torch.stack([type(self).area(p[t == 1], p[t == 0]) for p, t in columns])
-        average = getattr(metric, "average", None)
-        if average == "macro":
-            return values.nanmean()
-        if average == "weighted":
-            weights = (target == 1).sum(0) * ~values.isnan()
-            return (values.nan_to_num() * weights).sum() / weights.sum()
-        return values.squeeze()
-
-
-class BinaryAUROC(_AreaUnderCurve, tm.BinaryAUROC):
-    """Exact area under the ROC curve; NaN where one of the classes does not occur."""
-
-    area = staticmethod(roc_auc)
-
-
-class BinaryAveragePrecision(_AreaUnderCurve, tm.BinaryAveragePrecision):
-    """Average precision; NaN where one of the classes does not occur."""
-
-    area = staticmethod(average_precision)
-
-
-class MulticlassAUROC(_AreaUnderCurve, tm.MulticlassAUROC):
-    """Exact area under the ROC curve, one class against the rest, over the classes for which it is defined."""
-
-    area = staticmethod(roc_auc)
-
-
-class MulticlassAveragePrecision(_AreaUnderCurve, tm.MulticlassAveragePrecision):
-    """Average precision, one class against the rest, over the classes for which it is defined."""
-
-    area = staticmethod(average_precision)
-
-
-class MultilabelAUROC(_AreaUnderCurve, tm.MultilabelAUROC):
-    """Exact area under the ROC curve of each label, over the labels for which it is defined."""
-
-    area = staticmethod(roc_auc)
-
-
-class MultilabelAveragePrecision(_AreaUnderCurve, tm.MultilabelAveragePrecision):
-    """Average precision of each label (mAP), over the labels for which it is defined."""
-
-    area = staticmethod(average_precision)
-
-
-class R2Score(tmr.R2Score):
-    """Coefficient of determination; NaN for fewer than two samples, for which torchmetrics raises."""
-
-    def compute(self) -> Tensor:
-        """Return 1 - residual / total sum of squares."""
-        if self.total < 2:
-            return torch.full_like(self.residual, torch.nan)
-        return super().compute()

@@ -49,7 +49,6 @@ class SharedStateGroup(MetricGroup):
 
     def load(self, states: Sequence[State], samples: Sequence[int] = ()) -> None:
         """Replace the states by those of several parts of the data, merged as each `dist_reduce_fx` says."""
-        self.is_in_order = True
         whole, self._earlier = self._merge(states, samples), None
         self._is_stacked = [merged["stacked"] for merged in whole]
         self._updated.reset()
@@ -71,8 +70,7 @@ class SharedStateGroup(MetricGroup):
             values: dict[str, Any] = {}
             for name, reduction in part._reductions.items() if seen else ():
                 found = [state["states"][name] for state in seen]
-                values[name], is_in_order = merge_state(found, reduction, stacked, counts)  # type: ignore[arg-type]
-                self.is_in_order &= is_in_order
+                values[name] = merge_state(found, reduction, stacked, counts)  # type: ignore[arg-type]
             can_stack = any(
                 part._reductions[name] is None and isinstance(value, Tensor) for name, value in values.items()
             )
@@ -120,7 +118,7 @@ def merge_state(
     reduction: Callable[[Tensor], Tensor] | None,
     stacked: Sequence[bool] = (),
     samples: Sequence[int] = (),
-) -> tuple[Any, bool]:
+) -> Any:
     """Merge one state of a metric over ranks or over the parts of an epoch, as its `dist_reduce_fx` says.
 
     Args:
@@ -130,21 +128,20 @@ def merge_state(
         samples: How many samples each part has, where ranks may have taken turns; empty if they have not.
 
     Returns:
-        A tensor, or a list of tensors where the parts are lists; and whether rows are in the order of the samples.
+        A tensor, or a list of tensors where the parts are lists.
     """
     if len(parts) == 1:
-        return parts[0], True
+        return parts[0]
     name = getattr(reduction, "__name__", "")
     if isinstance(parts[0], list):
         return joined_rows(parts, samples)
     if name == "dim_zero_cat":
         rows = [[part.reshape(-1) if part.ndim == 0 else part] for part in parts]
-        joined, is_in_order = joined_rows(rows, samples)
-        return torch.cat(joined), is_in_order
+        return torch.cat(joined_rows(rows, samples))
     if reduction is None:
         places = [number for number, is_stacked in enumerate(stacked) if is_stacked]
-        return torch.cat([part if number in places else part[None] for number, part in enumerate(parts)]), True
+        return torch.cat([part if number in places else part[None] for number, part in enumerate(parts)])
     whole = torch.stack(list(parts))
     if name == "dim_zero_mean":  # of whole numbers as well, such as a `data_range`
-        return to_double(whole).mean(0).to(whole.dtype), True
-    return reduction(whole), True
+        return to_double(whole).mean(0).to(whole.dtype)
+    return reduction(whole)

@@ -23,20 +23,18 @@ from lightning_tricks.metrics.core.metric_groups import (
 )
 from lightning_tricks.metrics.core.metric_properties import (
     Task,
-    depends_on_batches,
-    has_value_per_sample,
+    depends_on_order,
     state_sharing_key,
     task_of,
 )
 from lightning_tricks.metrics.core.metric_table import (
-    find_name_conflict,
     is_floating_number,
     is_number,
     metric_entries,
-    name_conflict_message,
     named_values,
+    refuse_name_conflict,
 )
-from lightning_tricks.metrics.core.probability_metrics import CalibrationError
+from lightning_tricks.metrics.core.own_metrics import CalibrationError
 from lightning_tricks.metrics.core.shared_state import SharedStateGroup
 from lightning_tricks.metrics.core.soft_targets import SOFT_TARGET, split_soft_target
 
@@ -162,15 +160,9 @@ class MetricSuite:
         return count
 
     @property
-    def per_sample(self) -> dict[str, bool]:
-        """The keys of metrics with a value for each sample, and whether these are in the order of the samples."""
-        keys = {key: group.is_in_order for group in self._groups for key in group.members}
-        return {entry.key: keys[name] for name, entry in self._entries.items() if has_value_per_sample(entry.metric)}
-
-    @property
-    def per_batch(self) -> list[str]:
-        """The keys of metrics whose value depends on which samples are in one batch."""
-        return [entry.key for entry in self._entries.values() if depends_on_batches(entry.metric)]
+    def ordered_keys(self) -> list[str]:
+        """The keys of metrics whose value depends on the order of the samples, or on which of them are in one batch."""
+        return [entry.key for entry in self._entries.values() if depends_on_order(entry.metric)]
 
     def compute(self) -> dict[str, Tensor]:
         """Compute the metrics of all data so far.
@@ -189,21 +181,17 @@ class MetricSuite:
         """Compute the metrics, including those whose value is not a number, such as a confusion matrix or a curve."""
         # added to each number: it makes all of them NaN without a read from the device
         nan_or_zero = torch.where(torch.as_tensor(self.num_invalid()) > 0, torch.nan, 0.0)
-        values: dict[str, Any] = {}
+        values: list[tuple[str, Any]] = []
         with outside_inference_mode():
             for group in self._groups:
                 group.set_member_states()
             for name, entry in self._entries.items():
-                named = named_values(entry, self._metrics[name], self._metrics[name].compute())
-                if twice := next((key for key, _ in named if key in values), None):
-                    raise ValueError(name_conflict_message(twice, twice))
-                values |= {
-                    key: value + nan_or_zero.to(value.device, value.dtype) if is_floating_number(value) else value
-                    for key, value in named
-                }
-        if conflict := find_name_conflict(values):
-            raise ValueError(name_conflict_message(*conflict))
-        return values
+                values += named_values(entry, self._metrics[name], self._metrics[name].compute())
+            refuse_name_conflict(name for name, _ in values)
+            return {
+                name: value + nan_or_zero.to(value.device, value.dtype) if is_floating_number(value) else value
+                for name, value in values
+            }
 
     def confusion_matrix(self) -> Tensor | None:
         """Return the first confusion matrix that the metrics share, (C, C) or (L, 2, 2), on the CPU; or None."""
@@ -259,8 +247,8 @@ class MetricSuite:
         Args:
             states: What `state_dict()` returned; those without updates are ignored.
             device: Where the data will be.
-            samples: How many samples each state is of, where ranks took turns in the data set: values for single
-                samples are then in its order.
+            samples: How many samples each state is of, where ranks took turns in the data set, in whose order equal
+                scores of a ranking are then compared.
 
         Raises:
             ValueError: If they are those of other metrics.
@@ -317,46 +305,45 @@ class BatchBuffer:
         self, update: Callable[[Mapping[str, Any]], None], accepted_inputs: Collection[str], *, clone: bool
     ) -> None:
         self._update = update
-        self._accepted_inputs = frozenset(accepted_inputs)
+        self._names = sorted(accepted_inputs)
         self._clone = clone
-        self._given: frozenset[str] = frozenset()
-        self._names: list[str] = []
         self.clear()
 
     def clear(self) -> None:
         """Drop the batches that wait."""
-        self._pending: list[list[Tensor]] = []
-        self._signature: list[Any] = []
-        self._num_rows = self._num_bytes = self._rows_per_batch = self._bytes_per_batch = 0
+        self._pending: list[dict[str, Tensor]] = []
+        self._num_rows = self._num_bytes = 0  # of the batches that wait
+        self._layout = _Layout([])
 
     def waiting(self) -> dict[str, Tensor]:
         """Return the batches that wait, concatenated; `add` lets them wait in another buffer."""
-        columns = zip(*self._pending, strict=True)
+        names = self._pending[0] if self._pending else ()
         with outside_inference_mode():
-            return {name: torch.cat(column) for name, column in zip(self._names, columns, strict=False)}
+            return {name: torch.cat([batch[name] for batch in self._pending]) for name in names}
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Copy a batch; count those that wait where there are enough of them, or where this one differs from them."""
-        if self._accepted_inputs & inputs.keys() != self._given:  # an optional argument may come and go
-            self.flush()
-            self._given = self._accepted_inputs & inputs.keys()
-            self._names = sorted(self._given)
-        batch = [inputs[name] for name in self._names]
+        batch = {name: inputs[name] for name in self._names if name in inputs}
         try:
-            signature = [(value.shape, value.dtype) for value in batch]
+            shapes = [(name, value.shape, value.dtype) for name, value in batch.items()]
         except AttributeError:  # a number, or an object
-            signature = []
-        if signature != self._signature:
-            self._change_signature(signature, batch)
-        if not self._bytes_per_batch or self._bytes_per_batch > _MAX_BYTES:
+            shapes = []
+        if shapes != self._layout.shapes:
+            layout = _Layout(shapes)
+            if layout.of_rows != self._layout.of_rows:  # an optional argument may come and go
+                self.flush()
+            self._layout = layout
+        if not self._layout.num_bytes or self._layout.num_bytes > _MAX_BYTES:
             self.flush()
             with outside_inference_mode():
-                values = map(clone_tensors if self._clone else detach_tensors, batch)
-                self._update(dict(zip(self._names, values, strict=True)))
+                own = clone_tensors if self._clone else detach_tensors
+                self._update({name: own(value) for name, value in batch.items()})
             return
-        self._pending.append([value.detach().clone() if value.requires_grad else value.clone() for value in batch])
-        self._num_rows += self._rows_per_batch
-        self._num_bytes += self._bytes_per_batch
+        self._pending.append(
+            {name: value.detach().clone() if value.requires_grad else value.clone() for name, value in batch.items()}
+        )
+        self._num_rows += self._layout.num_rows
+        self._num_bytes += self._layout.num_bytes
         if self._num_rows >= _MAX_ROWS or self._num_bytes >= _MAX_BYTES:
             self.flush()
 
@@ -367,12 +354,22 @@ class BatchBuffer:
             self._pending, self._num_rows, self._num_bytes = [], 0, 0
             self._update(batch)
 
-    def _change_signature(self, signature: list[Any], batch: list[Any]) -> None:
-        """Note shapes and types of the batches from now on; count those that wait if they cannot be concatenated."""
-        row_signature = [(shape[1:], dtype) for shape, dtype in signature if len(shape)]
-        if row_signature != [(shape[1:], dtype) for shape, dtype in self._signature if len(shape)]:
-            self.flush()
-        self._signature = signature
-        all_have_rows = len(row_signature) == len(batch) > 0
-        self._bytes_per_batch = sum(value.numel() * value.element_size() for value in batch) if all_have_rows else 0
-        self._rows_per_batch = len(batch[0]) if all_have_rows else 0
+
+class _Layout:
+    """The shapes and the size of batches that follow one another.
+
+    Args:
+        shapes: Name, shape and type of each tensor; empty if something is no tensor.
+
+    Attributes:
+        of_rows: The same for single rows: batches of which it is equal can be concatenated.
+        num_rows: The number of rows.
+        num_bytes: The number of bytes; 0 if not all tensors have rows.
+    """
+
+    def __init__(self, shapes: list[tuple[str, torch.Size, torch.dtype]]) -> None:
+        self.shapes = shapes
+        self.of_rows = [(name, shape[1:], dtype) for name, shape, dtype in shapes if len(shape)]
+        have_rows = len(self.of_rows) == len(shapes) > 0
+        self.num_rows = shapes[0][1][0] if have_rows else 0
+        self.num_bytes = sum(shape.numel() * dtype.itemsize for _, shape, dtype in shapes) if have_rows else 0
