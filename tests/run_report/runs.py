@@ -177,7 +177,6 @@ HEALTHY: dict[str, RunRecord] = {
     "limit above the loader": usual(
         facts={"limit_train_batches": "1000 batches"}, data={"training batches": "20 of 20"}
     ),
-    "limit above, recorded before": usual(facts={"limit_val_batches": "50 batches"}),
     "limit of an endless stream": usual(
         facts={"limit_train_batches": "20 batches"}, data={"training batches": "20 of unknown"}
     ),
@@ -595,12 +594,12 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         [
             usual(facts={"limit_train_batches": "5 batches"}, data={"training batches": "5 of 20"}),
             usual(facts={"limit_val_batches": "0.5"}, data={"validation batches": "4 of 8"}),
-            usual(facts={"limit_train_batches": "0.1"}, data={"training batches": "2"}),
+            usual(facts={"limit_train_batches": "0.1"}, data={"training batches": "2 of 20"}),
             usual(
                 facts={"overfit_batches": "10", "limit_train_batches": "10 batches"},
                 data={"training batches": "10 of 20"},
             ),
-            usual(facts={"limit_val_batches": "8 batches"}),
+            usual(facts={"limit_val_batches": "8 batches"}, data={"validation batches": "8 of 9"}),
         ],
     ),
 }

@@ -202,7 +202,11 @@ CASES = {
     ),
     "limited": (
         "Only a part of the data was used in validation (limit_val_batches=2 batches).",
-        record_of({}, trainer=[("limit_train_batches", "1"), ("limit_val_batches", "2 batches")]),
+        record_of(
+            {},
+            trainer=[("limit_train_batches", "1"), ("limit_val_batches", "2 batches")],
+            data=[("validation batches", "2 of 8")],
+        ),
         record_of({}, trainer=[("limit_train_batches", "1"), ("overfit_batches", "0")]),
     ),
 }

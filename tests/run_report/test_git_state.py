@@ -236,6 +236,20 @@ def test_answer_is_that_of_git_status(tmp_path, setup):
     assert state.not_compared == []
 
 
+def test_state_has_commit_and_branch_and_a_bounded_difference_and_leaves_the_index_alone(tmp_path):
+    assert read_git_state(tmp_path) is None
+    git(tmp_path, "init", "-b", "main")
+    assert read_git_state(tmp_path) is None, "no commit yet"
+    make(tmp_path, a="a\n")
+    clean = read_git_state(tmp_path)
+    assert (len(clean.commit), clean.branch, clean.changed, clean.diff) == (40, "main", [], "")
+    (tmp_path / "a").write_text("b\n" * 100_000)
+    index = (tmp_path / ".git" / "index").read_bytes()
+    state = read_git_state(tmp_path)
+    assert (len(state.diff), state.is_cut) == (64_000, True)
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+
+
 def test_git_that_does_not_answer_is_not_taken_for_no_change(checkout):
     (checkout / ".git" / "index").write_bytes(b"damaged")
     state = read_git_state(checkout)

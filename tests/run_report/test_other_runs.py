@@ -176,15 +176,15 @@ def test_runs_are_sorted_by_a_metric(tmp_path, capsys, monkeypatch, arguments, t
     if arguments[:2] == ["--sort", "val/acc"]:
         row = next(line for line in lines if line[0] == "a")
         best = {1: "0.9", -1: "0.5"}[-1 if "--min" in arguments else 1]
-        assert row[1:6] == [best, "0.7", "finished", "3", "3"]
-        assert row[6:] == ["1970-01-01 00:01", "0.1", "1 min 0 s", "10"]
+        assert row[1:6] == [best, "0.7", "finished", "3", "1970-01-01 00:01"]
+        assert row[6:] == ["0.1", "3", "1 min 0 s", "10"]
 
 
 @pytest.mark.parametrize(
     ("width", "columns"),
     [
-        (140, ["run", "best", "last", "status", "epochs", "steps", "started", "best", "val/acc", "took", "samples/s"]),
-        (80, ["run", "best", "last", "status", "epochs", "steps", "started", "val/acc"]),
+        (140, ["run", "best", "last", "status", "epochs", "started", "best", "val/acc", "steps", "took", "samples/s"]),
+        (80, ["run", "best", "last", "status", "epochs", "started", "val/acc", "steps"]),
         (40, ["run", "best", "last", "status"]),
         (20, ["run", "best"]),
     ],

@@ -9,10 +9,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks import AutoResume, DeviceMonitor, RunReport
 from lightning_tricks._shared.report_parts import DeviceUse
-from lightning_tricks.run_report import RunRecord, read_record, run_page
-from lightning_tricks.run_report.core.record_file import from_plain
+from lightning_tricks.run_report import RunRecord, read_record
+from lightning_tricks.run_report.core.run_writer import ThroughputMeter
 from lightning_tricks.run_report.core.throughput import samples_per_second, throughput
-from lightning_tricks.run_report.core.throughput_meter import ThroughputMeter
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Net, digits, loader
 from tests.run_report.test_callback import Logs, train
@@ -133,14 +132,6 @@ def test_what_limited_a_run_is_what_the_device_monitor_found(tmp_path):
         "share of the time in validation": "20 %",
     }
     assert without.sentences == ["With a DeviceMonitor, it is said here what training waited for."]
-
-
-def test_record_of_a_version_without_counts_says_nothing():
-    old = from_plain(RunRecord, {"step": 100, "seconds": 50.0})
-    assert throughput(old) is None
-    assert "Throughput" not in run_page(old)
-    old.batches, old.samples = 10, 40  # then resumed by this one
-    assert throughput(old) is None
 
 
 @pytest.mark.oldest

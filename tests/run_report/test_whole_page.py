@@ -239,6 +239,7 @@ def test_findings_and_order_of_the_sections(seed):
     assert items == [(one.level, one.text) for one in find_all(record)]
     assert 'http-equiv="refresh"' not in page
     assert 'http-equiv="refresh"' in run_page(RunRecord(status="running"))
+    assert "<b>5</b><span>samples a second</span>" in run_page(RunRecord(seconds=10.0, samples=50, batches=5))
     for status, said in (
         ("running", "had not ended when this page was written"),
         ("failed", "failed: Oh!"),
@@ -437,7 +438,7 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     resumes = [["1,234", "2", "1970-01-01 00:00 UTC", "x, y"], ["1,235", "3", "1970-01-01 00:01 UTC", "nothing"]]
     assert repeat["Resumes"] == [["step", "epoch", "time", "not restored"], *resumes]
     code = found["Code"]
-    assert tables(code)[""] == [["commit", "c" * 40], ["branch", "main"], ["changed files", "2"]]
+    assert rows(code.find("table")) == [["commit", "c" * 40], ["branch", "main"], ["changed files", "2"]]
     assert [words(one) for one in code.iter("summary")] == ["Changed files", "Differences to the commit (2 lines)"]
     assert [one.text for one in code.iter("pre")] == [" M a.py\n?? b", "+1\n-2\n"]
     assert words(code).endswith("Only the beginning was kept.")

@@ -99,14 +99,12 @@ class Position(NamedTuple):
     """A place in a record, which a checkpoint keeps.
 
     Attributes:
-        id: The id of the rows that were written last; "" where a version without ids wrote the checkpoint.
+        id: The id of the rows that were written last; "" before there are any.
         rows: How many rows the record has.
-        last_step: The step of the last one, or -1.
     """
 
     id: str = ""
     rows: int = 0
-    last_step: int = -1
 
 
 @dataclass
@@ -197,7 +195,7 @@ class RunRecord:
     def position(self, rows: int) -> Position:
         """Return the place after the first rows, of which there are so many: all, or as many as a resume has kept."""
         ids = [self.id, *(name for name, start in self.segments() if start < rows)]
-        return Position(ids[-1], rows, self.rows[-1].step if self.rows else -1)
+        return Position(ids[-1], rows)
 
     def has(self, position: Position) -> bool:
         """Whether the first rows are those that a run had when it saved a checkpoint."""

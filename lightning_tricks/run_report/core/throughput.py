@@ -9,12 +9,11 @@ from lightning_tricks.run_report.core.record import RunRecord
 
 def samples_per_second(record: RunRecord) -> float | None:
     """Return the samples that a rank trained on in a second of the fit, or None if it is not known."""
-    is_whole = record.batches >= record.step > 0  # else an older version recorded the beginning
-    return record.samples / record.seconds if is_whole and record.samples and record.seconds > 0 else None
+    return record.samples / record.seconds if record.samples and record.seconds > 0 else None
 
 
-def throughput(record: RunRecord) -> Facts | None:
-    """Return how fast a run trained and what it waited for, or None if nothing of that is known."""
+def throughput(record: RunRecord) -> Facts:
+    """Return how fast a run trained and what it waited for, as far as it is known."""
     facts: list[tuple[str, str]] = []
     rate = samples_per_second(record)
     whose = f", on rank 0 of {record.ranks}" if record.ranks > 1 else ""
@@ -25,7 +24,7 @@ def throughput(record: RunRecord) -> Facts | None:
             facts.append(
                 (f"samples a second, without validation{whose}", format_number(rate * record.seconds / training))
             )
-    if record.batches >= record.step > 0 and record.seconds > 0:
+    if record.batches and record.seconds > 0:
         facts.append((f"batches a second{whose}", format_number(record.batches / record.seconds)))
         facts.append(("share of the time in validation", format_percent(record.validation_seconds / record.seconds)))
     uses = record.parts_of(DeviceUse)
@@ -36,4 +35,4 @@ def throughput(record: RunRecord) -> Facts | None:
     verdicts = [f"{f'Rank {use.rank}: ' * (len(uses) > 1)}{said}" for use in uses for said in use.verdict]
     if facts and not uses:
         verdicts = ["With a DeviceMonitor, it is said here what training waited for."]
-    return Facts(title="Throughput", facts=facts, sentences=verdicts) if facts or verdicts else None
+    return Facts(title="Throughput", facts=facts, sentences=verdicts)
