@@ -149,7 +149,7 @@ def test_import_rules_are_kept(house):
         ("seeding/callback.py", "import lightning_tricks.gradient_clipping.callback"),
         ("seeding/callback.py", "import lightning_tricks.gradient_clipping.core.clipping"),
         ("gradient_clipping/callback.py", "import lightning_tricks.mixin"),
-        ("gradient_clipping/callback.py", "import lightning_tricks.demo_rooms"),
+        ("gradient_clipping/callback.py", "import lightning_tricks.demo"),
         ("gradient_clipping/core/methods.py", "import lightning"),
         ("_callback.py", "import lightning_tricks.seeding.functional"),
         ("_shared/checks.py", "import lightning_tricks.seeding.functional"),
