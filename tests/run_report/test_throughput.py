@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_tricks import AutoResume, DeviceMonitor, RunReport
 from lightning_tricks._shared.report_parts import DeviceUse
 from lightning_tricks.run_report import RunRecord, read_record
+from lightning_tricks.run_report.core.page import throughput
 from lightning_tricks.run_report.core.run_writer import ThroughputMeter
-from lightning_tricks.run_report.core.throughput import samples_per_second, throughput
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Net, digits, loader
 from tests.run_report.test_callback import Logs, train
@@ -39,7 +39,7 @@ def test_all_samples_are_counted_also_those_of_the_last_batch(tmp_path, options)
     batches = options.get("limit_train_batches", -(-len(digits()) // 7))
     assert record.batches == 2 * batches
     assert record.samples == 2 * min(len(digits()), 7 * batches)
-    assert samples_per_second(record) == record.samples / record.seconds
+    assert record.samples_per_second == record.samples / record.seconds
     assert "samples a second" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 

@@ -13,7 +13,6 @@ from lightning_tricks._shared.text import printable
 from lightning_tricks.run_report.core.curves import best_point, metric_curves, sign_of_better, split_key, watched
 from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
 from lightning_tricks.run_report.core.record import Point, RunRecord
-from lightning_tricks.run_report.core.throughput import samples_per_second
 
 if TYPE_CHECKING:
     from lightning_tricks._shared.fitting_table import FittingTable
@@ -47,7 +46,7 @@ class Overview:
                 "steps": record.step,
                 "started": record.started,
                 "seconds": record.seconds,
-                "samples_per_second": samples_per_second(record),
+                "samples_per_second": record.samples_per_second,
                 "metrics": {key: self._ends(record, key) for _, key in metric_curves(record)},
             }
             for name, record in self.runs
@@ -113,7 +112,7 @@ class Overview:
             columns[f"best {key}"] = [_shown(best_point(record.curve(key), self.sign_of(key))) for record in records]
         columns["steps"] = [f"{record.step:,}" for record in records]
         columns["took"] = [format_seconds(record.seconds) for record in records]
-        columns["samples/s"] = [format_number(samples_per_second(record)) for record in records]
+        columns["samples/s"] = [format_number(record.samples_per_second) for record in records]
         if len({record.module for record in records}) > 1:
             columns["module"] = [printable(record.module) for record in records]
         return columns

@@ -39,7 +39,6 @@ from lightning_tricks.run_report.core.numbers import format_number, format_perce
 from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.svg import Figure, Line, line_chart, matrix_chart, reliability_chart
 from lightning_tricks.run_report.core.templates import render
-from lightning_tricks.run_report.core.throughput import samples_per_second, throughput
 
 _COLORS = {"train": 0, "val": 1, "test": 2, "": 6}
 _LONGEST_TEXT = 300
@@ -145,7 +144,7 @@ def _device_figures(record: RunRecord) -> list[Figure]:
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     """Return what stands on top: how long the run was, and the best value of validation of the first three metrics."""
     tiles = {"steps": f"{record.step:,}", "epochs": f"{record.epochs:,}"}
-    if (rate := samples_per_second(record)) is not None:
+    if (rate := record.samples_per_second) is not None:
         whose = f", on rank 0 of {record.ranks}" if record.ranks > 1 else ""
         tiles[f"samples a second{whose}"] = format_number(rate)
     quantities: dict[str, tuple[str, str]] = {}
@@ -268,6 +267,32 @@ def _recalls(part: ConfusionMatrix) -> Figure:
         for name, row, *shares in zip(part.classes, part.counts, part.recalls, transposed.recalls, strict=False)
     ]
     return Figure("classes" + _epoch(part), columns=("class", "samples", "recall", "precision"), rows=rows)
+
+
+def throughput(record: RunRecord) -> Facts:
+    """Return how fast a run trained and what it waited for, as far as it is known."""
+    facts: list[tuple[str, str]] = []
+    rate = record.samples_per_second
+    whose = f", on rank 0 of {record.ranks}" if record.ranks > 1 else ""
+    training = record.seconds - record.validation_seconds
+    if rate is not None:
+        facts.append((f"samples a second{whose}", format_number(rate)))
+        if record.validation_seconds and training > 0:
+            facts.append(
+                (f"samples a second, without validation{whose}", format_number(rate * record.seconds / training))
+            )
+    if record.batches and record.seconds > 0:
+        facts.append((f"batches a second{whose}", format_number(record.batches / record.seconds)))
+        facts.append(("share of the time in validation", format_percent(record.validation_seconds / record.seconds)))
+    uses = record.parts_of(DeviceUse)
+    for use in uses:
+        if use.data_wait is not None:
+            rank = f" of rank {use.rank}" * (len(uses) > 1)
+            facts.append((f"share of the time{rank} waiting for data", format_percent(use.data_wait / 100)))
+    verdicts = [f"{f'Rank {use.rank}: ' * (len(uses) > 1)}{said}" for use in uses for said in use.verdict]
+    if facts and not uses:
+        verdicts = ["With a DeviceMonitor, it is said here what training waited for."]
+    return Facts(title="Throughput", facts=facts, sentences=verdicts)
 
 
 def _png_files(part: Pictures) -> list[tuple[str, str]]:

@@ -188,6 +188,11 @@ class RunRecord:
     keys_left_out: int = 0
     saved_rows: int = 0
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """The samples that a rank trained on in a second of the fit, or None if it is not known."""
+        return self.samples / self.seconds if self.samples and self.seconds > 0 else None
+
     def segments(self) -> list[tuple[str, int]]:
         """Return the ids of the rows, each with the number of rows before them."""
         return [(self.id, 0), *((resume.id, resume.rows) for resume in self.resumes if resume.id)]
