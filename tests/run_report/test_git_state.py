@@ -10,32 +10,17 @@ import pytest
 from lightning_tricks.run_report.core.git_state import read_git_state
 
 ATTRIBUTES = "*.py filter=marked diff=marked merge=marked\n*.bin filter=marked\n*.gone filter=unknown\n"
+NAMES = """
+    core.alternateRefsCommand core.askPass core.editor core.fsmonitor core.pager core.sshCommand credential.helper
+    diff.external diff.marked.command diff.marked.textconv filter.marked.clean filter.marked.process
+    filter.marked.smudge gpg.program interactive.diffFilter merge.marked.driver pager.diff pager.status
+    sequence.editor uploadpack.packObjectsHook
+"""
 PROGRAMS = {
-    "core.alternateRefsCommand": "{}",
-    "core.askPass": "{}",
-    "core.editor": "{}",
-    "core.fsmonitor": "{}",
-    "core.pager": "{}",
-    "core.sshCommand": "{}",
-    "alias.status": "!{}",
-    "alias.diff": "!{}",
-    "credential.helper": "!{}",
-    "diff.external": "{}",
-    "diff.marked.command": "{}",
-    "diff.marked.textconv": "{}",
-    "filter.marked.clean": "{}",
-    "filter.marked.process": "{}",
-    "filter.marked.smudge": "{}",
-    "gpg.program": "{}",
-    "interactive.diffFilter": "{}",
-    "log.showSignature": "true",
-    "merge.marked.driver": "{}",
-    "pager.diff": "{}",
-    "pager.status": "{}",
-    "sequence.editor": "{}",
+    **dict.fromkeys(NAMES.split(), "{}"),
+    **dict.fromkeys(("alias.status", "alias.diff"), "!{}"),
+    **dict.fromkeys(("log.showSignature", "status.submoduleSummary"), "true"),
     "ssh.variant": "simple",
-    "status.submoduleSummary": "true",
-    "uploadpack.packObjectsHook": "{}",
 }
 
 

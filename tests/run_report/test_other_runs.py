@@ -19,8 +19,8 @@ from lightning_tricks.run_report.core.record import Row
 from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
 from lightning_tricks.run_report.core.run_folders import ends_of, find_run_before
 from tests.run_report.test_callback import Logs, train
-from tests.run_report.test_page import EVIL, Balanced
-from tests.run_report.test_whole_page import rows, sections, words
+from tests.run_report.test_page import EVIL
+from tests.run_report.test_whole_page import Tree, rows, sections, words
 
 
 def record_of(started=100.0, values=(0.5, 0.9, 0.7), key="val/acc", **known):
@@ -118,7 +118,7 @@ def test_hostile_neighbour_is_escaped_cut_and_does_not_end_the_page(tmp_path):
     save(tmp_path / "<b>", record_of(100.0, rows=found, seconds=math.inf, epochs=10**400, **known))
     own = save(tmp_path / "own", record_of(500.0, rows=found))
     page = run_page(own, find_run_before(tmp_path / "own", own))
-    assert {"script", "b>"}.isdisjoint(Balanced(page).tags)
+    assert {"script", "b>"}.isdisjoint(one.tag for one in Tree(page).root.iter())
     assert page.count("x" * 300) == 1
     assert "x" * 301 not in page
     assert len(page) < 300_000

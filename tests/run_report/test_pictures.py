@@ -286,15 +286,6 @@ def pictures(page):
     return [parse(f"<svg{part.partition('</svg>')[0]}</svg>") for part in page.split("<svg")[1:]]
 
 
-def test_best_value_is_marked_on_validation_and_never_on_training():
-    (picture,) = pictures(run_page(record_of(train__acc=[0.1, 0.9, 0.3], val__acc=[0.2, 0.4, 0.3])))
-    (best,) = with_class(picture, "best")
-    assert "c1" in best.get("class"), "the colour of validation"
-    (at,) = dots(picture, "best")
-    _, value = readers(picture)
-    assert value(at[1]) == pytest.approx(0.4, abs=0.01)
-
-
 def test_two_points_make_a_picture_and_one_does_not():
     assert len(pictures(run_page(record_of(val__acc=[0.1, 0.9])))) == 1
     assert pictures(run_page(record_of(val__acc=[0.1]))) == []
