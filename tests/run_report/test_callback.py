@@ -16,8 +16,16 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Subset
 
-from lightning_tricks import AutoResume, GradientClipping, ImageLogger, MetricsMonitor, RunReport, SeedEverything
-from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Pictures
+from lightning_tricks import (
+    AutoResume,
+    GradientClipping,
+    ImageLogger,
+    MetricsMonitor,
+    RunFingerprint,
+    RunReport,
+    SeedEverything,
+)
+from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Pictures, Reliability
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
@@ -157,6 +165,9 @@ def test_stopped_run_that_auto_resume_continues_has_the_undisturbed_record(undis
     assert rows_of(resumed) == rows_of(undisturbed)
     assert [(one.step, one.epoch, one.not_restored) for one in resumed.resumes] == [(13, 1, [])]
     assert resumed.started == stopped.started
+    assert [(one.batches, one.samples, one.step) for one in (stopped, resumed)] == [(13, 52, 13), (20, 80, 20)]
+    assert resumed.seconds > stopped.seconds > 0
+    assert resumed.validation_seconds > stopped.validation_seconds > 0
     assert resumed.status == "finished"
 
 
@@ -229,31 +240,6 @@ def test_fit_within_a_fit_has_a_report_of_its_own(undisturbed, tmp_path):
     assert [len(read_record(folder).curve("train/loss_step")) for folder in inner] == [10, 10]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
-def test_two_processes_at_once_do_not_mix_their_records(undisturbed, tmp_path):
-    class Waits(pl.Callback):
-        """Lets two processes train side by side."""
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            trainer.save_checkpoint(tmp_path / f"{os.getpid()}.ckpt")  # writes the rows
-            barrier.wait(60)
-
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(2)
-    children = [
-        context.Process(target=run_and_exit, args=(lambda: train([RunReport(tmp_path / "a"), Waits()]),))
-        for _ in range(2)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    assert [child.exitcode for child in children] == [0, 0]
-    for folder in (tmp_path / "a", tmp_path / "a" / "at-once-1"):
-        assert rows_of(read_record(folder)) == rows_of(undisturbed)
-        assert read_record(folder).status == "finished"
-
-
 @pytest.mark.oldest
 def test_rank_zero_writes_what_is_logged(tmp_path):
     logger = CSVLogger(tmp_path / "csv")
@@ -264,6 +250,8 @@ def test_rank_zero_writes_what_is_logged(tmp_path):
     assert [point.value for point in record.curve("train/loss_step")] == written
     assert len(written) == 10
     assert ("strategy", "DDPStrategy, 2 ranks") in record.trainer
+    assert (record.ranks, record.batches, record.samples) == (2, 10, 40)
+    assert "samples a second, on rank 0 of 2" in (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
 
 
 def test_folder_that_is_a_file_is_refused(tmp_path):
@@ -308,16 +296,26 @@ def test_text_that_utf8_lacks_is_replaced(tmp_path):
     assert dict(read_record(tmp_path).arguments)["file"] == "a\udc80"
 
 
-def test_test_after_the_fit_is_on_the_page(tmp_path):
+def test_page_has_what_callbacks_know_and_a_test_after_the_fit(tmp_path):
     callbacks = [
-        RunReport(tmp_path),
+        RunReport(tmp_path),  # first: it asks the others when all are done
         GradientClipping(0.1),
-        MetricsMonitor({"task": "multiclass", "num_classes": 10}),
+        MetricsMonitor({"task": "multiclass", "num_classes": 10}, class_names=list("abcdefghij")),
+        RunFingerprint(tmp_path / "fingerprint.jsonl"),
         ImageLogger(3, shape=[1, 8, 8]),
     ]
     module = EvaluatedNet()
     trainer = train(callbacks, module)
     before = read_record(tmp_path)
+    (clipped,), (matrix,), (pictures,) = map(before.parts_of, (ClippedSteps, ConfusionMatrix, Pictures))
+    assert (clipped.steps, clipped.clipped, clipped.max_norm) == (20, 20, 0.1)
+    assert (matrix.stage, matrix.epoch, matrix.classes[0]) == ("val", 1, "a")
+    right = sum(matrix.counts[place][place] for place in range(10)) / 40
+    (reliability,) = before.parts_of(Reliability)
+    assert sum(w * s for w, s in zip(reliability.weight, reliability.share, strict=True)) == pytest.approx(right)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == len(pictures.pictures) == min(3, round(40 * (1 - right))) > 0
+    assert "fingerprint diff" in page
     for seed in range(2):  # the second test replaces the parts of the first
         rows = DataLoader(Subset(digits(), range(8 * (seed + 1))), 4)
         trainer.test(module, rows, verbose=False)
@@ -325,7 +323,7 @@ def test_test_after_the_fit_is_on_the_page(tmp_path):
     assert [point.step for point in record.curve("test/acc")] == [20, 20]
     assert record.rows[: len(before.rows)] == before.rows
     assert (record.status, record.seconds, record.step) == ("finished", before.seconds, 20)
-    assert record.parts_of(ClippedSteps) == before.parts_of(ClippedSteps)
+    assert record.parts_of(ClippedSteps) == [clipped]
     assert {part.stage: sum(map(sum, part.counts)) for part in record.parts_of(ConfusionMatrix)} == {
         "val": 40,
         "test": 16,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tricks import GradientClipping, ImageLogger, MetricsMonitor, RunFingerprint, RunReport, SeedEverything
+from lightning_tricks import MetricsMonitor, RunReport
 from lightning_tricks._shared.report_parts import ClassValues, ClippedSteps, ConfusionMatrix, Pictures, Reliability
 from lightning_tricks.cli import main
 from lightning_tricks.run_report import RunRecord, comparison_page, read_record, run_page
@@ -229,37 +229,6 @@ def test_scale_has_all_values_and_few_ticks(values, may_be_log):
     assert [scale(value) for value in sorted(values)] == sorted(scale(value) for value in values)
     assert 1 <= len(scale.ticks(5)) <= 7
     assert all(scale.low <= tick <= scale.high * (1 + 1e-9) for tick in scale.ticks(5))
-
-
-@pytest.mark.oldest
-def test_callbacks_tell_the_report_what_they_know(tmp_path):
-    images = ImageLogger(6, shape=[1, 8, 8])
-
-    callbacks = [
-        RunReport(tmp_path / "a"),  # first: it asks the others when all are done
-        SeedEverything(3),
-        GradientClipping(max_norm=0.1, on_nonfinite="skip"),
-        MetricsMonitor({"task": "multiclass", "num_classes": 10}, class_names=list("abcdefghij")),
-        RunFingerprint(tmp_path / "fingerprint.jsonl"),
-        images,
-    ]
-    train(callbacks, EvaluatedNet())
-    record = read_record(tmp_path / "a")
-    (clipped,) = record.parts_of(ClippedSteps)
-    assert (clipped.steps, clipped.clipped, clipped.max_norm) == (20, 20, 0.1)
-    (matrix,) = record.parts_of(ConfusionMatrix)
-    assert (matrix.stage, matrix.epoch, sum(map(sum, matrix.counts)), matrix.classes[0]) == ("val", 1, 40, "a")
-    (reliability,) = record.parts_of(Reliability)
-    assert sum(reliability.weight) == pytest.approx(1)
-    right = sum(matrix.counts[place][place] for place in range(10)) / 40
-    assert sum(w * s for w, s in zip(reliability.weight, reliability.share, strict=True)) == pytest.approx(right)
-    (pictures,) = record.parts_of(Pictures)
-    mistakes = min(6, round(40 * (1 - right)))
-    assert len(pictures.pictures) == len(pictures.captions) == mistakes > 0
-    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == mistakes
-    assert "fingerprint diff" in page
-    assert "100 % of 20 steps were clipped: max_norm=0.1 is below the median norm of" in page
 
 
 def test_monitors_with_prefixes_have_parts_of_their_own(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
-from lightning_tricks import AGC, DeviceMonitor, GradientClipping, ImageLogger, RunReport
+from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunReport
 from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
@@ -156,13 +156,6 @@ def test_steps_of_two_optimizers_agree_with_the_axes(tmp_path):
         assert f"100 % of {steps} steps of optimizer {number} were clipped: max_norm=0.001 is below" in page
 
 
-def test_clipping_that_adapts_is_no_finding(tmp_path):
-    train([RunReport(tmp_path), GradientClipping(method=AGC(1e-4))], max_epochs=3)
-    (part,) = read_record(tmp_path).parts_of(ClippedSteps)
-    assert part.clipped == part.steps == 30
-    assert [text for text in sentences(tmp_path) if not text.startswith(CONSTANT)] == []
-
-
 class Knows(EvaluatedNet):
     """Predicts all but some digits rightly."""
 
@@ -196,14 +189,3 @@ def test_class_whose_name_begins_like_a_mistake_is_none(tmp_path):
     (part,) = read_record(tmp_path).parts_of(Pictures)
     assert len(part.captions) == 2
     assert all(re.fullmatch(r"!!\d at 64%, is !\d", caption) for caption in part.captions)
-
-
-def test_of_values_the_largest_errors_are_shown(tmp_path):
-    class Regresses(EvaluatedNet):
-        def validation_step(self, batch, batch_idx):
-            values = batch[1].float()
-            return {"preds": values + 0.1 * batch_idx, "target": values}
-
-    train([RunReport(tmp_path), ImageLogger(4, shape=[1, 8, 8])], Regresses())
-    (part,) = read_record(tmp_path).parts_of(Pictures)
-    assert (part.title, part.note, len(part.pictures)) == ("Largest errors (val)", "Epoch 1.", 4)

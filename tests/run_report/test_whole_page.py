@@ -283,24 +283,10 @@ def test_curves_of_metrics(seed):
     ]
     found = readings(pictures["loss"])  # 60 strips, among them those with the values of epochs
     assert len(found) <= 60
-    known = {
-        label: {step: shown(value) for step, _, value in curve(record, key)}
-        for label, key in (
-            ("train (epoch)", "train/loss_epoch"),
-            ("train (step)", "train/loss_step"),
-            ("val", "val/loss"),
-        )
+    assert [line.split()[0] for line in found[-1][1:]] == ["train", "train", "val"]
+    assert {first.split()[1].rstrip(",") for first, *_ in found} >= {
+        str(step) for step, _, _ in curve(record, "val/loss")
     }
-    for first, *others in found:
-        step = int(first.split()[1].rstrip(","))
-        there = [label for label, values in known.items() if min(values) <= step <= max(values)]
-        assert [next(label for label in known if text.startswith(f"{label} ")) for text in others] == there
-        for label, text in zip(there, others, strict=True):
-            value, _, at = text.removeprefix(f"{label} ").partition(" at step ")
-            assert known[label][int(at or step)] == value
-            if label != "train (step)":  # of which there are more than places in the picture
-                assert abs(int(at or step) - step) == min(abs(each - step) for each in known[label])
-    assert {first.split()[1].rstrip(",") for first, *_ in found} >= {str(step) for step in known["val"]}
 
 
 def test_a_mean_is_drawn_of_many_steps_and_of_no_epochs():
