@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tricks import MetricsMonitor, RunReport
+from lightning_tricks import MetricsMonitor, RunReport, run_report
 from lightning_tricks._shared.report_parts import ClassValues, ClippedSteps, ConfusionMatrix, Pictures, Reliability
 from lightning_tricks.cli import main
 from lightning_tricks.run_report import RunRecord, comparison_page, read_record, run_page
@@ -111,6 +111,12 @@ def test_all_text_is_escaped_and_all_tags_are_closed(make):
     loaded = [one.get(name) for one in elements for name in ("src", "href", "data", "srcset") if one.get(name)]
     assert all(address.startswith("data:image/png;base64,") for address in loaded), "it loads nothing"
     assert not [name for one in elements for name in one.attrib if name.startswith("on")]
+
+
+def test_templates_escape_all_but_our_own_svg():
+    templates = "".join(path.read_text() for path in Path(run_report.__file__).with_name("templates").iterdir())
+    assert re.findall(r"[\w.]+ *\| *safe", templates) == ["one.picture|safe"]
+    assert "autoescape" not in templates
 
 
 def test_what_there_is_no_data_for_is_left_out():
