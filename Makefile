@@ -27,8 +27,9 @@ include tests/lab/Makefile
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/installed-package ## Train a real model on real digits with every trick
-	$(BIN)/lightning-tricks demo
+demo: $(VENV)/installed-package ## Train a real model on real digits with most of the tricks, and kill and resume a run
+	$(BIN)/python examples/demo/every_trick.py
+	$(BIN)/python examples/demo/kill_and_resume.py
 
 test: $(VENV)/installed-test ## Run the tests two parts at a time, or those in TESTS="tests/flops ..." at once
 	$(if $(TESTS),$(PYTEST) $(TESTS),$(TWO_AT_A_TIME) $(PARTS:%=test-%))

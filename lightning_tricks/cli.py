@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning_tricks
 from lightning_tricks._shared.checks import file_argument, path_argument
-from lightning_tricks._shared.console import errors_of_use, write_output
+from lightning_tricks._shared.console import write_output
 
 _STAGES = {
     "fit": "train a model that a YAML file or options describe, with any of the tricks",
@@ -97,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="print what makes this shell complete commands, options and files",
     )
     commands = parser.add_subparsers(metavar="COMMAND")
-    _add_demo(commands.add_parser("demo", help="train a small classifier on real digits with every trick"))
     for room in iter_modules(lightning_tricks.__path__):
         if room.ispkg and find_spec(f"lightning_tricks.{room.name}.commands"):
             import_module(f"lightning_tricks.{room.name}.commands").add_to(commands)
@@ -148,62 +147,6 @@ def _without_number(error: Exception) -> str:
     return str(error)
 
 
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-epochs", type=_positive, default=10, metavar="N", help="number of epochs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--accelerator", default="auto", help="accelerator of the Trainer: auto, cpu, gpu, ... (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--devices",
-        type=_devices,
-        default=1,
-        help="devices of the Trainer: a number, '0,1' or auto (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--precision",
-        default="32-true",
-        help="precision of the Trainer: 32-true, bf16-mixed, ... (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=42, help="seed of the run, in [0, 2**32 - 1] (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out",
-        type=path_argument,
-        default=Path("lightning_tricks_demo"),
-        metavar="DIR",
-        help="folder of the report (default: ./%(default)s)",
-    )
-    parser.add_argument(
-        "--no-kill", action="store_true", help="leave out the run that is killed and resumed in the end"
-    )
-    parser.set_defaults(run=_run_demo)
-
-
-def _run_demo(arguments: argparse.Namespace) -> int:
-    from lightning_tricks import demo
-
-    with errors_of_use(arguments):
-        trainer, tricks = demo.prepare(
-            out=arguments.out,
-            seed=arguments.seed,
-            max_epochs=arguments.max_epochs,
-            accelerator=arguments.accelerator,
-            devices=arguments.devices,
-            precision=arguments.precision,
-        )
-    demo.run(trainer, tricks, arguments.out)
-    if trainer.is_global_zero and not arguments.no_kill:
-        from lightning_tricks.demo_resume import show_resume
-
-        show_resume()
-    if trainer.is_global_zero:
-        demo.print_paths(trainer, arguments.out)
-    return 0
-
-
 def _run_stage(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     """Run LightningCLI, which has a parser of its own."""
     from lightning_tricks._shared.extras import import_extra
@@ -220,13 +163,3 @@ def _run_stage(parser: argparse.ArgumentParser, argv: list[str]) -> int:
 
     TricksCLI(args=argv, parser_kwargs={"prog": parser.prog})
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
-
-
-def _devices(text: str) -> int | str:
-    return _positive(text) if text.isdecimal() else text

@@ -200,8 +200,8 @@ class RunReport(TrickCallback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Remember from which row to continue the record."""
-        rows_id, rows, last_step = str(state_dict.get("id", "")), int(state_dict["rows"]), int(state_dict["last_step"])
-        self._position_to_keep = self._position = Position(rows_id, rows, last_step)
+        position = Position(str(state_dict.get("id", "")), int(state_dict["rows"]))
+        self._position_to_keep = self._position = position
 
     def _observe(self, trainer: Trainer) -> None:
         self._installed.enter_context(observe_logged_values(trainer, lambda values: self._on_values(trainer, values)))

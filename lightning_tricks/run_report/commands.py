@@ -44,12 +44,6 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Return the names of two folders, or their paths where the names are equal."""
-    names = first.name, second.name
-    return (str(first), str(second)) if names[0] == names[1] or "" in names else names
-
-
 def _run(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_report.core.comparison_page import comparison_page
     from lightning_tricks.run_report.core.page import run_page
@@ -68,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
         page = run_page(records[0], find_run_before(folders[0], records[0]))
         path = arguments.out or folders[0] / PAGE_FILE
     else:
-        page = comparison_page(records[0], records[1], _names(*folders))
+        page = comparison_page(records[0], records[1], _short_names(folders))
         path = arguments.out or Path("comparison.html")
     write_page(path, page)
     make_console(soft_wrap=True, highlight=False).print(f"Report: {path}", markup=False)

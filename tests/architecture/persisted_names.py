@@ -16,6 +16,8 @@ import logging
 import os
 import random
 import re
+import runpy
+import sys
 import tempfile
 import typing
 import warnings
@@ -403,14 +405,18 @@ def _files(folder: Path) -> Iterator[str]:
 
 def _demo(folder: Path) -> Iterator[str]:
     """Keys that the demo's tricks log in training, validation and test, and its files."""
-    from lightning_tricks import demo
+    from lightning_tricks.demo import Digits, DigitsClassifier
 
     out = folder / "demo"
-    options = {"limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 2}
-    trainer, tricks = demo.prepare(
-        out, max_epochs=1, accelerator="cpu", enable_progress_bar=False, enable_checkpointing=False, **options
+    example = ROOT / "examples" / "demo"
+    with patch.object(sys, "path", [str(example), *sys.path]):  # where a script has its folder
+        tricks = runpy.run_path(str(example / "every_trick.py"))["tricks"](out)
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
+    limits = {"limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 2}
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", logger=CSVLogger(out, name="logs"), log_every_n_steps=1, **quiet, **limits
     )
-    module, data = demo.DigitsClassifier(tricks), demo.Digits()
+    module, data = DigitsClassifier(tricks), Digits()
     trainer.fit(module, data)
     keys = set(trainer.callback_metrics)
     trainer.test(module, data, verbose=False)

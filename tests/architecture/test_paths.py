@@ -110,7 +110,6 @@ TEXTS = {
     "ckpt align": {"--accept", "--arguments", "--key", "model"},
     "ckpt remap": {"--key"},
     "ckpt show": {"--key"},
-    "demo": {"--accelerator", "--precision"},
     "flops": {"--dtype", "model"},
     "gpus": {"--id", "--min-free-memory", "program"},
     "report": {"--sort"},

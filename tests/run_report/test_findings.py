@@ -154,11 +154,6 @@ CASES = {
         ),
         record_of({}, parts=[DeviceUse(rank=0, data_wait=8.0)]),
     ),
-    "memory": (
-        "gpu0/memory_used_gib grew from",
-        record_of({"gpu0/memory_used_gib": [1 + 0.1 * place for place in range(20)]}),
-        record_of({"gpu0/memory_used_gib": [1.0] + [2.0] * 19, "host/ram_used_gib": [float(x) for x in range(1, 21)]}),
-    ),
     "memory in bytes": (
         "allocated_bytes.all.current grew from 1.5 to 20 GiB and was still growing at the end: unless that is "
         "intended, something keeps tensors, such as a list of losses with their graphs.",
@@ -166,25 +161,18 @@ CASES = {
         record_of({"allocated_bytes.all.current": [(1 + place) * 2.0**30 for place in range(11)]}),
     ),
     "low utilization": (
-        "The model FLOPs utilization was 10 % (median of 9 values)",
+        "The model FLOPs utilization was 10 % (median of 9 values): larger batches, lower precision or torch.compile",
         record_of({"flops/mfu": [0.1] * 10}, "step"),
         record_of({"flops/mfu": [0.45] * 10}, "step"),
     ),
-    "resumed": (
-        "The run was resumed 2 times, at steps 5, 9.",
-        record_of({}, resumes=[Resume(5, 0, 0.0), Resume(9, 0, 0.0)]),
-        record_of({}),
-    ),
-    "resumed five times": (
-        "The run was resumed 5 times, at steps 1, 2, 3, 4, 5.",
-        record_of({}, resumes=[Resume(step, 0, 0.0) for step in range(1, 6)]),
-        record_of({}),
-    ),
-    "resumed often": (
-        "The run was resumed 6 times, last at steps 1, 2, 3, 4, 5.",
-        record_of({}, resumes=[Resume(step, 0, 0.0) for step in range(6)]),
-        record_of({}),
-    ),
+    **{
+        f"resumed {count} times": (
+            f"The run was resumed {count} times, {where}.",
+            record_of({}, resumes=[Resume(step, 0, 0.0) for step in range(count)]),
+            record_of({}),
+        )
+        for count, where in ((2, "at steps 0, 1"), (5, "at steps 0, 1, 2, 3, 4"), (6, "last at steps 1, 2, 3, 4, 5"))
+    },
     "resumed and not exactly": (
         "The run was resumed once, at step 5, and not exactly: module.cache could not be restored.",
         record_of({}, resumes=[Resume(5, 0, 0.0, ["module.cache"])]),
@@ -202,7 +190,11 @@ CASES = {
     ),
     "limited": (
         "Only a part of the data was used in validation (limit_val_batches=2 batches).",
-        record_of({}, trainer=[("limit_train_batches", "1"), ("limit_val_batches", "2 batches")]),
+        record_of(
+            {},
+            trainer=[("limit_train_batches", "1"), ("limit_val_batches", "2 batches")],
+            data=[("validation batches", "2 of 8")],
+        ),
         record_of({}, trainer=[("limit_train_batches", "1"), ("overfit_batches", "0")]),
     ),
 }
@@ -244,17 +236,6 @@ def test_learning_rates_of_several_groups_are_all_named():
     assert "The learning rates were 0.1, 0.01 in all steps" in str(said(record_of(rates, "step")))
 
 
-@pytest.mark.parametrize(
-    "rate",
-    [lambda place: min(1.0, place / 10), lambda place: abs(place % 20 - 10) / 10 + 0.1],  # warm-up, cycles
-)
-def test_schedule_that_is_to_end_high_is_not_called_too_long(rate):
-    record = record_of(
-        {"learning_rate": [rate(place) for place in range(50)]}, "step", trainer=[("schedulers", "LambdaLR")]
-    )
-    assert said(record) == []
-
-
 @pytest.mark.parametrize(("samples", "is_said"), [(1, False), (40, False), (400, True)])
 def test_calibration_is_judged_by_enough_samples(samples, is_said):
     parts = [reliability([0.6, 0.7]), matrix([[samples, 0, 0], [0, 0, 0], [0, 0, 0]])]
@@ -275,7 +256,6 @@ def test_nothing_is_said_of_a_healthy_run(name):
 @pytest.mark.parametrize("name", DESERVING)
 def test_a_run_that_deserves_a_finding_has_it(name):
     words, records = DESERVING[name]
-    assert len(records) >= 5
     for record in records:
         texts = [text for _, text in said(record)]
         assert len([text for text in texts if re.search(words, text)]) == 1, texts
@@ -284,6 +264,7 @@ def test_a_run_that_deserves_a_finding_has_it(name):
 
 def test_every_check_has_runs_that_deserve_it():
     records = [record for _, records in DESERVING.values() for record in records]
+    records += [having for _, having, _ in CASES.values()]
     assert [check.__name__ for check in CHECKS if not any(list(check(record)) for record in records)] == []
 
 

@@ -10,32 +10,17 @@ import pytest
 from lightning_tricks.run_report.core.git_state import read_git_state
 
 ATTRIBUTES = "*.py filter=marked diff=marked merge=marked\n*.bin filter=marked\n*.gone filter=unknown\n"
+NAMES = """
+    core.alternateRefsCommand core.askPass core.editor core.fsmonitor core.pager core.sshCommand credential.helper
+    diff.external diff.marked.command diff.marked.textconv filter.marked.clean filter.marked.process
+    filter.marked.smudge gpg.program interactive.diffFilter merge.marked.driver pager.diff pager.status
+    sequence.editor uploadpack.packObjectsHook
+"""
 PROGRAMS = {
-    "core.alternateRefsCommand": "{}",
-    "core.askPass": "{}",
-    "core.editor": "{}",
-    "core.fsmonitor": "{}",
-    "core.pager": "{}",
-    "core.sshCommand": "{}",
-    "alias.status": "!{}",
-    "alias.diff": "!{}",
-    "credential.helper": "!{}",
-    "diff.external": "{}",
-    "diff.marked.command": "{}",
-    "diff.marked.textconv": "{}",
-    "filter.marked.clean": "{}",
-    "filter.marked.process": "{}",
-    "filter.marked.smudge": "{}",
-    "gpg.program": "{}",
-    "interactive.diffFilter": "{}",
-    "log.showSignature": "true",
-    "merge.marked.driver": "{}",
-    "pager.diff": "{}",
-    "pager.status": "{}",
-    "sequence.editor": "{}",
+    **dict.fromkeys(NAMES.split(), "{}"),
+    **dict.fromkeys(("alias.status", "alias.diff"), "!{}"),
+    **dict.fromkeys(("log.showSignature", "status.submoduleSummary"), "true"),
     "ssh.variant": "simple",
-    "status.submoduleSummary": "true",
-    "uploadpack.packObjectsHook": "{}",
 }
 
 
@@ -234,6 +219,20 @@ def test_answer_is_that_of_git_status(tmp_path, setup):
     assert state.changed == git_says
     assert state.diff == git(top, "diff", "HEAD", "--no-renames")
     assert state.not_compared == []
+
+
+def test_state_has_commit_and_branch_and_a_bounded_difference_and_leaves_the_index_alone(tmp_path):
+    assert read_git_state(tmp_path) is None
+    git(tmp_path, "init", "-b", "main")
+    assert read_git_state(tmp_path) is None, "no commit yet"
+    make(tmp_path, a="a\n")
+    clean = read_git_state(tmp_path)
+    assert (len(clean.commit), clean.branch, clean.changed, clean.diff) == (40, "main", [], "")
+    (tmp_path / "a").write_text("b\n" * 100_000)
+    index = (tmp_path / ".git" / "index").read_bytes()
+    state = read_git_state(tmp_path)
+    assert (len(state.diff), state.is_cut) == (64_000, True)
+    assert (tmp_path / ".git" / "index").read_bytes() == index
 
 
 def test_git_that_does_not_answer_is_not_taken_for_no_change(checkout):

@@ -218,19 +218,6 @@ def test_matrix_has_each_count_in_its_cell():
     assert shades[0] > shades[1] > shades[2] == 0
 
 
-@pytest.mark.parametrize("size", [2, 12, 60])
-def test_matrix_of_any_size_fits_its_picture(size):
-    names = [f"class {number}" for number in range(size)]
-    picture = parse(matrix_chart([[number] * size for number in range(size)], names))
-    width, height = map(float, picture.get("viewBox").split()[2:])
-    for one in with_class(picture, "cell"):
-        x, y, side = (float(one.get(name)) for name in ("x", "y", "width"))
-        assert 0 <= x < x + side <= width
-        assert 0 <= y < y + side <= height
-    for text, right, _ in texts(picture, "end")[:size] if size <= 40 else ():  # about 6 pixels for each character
-        assert right - 6 * len(text) > 14, "the names of the rows stand beside the name of the axis"
-
-
 @pytest.mark.parametrize(
     "names", [["a", "b"], ["class 0", "class 1"], [f"n {number}" for number in range(10, 40)], ["x" * 30] * 12]
 )
@@ -241,6 +228,8 @@ def test_names_below_a_matrix_stand_above_the_name_of_the_axis(names):
     _, height = map(float, picture.get("viewBox").split()[2:])
     cells = [[float(one.get(name)) for name in ("x", "y", "width")] for one in with_class(picture, "cell")]
     left, top = (min(cell[place] for cell in cells) for place in (0, 1))
+    for text, end, _ in texts(picture, "end")[:size]:  # about 6 pixels for each character
+        assert end - 6 * len(text) > 14, "the names of the rows stand beside the name of the axis"
     right, bottom = (max(cell[place] + cell[2] for cell in cells) for place in (0, 1))
     found = {one.text: one for one in picture.iter("text")}
     x, y = (float(found["prediction"].get(name)) for name in "xy")
@@ -251,6 +240,8 @@ def test_names_below_a_matrix_stand_above_the_name_of_the_axis(names):
         deep = 6 * len(one.text) * math.sin(math.pi / 3) if one.get("transform") else 3
         assert bottom < float(one.get("y")) + deep < y - 9
     assert y + 3 < height
+    assert left >= 0 <= top
+    assert right <= 540
     place = [float(found["target"].get(name)) for name in "xy"]
     assert place[1] == pytest.approx((top + bottom) / 2, abs=2)
     turned = [float(number) for number in found["target"].get("transform")[len("rotate(") : -1].split()]
@@ -284,15 +275,6 @@ def record_of(kind="epoch", **curves):
 
 def pictures(page):
     return [parse(f"<svg{part.partition('</svg>')[0]}</svg>") for part in page.split("<svg")[1:]]
-
-
-def test_best_value_is_marked_on_validation_and_never_on_training():
-    (picture,) = pictures(run_page(record_of(train__acc=[0.1, 0.9, 0.3], val__acc=[0.2, 0.4, 0.3])))
-    (best,) = with_class(picture, "best")
-    assert "c1" in best.get("class"), "the colour of validation"
-    (at,) = dots(picture, "best")
-    _, value = readers(picture)
-    assert value(at[1]) == pytest.approx(0.4, abs=0.01)
 
 
 def test_two_points_make_a_picture_and_one_does_not():

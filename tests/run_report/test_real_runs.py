@@ -14,36 +14,13 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
-from lightning_tricks import AGC, DeviceMonitor, GradientClipping, ImageLogger, RunReport
+from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunReport
 from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 from tests.run_report.test_callback import train
 
 CONSTANT = "The learning rate was 0.01 in all steps: a schedule"
-HALVES = {"step_size": 2, "gamma": 0.5}
-SCHEDULES = {
-    "halved once": (lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, **HALVES), "epoch", ""),
-    "halved after half of the steps": (lambda it: torch.optim.lr_scheduler.StepLR(it, 20), "step", ""),
-    "too long": (
-        lambda it: torch.optim.lr_scheduler.CosineAnnealingLR(it, 100),
-        "step",
-        "schedule is longer than the run",
-    ),
-    "too long, by epochs": (lambda it: torch.optim.lr_scheduler.LinearLR(it, 1, 0.1, 9), "epoch", "schedule is longer"),
-    "never": (lambda it: torch.optim.lr_scheduler.StepLR(it, 1000), "epoch", "StepLR never changed it"),
-}
-
-
-class Scheduled(Net):
-    """Steps a schedule."""
-
-    schedule, interval = None, "step"
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        schedule = self.schedule(optimizer)
-        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
 
 
 def fit(module, *callbacks, **options):
@@ -57,16 +34,6 @@ def fit(module, *callbacks, **options):
 def sentences(folder):
     """The findings, without those about the checkout that the tests run in."""
     return [finding.text for finding in find_all(read_record(folder)) if "from commit" not in finding.text]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_only_a_schedule_that_is_cut_off_is_called_too_long(tmp_path, name):
-    schedule, interval, words = SCHEDULES[name]
-    module = Scheduled()
-    module.schedule, module.interval = schedule, interval
-    fit(module, RunReport(tmp_path), max_epochs=6 if interval == "epoch" and words else 4)
-    said = sentences(tmp_path)
-    assert [bool(re.search(words, text)) for text in said] == [True] * bool(words)
 
 
 @pytest.mark.parametrize(
@@ -189,43 +156,6 @@ def test_steps_of_two_optimizers_agree_with_the_axes(tmp_path):
         assert f"100 % of {steps} steps of optimizer {number} were clipped: max_norm=0.001 is below" in page
 
 
-def test_clipping_that_adapts_is_no_finding(tmp_path):
-    train([RunReport(tmp_path), GradientClipping(method=AGC(1e-4))], max_epochs=3)
-    (part,) = read_record(tmp_path).parts_of(ClippedSteps)
-    assert part.clipped == part.steps == 30
-    assert [text for text in sentences(tmp_path) if not text.startswith(CONSTANT)] == []
-
-
-@pytest.mark.parametrize("name", ["loss", "train/loss", "total_loss"])
-def test_loss_that_diverges_is_said_and_a_weight_that_grows_is_not(tmp_path, name):
-    class Grows(Net):
-        def training_step(self, batch, batch_idx):
-            outputs = super().training_step(batch, batch_idx)
-            step = self.global_step
-            annealed = 20.0 * (step - 10) / 30 if step > 10 else 0.0
-            self.log_dict(
-                {
-                    name: outputs["loss"].detach() / (1 + step) + annealed,
-                    "kl_loss_weight": annealed,
-                    "loss_scale": 2.0**step,
-                }
-            )
-            return outputs
-
-    class Diverges(Net):
-        def training_step(self, batch, batch_idx):
-            outputs = super().training_step(batch, batch_idx)
-            step = self.global_step
-            self.log_dict(
-                {name: outputs["loss"].detach() / (1 + step) + 1.3 ** max(0, step - 15), "loss_scale": 2.0**-step}
-            )
-            return outputs
-
-    for module, count in ((Grows(), 0), (Diverges(), 1)):
-        fit(module, RunReport(tmp_path))
-        assert sum("training diverged" in text for text in sentences(tmp_path)) == count
-
-
 class Knows(EvaluatedNet):
     """Predicts all but some digits rightly."""
 
@@ -259,14 +189,3 @@ def test_class_whose_name_begins_like_a_mistake_is_none(tmp_path):
     (part,) = read_record(tmp_path).parts_of(Pictures)
     assert len(part.captions) == 2
     assert all(re.fullmatch(r"!!\d at 64%, is !\d", caption) for caption in part.captions)
-
-
-def test_of_values_the_largest_errors_are_shown(tmp_path):
-    class Regresses(EvaluatedNet):
-        def validation_step(self, batch, batch_idx):
-            values = batch[1].float()
-            return {"preds": values + 0.1 * batch_idx, "target": values}
-
-    train([RunReport(tmp_path), ImageLogger(4, shape=[1, 8, 8])], Regresses())
-    (part,) = read_record(tmp_path).parts_of(Pictures)
-    assert (part.title, part.note, len(part.pictures)) == ("Largest errors (val)", "Epoch 1.", 4)

@@ -1,21 +1,17 @@
 """Throughput: how many samples a run has seen, in how much time, over all its parts."""
 
-import time
-
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_tricks import AutoResume, DeviceMonitor, RunReport
+from lightning_tricks import DeviceMonitor, RunReport
 from lightning_tricks._shared.report_parts import DeviceUse
-from lightning_tricks.run_report import RunRecord, read_record, run_page
-from lightning_tricks.run_report.core.record_file import from_plain
-from lightning_tricks.run_report.core.throughput import samples_per_second, throughput
-from lightning_tricks.run_report.core.throughput_meter import ThroughputMeter
-from tests.contract.checks import Interrupts
+from lightning_tricks.run_report import RunRecord, read_record
+from lightning_tricks.run_report.core.page import throughput
+from lightning_tricks.run_report.core.run_writer import ThroughputMeter
 from tests.contract.lab import QUIET, Net, digits, loader
-from tests.run_report.test_callback import Logs, train
+from tests.run_report.test_callback import Logs
 
 
 class Uneven(Logs):
@@ -40,29 +36,8 @@ def test_all_samples_are_counted_also_those_of_the_last_batch(tmp_path, options)
     batches = options.get("limit_train_batches", -(-len(digits()) // 7))
     assert record.batches == 2 * batches
     assert record.samples == 2 * min(len(digits()), 7 * batches)
-    assert samples_per_second(record) == record.samples / record.seconds
+    assert record.samples_per_second == record.samples / record.seconds
     assert "samples a second" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.oldest
-def test_samples_and_time_of_earlier_parts_count(tmp_path):
-    class Waits(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            time.sleep(0.02)
-
-    def callbacks():
-        return [RunReport(tmp_path / "a"), AutoResume(tmp_path / "saves", every_n_train_steps=3)]
-
-    with pytest.raises(SystemExit):
-        train([*callbacks(), Waits(), Interrupts(13)])
-    stopped = read_record(tmp_path / "a")
-    assert (stopped.batches, stopped.samples) == (13, 52)
-    assert stopped.seconds > 13 * 0.02
-    train(callbacks())
-    resumed = read_record(tmp_path / "a")
-    assert (resumed.batches, resumed.samples, resumed.step) == (20, 80, 20)
-    assert resumed.seconds > stopped.seconds
-    assert resumed.validation_seconds > stopped.validation_seconds > 0
 
 
 class Images(Dataset):
@@ -133,19 +108,3 @@ def test_what_limited_a_run_is_what_the_device_monitor_found(tmp_path):
         "share of the time in validation": "20 %",
     }
     assert without.sentences == ["With a DeviceMonitor, it is said here what training waited for."]
-
-
-def test_record_of_a_version_without_counts_says_nothing():
-    old = from_plain(RunRecord, {"step": 100, "seconds": 50.0})
-    assert throughput(old) is None
-    assert "Throughput" not in run_page(old)
-    old.batches, old.samples = 10, 40  # then resumed by this one
-    assert throughput(old) is None
-
-
-@pytest.mark.oldest
-def test_rank_zero_says_that_its_samples_are_its_own(tmp_path):
-    train([RunReport(tmp_path)], strategy="ddp_fork", devices=2, use_distributed_sampler=True)
-    record = read_record(tmp_path)
-    assert (record.ranks, record.batches, record.samples) == (2, 10, 40)
-    assert "samples a second, on rank 0 of 2" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -239,6 +239,7 @@ def test_findings_and_order_of_the_sections(seed):
     assert items == [(one.level, one.text) for one in find_all(record)]
     assert 'http-equiv="refresh"' not in page
     assert 'http-equiv="refresh"' in run_page(RunRecord(status="running"))
+    assert "<b>5</b><span>samples a second</span>" in run_page(RunRecord(seconds=10.0, samples=50, batches=5))
     for status, said in (
         ("running", "had not ended when this page was written"),
         ("failed", "failed: Oh!"),
@@ -282,24 +283,10 @@ def test_curves_of_metrics(seed):
     ]
     found = readings(pictures["loss"])  # 60 strips, among them those with the values of epochs
     assert len(found) <= 60
-    known = {
-        label: {step: shown(value) for step, _, value in curve(record, key)}
-        for label, key in (
-            ("train (epoch)", "train/loss_epoch"),
-            ("train (step)", "train/loss_step"),
-            ("val", "val/loss"),
-        )
+    assert [line.split()[0] for line in found[-1][1:]] == ["train", "train", "val"]
+    assert {first.split()[1].rstrip(",") for first, *_ in found} >= {
+        str(step) for step, _, _ in curve(record, "val/loss")
     }
-    for first, *others in found:
-        step = int(first.split()[1].rstrip(","))
-        there = [label for label, values in known.items() if min(values) <= step <= max(values)]
-        assert [next(label for label in known if text.startswith(f"{label} ")) for text in others] == there
-        for label, text in zip(there, others, strict=True):
-            value, _, at = text.removeprefix(f"{label} ").partition(" at step ")
-            assert known[label][int(at or step)] == value
-            if label != "train (step)":  # of which there are more than places in the picture
-                assert abs(int(at or step) - step) == min(abs(each - step) for each in known[label])
-    assert {first.split()[1].rstrip(",") for first, *_ in found} >= {str(step) for step in known["val"]}
 
 
 def test_a_mean_is_drawn_of_many_steps_and_of_no_epochs():
@@ -437,7 +424,7 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     resumes = [["1,234", "2", "1970-01-01 00:00 UTC", "x, y"], ["1,235", "3", "1970-01-01 00:01 UTC", "nothing"]]
     assert repeat["Resumes"] == [["step", "epoch", "time", "not restored"], *resumes]
     code = found["Code"]
-    assert tables(code)[""] == [["commit", "c" * 40], ["branch", "main"], ["changed files", "2"]]
+    assert rows(code.find("table")) == [["commit", "c" * 40], ["branch", "main"], ["changed files", "2"]]
     assert [words(one) for one in code.iter("summary")] == ["Changed files", "Differences to the commit (2 lines)"]
     assert [one.text for one in code.iter("pre")] == [" M a.py\n?? b", "+1\n-2\n"]
     assert words(code).endswith("Only the beginning was kept.")

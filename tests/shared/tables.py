@@ -20,7 +20,6 @@ from torch import nn
 from lightning_tricks import align, save_weights, summarize_model
 from lightning_tricks.calibration import CalibrationTable
 from lightning_tricks.cli import main
-from lightning_tricks.demo import _print_and_write
 from lightning_tricks.devices import Gpu
 from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report
 from lightning_tricks.devices.core.gpu import GpuProcess
@@ -175,12 +174,6 @@ def memory() -> MemoryReport:
     return MemoryReport("cuda:0", **sizes, largest=tuple(largest))
 
 
-def _demo() -> None:
-    rows = {"loss": "val 0.123, test 0.145", "accuracy": "val 97.0 %, test 96.3 %"}
-    more = {"renamed layers": "122 of 122 tensors of torchvision's resnet18 under timm's names", "time": "3 s"}
-    _print_and_write({"training": rows, "checkpoint_remapping": more, "finetuning": rows}, Path())
-
-
 def _command(*arguments: str) -> Callable[[], None]:
     def run() -> None:
         weights = {name: torch.zeros(shape[0] // 768 + 1, 3) for name, shape in NAMES.items()}
@@ -204,7 +197,6 @@ TABLES: dict[str, Callable[[], Any]] = {
 }
 PRINTED: dict[str, Callable[[], None]] = {  # by commands
     "ckpt_show": _command("ckpt", "show", "bert.pt"),
-    "demo": _demo,
     "schedule": _command("schedule", "--total", "100000"),
 }
 

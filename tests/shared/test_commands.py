@@ -28,7 +28,6 @@ from tests.shared.test_console import unread
 _ALIGNED = 'w.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1}'
 # command -> arguments that it does not take, some with which its work fails, the status then, and some that succeed
 _COMMANDS = {
-    "demo": ("--seed -1", "--out w.pt", 1, None),
     "ckpt show": ("", "none.pt", 1, "w.pt"),
     "ckpt align": ("w.pt torch.nn", "w.pt torch.nn:Nothing", 1, _ALIGNED),
     "ckpt remap": ("w.pt -o out.pt", "w.pt -r none.yaml -o out.pt", 1, "w.pt -r rules.yaml -o out.pt"),
@@ -162,7 +161,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
 # --json
 
 # They make files, and say which, or list what functions return
-_NO_LISTINGS = {"demo", "ckpt remap", "ckpt show", "ckpt align"}
+_NO_LISTINGS = {"ckpt remap", "ckpt show", "ckpt align"}
 _CHECKPOINT = "file epoch batches step finished bytes written"
 # command -> arguments, and keys that its JSON must keep; those of values in lists are as if there were no list
 _JSON = {

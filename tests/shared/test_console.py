@@ -93,7 +93,6 @@ def test_below_a_table_nothing_is_markup_and_no_text_is_no_line():
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["demo", "--max", "3"], "unrecognized arguments: --max 3"),
         (["gpus", "--js"], "unrecognized arguments: --js"),
         (["schedule", "--tot", "10"], "the following arguments are required: --total"),
     ],

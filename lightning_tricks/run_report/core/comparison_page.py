@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.run_report.core.curves import (
@@ -18,25 +18,16 @@ from lightning_tricks.run_report.core.curves import (
     split_key,
 )
 from lightning_tricks.run_report.core.findings import find_all
-from lightning_tricks.run_report.core.html import (
-    figure,
-    findings_list,
-    first_and_folded,
-    page,
-    paragraph,
-    section,
-    side_by_side,
-    table,
-)
 from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
 from lightning_tricks.run_report.core.record import RunRecord
-from lightning_tricks.run_report.core.svg import Line, line_chart
+from lightning_tricks.run_report.core.svg import Figure, Line, line_chart
+from lightning_tricks.run_report.core.templates import render
 
-_MOST_PICTURES = 6
 _MOST_ROWS = 300
+Runs: TypeAlias = tuple[RunRecord, RunRecord]
 
 
-def comparison_page(first: RunRecord, second: RunRecord, names: tuple[str, str] = ("A", "B")) -> str:
+def comparison_page(first: RunRecord, second: RunRecord, names: Sequence[str] = ("A", "B")) -> str:
     """Return a page that compares two runs as HTML.
 
     Args:
@@ -50,27 +41,20 @@ def comparison_page(first: RunRecord, second: RunRecord, names: tuple[str, str] 
         True
     """
     runs = (first, second)
-    pictures = _metric_figures(runs, names)
-    keys = [key for run in runs for _, key in metric_curves(run)]
-    body = [
-        f"<header><h1>{escape(names[0])} and {escape(names[1])}</h1></header>",
-        section("What differs", [_differences(runs, names)]),
-        section("Loss and metrics", [first_and_folded(pictures, _MOST_PICTURES)]),
-        section("Last and best values", [values_table(runs, names, list(dict.fromkeys(keys))[:_MOST_ROWS])]),
-        section("Learning rate and gradients", [side_by_side(_other_figures(runs, names))]),
-        section(
-            "What stands out",
-            [
-                side_by_side(
-                    [
-                        f"<div><h3>{escape(name)}</h3>{findings_list(find_all(run)) or paragraph('Nothing.')}</div>"
-                        for name, run in zip(names, runs, strict=True)
-                    ]
-                )
-            ],
-        ),
-    ]
-    return page(f"{names[0]} and {names[1]}", [part for part in body if part])
+    differences, sentences = _differences(runs, names)
+    keys = dict.fromkeys(key for run in runs for _, key in metric_curves(run))
+    return render(
+        "comparison.html",
+        f"{names[0]} and {names[1]}",
+        is_running=False,
+        names=names,
+        differences=differences,
+        sentences=sentences,
+        curves=_metric_figures(runs, names),
+        values=values_of(runs, list(keys)[:_MOST_ROWS]),
+        rates_and_norms=_other_figures(runs, names),
+        findings_of_each=[(name, find_all(run)) for name, run in zip(names, runs, strict=True)],
+    )
 
 
 def settings_of(record: RunRecord) -> dict[str, str]:
@@ -106,7 +90,8 @@ def _file_name(header: str) -> str:
     return header[len(header) // 2 + 3 :]
 
 
-def _differences(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
+def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """Return what differs between two runs, as rows of a table, and what else is to be said."""
     first, second = runs
     rows = [
         ("started", format_time(first.started), format_time(second.started)),
@@ -128,12 +113,9 @@ def _differences(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> s
     for run, name in zip(runs, names, strict=True):
         if run.not_recorded:
             said.append(f"Not recorded of {name}, and not compared: {'; '.join(run.not_recorded)}.")
-        if not run.settings:
-            said.append(f"{name} was recorded by a version that recorded few settings.")
         if run.git is not None and run.git.is_cut:
             said.append(f"Of the differences of {name} to its commit, only the beginning is compared.")
-    shown = table(("", *names), [*rows, *settings[:_MOST_ROWS]], texts=3) if rows or settings else ""
-    return shown + "".join(paragraph(sentence) for sentence in dict.fromkeys(said))
+    return [*rows, *settings[:_MOST_ROWS]], list(dict.fromkeys(said))
 
 
 def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -144,7 +126,7 @@ def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tupl
     ]
 
 
-def _metric_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> list[str]:
+def _metric_figures(runs: Runs, names: Sequence[str]) -> list[Figure]:
     curves: dict[str, tuple[str, list[Line]]] = {}  # quantity -> its name and its lines
     for color, (run, name) in enumerate(zip(runs, names, strict=True)):
         for parts, key in metric_curves(run):
@@ -159,13 +141,13 @@ def _metric_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -
             dash = 1 if is_train else 2 if parts.loader not in ("", "0") else 0
             lines.append(Line(label, points, color, dash=dash, best=best))
     return [
-        figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
+        Figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
         for name, lines in curves.values()
         if any(len(line.points) > 1 for line in lines)
     ]
 
 
-def _other_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> list[str]:
+def _other_figures(runs: Runs, names: Sequence[str]) -> list[Figure]:
     keys = [key for topic in (LEARNING_RATE, GRADIENTS) for run in runs for key in keys_of_topic(run, topic)]
     figures = []
     for key in list(dict.fromkeys(keys))[:12]:
@@ -175,26 +157,18 @@ def _other_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) ->
             if len(points) > NOISY and not key.startswith("learning_rate"):
                 points = smooth(points)
             lines.append(Line(name, points, color, dash=color))
-        figures.append(figure(key.replace("_", " "), line_chart(lines), [line for line in lines if line.points]))
+        figures.append(Figure(key.replace("_", " "), line_chart(lines), [line for line in lines if line.points]))
     return figures
 
 
-def values_table(runs: tuple[RunRecord, RunRecord], names: tuple[str, str], keys: Iterable[str]) -> str:
-    """Return a table of the last and the best value of metrics of two runs, or "" if there are no keys."""
-    rows, marked = [], []
+def values_of(runs: Runs, keys: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return metrics of two runs: key, the last value of each, their difference, and the best value of each."""
+    rows = []
     for key in keys:
         curves = [run.curve(key) for run in runs]
         last = [points[-1].value if points else None for points in curves]
         best = [best_point(points, sign_of_better(split_key(key).name)) for points in curves]
-        difference = format_number(last[1] - last[0]) if last[0] is not None and last[1] is not None else ""
-        rows.append(
-            (
-                key,
-                *("" if value is None else format_number(value) for value in last),
-                difference,
-                *("" if point is None else format_number(point.value) for point in best),
-            )
-        )
-        marked.append(None in last)
-    columns = ("value", f"last, {names[0]}", f"last, {names[1]}", "difference", *(f"best, {name}" for name in names))
-    return table(columns, rows, marked) if rows else ""
+        difference = None if last[0] is None or last[1] is None else last[1] - last[0]
+        numbers = (*last, difference, *(None if point is None else point.value for point in best))
+        rows.append((key, *map(format_number, numbers)))
+    return rows

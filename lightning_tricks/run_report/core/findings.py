@@ -297,24 +297,11 @@ def limited_data(record: RunRecord) -> Iterator[Finding]:
     found = [
         f"{word} ({name}={limits[name]})"
         for name, word in names
-        if limits.get(name, "1") not in ("1", "0 batches", "0", "None")
-        and _is_part(batches.get(f"{word} batches", ""), limits[name])
+        for used, _, there in [batches.get(f"{word} batches", "").partition(" of ")]
+        if limits.get(name, "1") not in ("1", "0 batches", "0", "None") and there not in (used, "unknown", "")
     ]
     if found:
         yield note(f"Only a part of the data was used in {' and '.join(found)}.")
-
-
-def _is_part(batches: str, limit: str) -> bool:
-    """Whether a limit left something out, as far as it is known.
-
-    Args:
-        batches: "7 of 20", or "7 of unknown"; "7" or "" in records of earlier versions.
-        limit: "7 batches", or a share.
-    """
-    used, _, there = batches.partition(" of ")
-    if there:
-        return there not in (used, "unknown")
-    return "batches" not in limit or not batches or f"{used.replace(',', '')} batches" == limit
 
 
 # One entry for each sentence that a report may say, in the order in which it says them

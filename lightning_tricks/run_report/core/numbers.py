@@ -8,13 +8,15 @@ from datetime import datetime, timezone
 from itertools import pairwise
 
 
-def format_number(value: float) -> str:
-    """Return a number with four significant digits.
+def format_number(value: float | None) -> str:
+    """Return a number with four significant digits, or "" for None.
 
     Examples:
         >>> format_number(0.123456), format_number(12345.6), format_number(3.0), format_number(1.234e-7)
         ('0.1235', '12,346', '3', '1.234e-07')
     """
+    if value is None:
+        return ""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if abs(value) >= 1000 and abs(value) < 1e7:

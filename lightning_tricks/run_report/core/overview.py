@@ -6,15 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.text import printable
 from lightning_tricks.run_report.core.curves import best_point, metric_curves, sign_of_better, split_key, watched
-from lightning_tricks.run_report.core.numbers import format_number, format_seconds
+from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
 from lightning_tricks.run_report.core.record import Point, RunRecord
-from lightning_tricks.run_report.core.throughput import samples_per_second
 
 if TYPE_CHECKING:
     from lightning_tricks._shared.fitting_table import FittingTable
@@ -48,7 +46,7 @@ class Overview:
                 "steps": record.step,
                 "started": record.started,
                 "seconds": record.seconds,
-                "samples_per_second": samples_per_second(record),
+                "samples_per_second": record.samples_per_second,
                 "metrics": {key: self._ends(record, key) for _, key in metric_curves(record)},
             }
             for name, record in self.runs
@@ -79,14 +77,13 @@ class Overview:
             f", by {printable(self.key)}, {order}" if self.key else ""
         )
         columns = self._columns()
-        drop = [printable(name) for name in reversed(self._by_importance(columns)) if name in columns]
         table = FittingTable(
             title=Text(title),
             title_justify="left",
             box=box.SIMPLE_HEAD,
             show_edge=False,
             padding=(0, 1, 0, 0),
-            drop=drop[:-2],
+            drop=[printable(name) for name in reversed(columns)][:-2],
         )
         for name in columns:
             is_text = name in ("run", "status", "started", "module")
@@ -97,7 +94,7 @@ class Overview:
         return table
 
     def _columns(self) -> dict[str, list[str]]:
-        """Return name -> cells of all columns, in the order in which they are shown."""
+        """Return name -> cells of all columns, those that matter most first."""
         records = [record for _, record in self.runs]
         columns = {"run": [printable(name) for name, _ in self.runs]}
         if self.key:
@@ -109,14 +106,13 @@ class Overview:
             # that of a killed run says "running", too
             "status": ["not ended" if record.status == "running" else record.status for record in records],
             "epochs": [f"{record.epochs:,}" for record in records],
-            "steps": [f"{record.step:,}" for record in records],
-            "started": [_when(record.started) for record in records],
+            "started": [format_time(record.started).removesuffix(" UTC") for record in records],
         }
         for key in self._others():
             columns[f"best {key}"] = [_shown(best_point(record.curve(key), self.sign_of(key))) for record in records]
+        columns["steps"] = [f"{record.step:,}" for record in records]
         columns["took"] = [format_seconds(record.seconds) for record in records]
-        rates = [samples_per_second(record) for record in records]
-        columns["samples/s"] = ["" if rate is None else format_number(rate) for rate in rates]
+        columns["samples/s"] = [format_number(record.samples_per_second) for record in records]
         if len({record.module for record in records}) > 1:
             columns["module"] = [printable(record.module) for record in records]
         return columns
@@ -130,12 +126,6 @@ class Overview:
             if parts.stage in ("val", "test") and parts.kind != "step" and key != self.key and self.sign_of(key)
         )
         return [key for key, _ in counts.most_common(_MOST_OTHERS)]
-
-    @staticmethod
-    def _by_importance(columns: dict[str, list[str]]) -> list[str]:
-        first = ["run", "best", "last", "status", "epochs", "started"]
-        others = [name for name in columns if name.startswith("best ")]
-        return [*first, *others, "steps", "took", "samples/s", "module"]
 
 
 def make_overview(runs: Sequence[tuple[str, RunRecord]], key: str = "", sign: int = 0) -> Overview:
@@ -167,11 +157,4 @@ def make_overview(runs: Sequence[tuple[str, RunRecord]], key: str = "", sign: in
 
 
 def _shown(point: Point | None) -> str:
-    return "" if point is None else format_number(point.value)
-
-
-def _when(seconds: float) -> str:
-    try:
-        return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M}"
-    except (OverflowError, OSError, ValueError):
-        return "unknown"
+    return format_number(None if point is None else point.value)

@@ -99,14 +99,12 @@ class Position(NamedTuple):
     """A place in a record, which a checkpoint keeps.
 
     Attributes:
-        id: The id of the rows that were written last; "" where a version without ids wrote the checkpoint.
+        id: The id of the rows that were written last; "" before there are any.
         rows: How many rows the record has.
-        last_step: The step of the last one, or -1.
     """
 
     id: str = ""
     rows: int = 0
-    last_step: int = -1
 
 
 @dataclass
@@ -190,6 +188,11 @@ class RunRecord:
     keys_left_out: int = 0
     saved_rows: int = 0
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """The samples that a rank trained on in a second of the fit, or None if it is not known."""
+        return self.samples / self.seconds if self.samples and self.seconds > 0 else None
+
     def segments(self) -> list[tuple[str, int]]:
         """Return the ids of the rows, each with the number of rows before them."""
         return [(self.id, 0), *((resume.id, resume.rows) for resume in self.resumes if resume.id)]
@@ -197,7 +200,7 @@ class RunRecord:
     def position(self, rows: int) -> Position:
         """Return the place after the first rows, of which there are so many: all, or as many as a resume has kept."""
         ids = [self.id, *(name for name, start in self.segments() if start < rows)]
-        return Position(ids[-1], rows, self.rows[-1].step if self.rows else -1)
+        return Position(ids[-1], rows)
 
     def has(self, position: Position) -> bool:
         """Whether the first rows are those that a run had when it saved a checkpoint."""

@@ -20,7 +20,7 @@ from lightning_tricks.run_report.core.record import Row, RunRecord, RunReportErr
 
 PAGE_MARK = "lightning_tricks.run_report"  # stands in the head of each page
 RUN_FILE, VALUES_FILE, PAGE_FILE = "run.json", "values.jsonl", "report.html"
-_FORMAT, _VERSION = "lightning_tricks.run_report", 2  # since 2, rows have ids
+_FORMAT, _VERSION = "lightning_tricks.run_report", 2
 Made = TypeVar("Made")
 _LONGEST_LIST = 30_000  # a page of more is slow; what a report has most of are classes
 _OUTSIDE_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -115,8 +115,8 @@ def read_run(path: Path) -> RunRecord:
         if content.pop("format") != _FORMAT:
             raise ValueError("it has another format")
         version = content.pop("version")
-        if version not in range(1, _VERSION + 1):
-            raise ValueError(f"it has version {version!r}, but this lightning_tricks reads versions up to {_VERSION}")
+        if version != _VERSION:
+            raise ValueError(f"it has version {version!r}, and this lightning_tricks reads version {_VERSION}")
         parts = [dict(part) for part in content.pop("parts")]
         record: RunRecord = from_plain(RunRecord, content)
         record.parts = [from_plain(PART_KINDS[part.pop("kind")], part) for part in parts]

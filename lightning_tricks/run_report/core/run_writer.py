@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lightning_tricks._shared.file_locks import DirectoryLock
 from lightning_tricks._shared.report_parts import ReportPart
-from lightning_tricks._shared.tensors import read_numbers
+from lightning_tricks._shared.tensors import read_numbers, tensors_in
 from lightning_tricks.run_report.core.page import run_page
 from lightning_tricks.run_report.core.record import (
     MOST_KEYS,
@@ -38,13 +39,13 @@ from lightning_tricks.run_report.core.record_file import (
 )
 from lightning_tricks.run_report.core.run_folders import find_run_before
 from lightning_tricks.run_report.core.secret_values import hide_in_text
-from lightning_tricks.run_report.core.throughput_meter import ThroughputMeter
 
 LOCK_FILE = ".lock"
 _FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
 _EARLIER, _AT_ONCE = "earlier", "at-once"  # folders for other runs: those before, and those at the same time
 _PENDING = 256  # rows on the device
 _MOST_ROWS = 20_000  # of a kind, on the disk
+_MOST_TENSORS = 32  # of a batch that are looked at
 _COST = 0.02  # the share of the time that may be spent on pages
 
 
@@ -206,7 +207,7 @@ class RunWriter:
         for folder in dict.fromkeys((self.folder, self.path, *inner)):
             with suppress(OSError, RunReportError):
                 record = read_record(folder)
-                if record.has(position) and (position.id or _may_have(record, position)):
+                if record.has(position):
                     return folder, record
         return None
 
@@ -224,11 +225,63 @@ class RunWriter:
         self.said.append(f"the report of an earlier fit was moved to {target}")
 
 
-def _may_have(record: RunRecord, position: Position) -> bool:
-    """Whether a record without ids may be that of a checkpoint without one, by the step of the last row."""
-    rows = keep_first_rows(record.rows, position.rows)
-    is_merged = any(row.count > 1 for row in record.rows)  # a row may then lie on both sides
-    return is_merged or (len(rows) == position.rows and (rows[-1].step if rows else -1) == position.last_step)
+def rows_of(batch: Any) -> int | None:
+    """Return the number of samples of a batch, the size of all its tensors, or None where these do not agree.
+
+    Examples:
+        >>> import torch
+        >>> rows_of({"images": torch.zeros(4, 1, 8, 8), "targets": [torch.zeros(4)]}), rows_of([torch.zeros(3, 8)] * 4)
+        (4, 3)
+        >>> rows_of((torch.zeros(3, 8), torch.zeros(4)))
+    """
+    sizes = {tensor.shape[0] for tensor in islice(tensors_in(batch), _MOST_TENSORS) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+class ThroughputMeter:
+    """Counts batches and samples, and the time in validation, for a record.
+
+    A list of images, whose first sizes are no number of samples, is told by the size of the batches: all but the last
+    one of an epoch have it.
+
+    Args:
+        record: The record, which has the counts of earlier parts of the run.
+        loader: What the batches come from: only those of one loader are counted as samples.
+    """
+
+    def __init__(self, record: RunRecord, loader: Any) -> None:
+        self._record = record
+        size = getattr(loader, "batch_size", None)
+        self._batch_size = size if isinstance(size, int) else None
+        self._ended_short = False
+        self._validation_began: float | None = None
+        if isinstance(loader, dict | list | tuple):
+            record.samples = None
+
+    def add(self, batch: Any, batch_idx: int) -> None:
+        """Count a batch."""
+        record = self._record
+        record.batches += 1
+        if record.samples is None:
+            return
+        rows, size = None, self._batch_size
+        with suppress(Exception):  # objects of users may do anything when they are looked into
+            rows = rows_of(batch)
+        if rows is None or (size is not None and (rows > size or (self._ended_short and batch_idx > 0))):
+            record.samples = None
+        else:
+            record.samples += rows
+            self._ended_short = size is not None and rows < size
+
+    def begin_validation(self) -> None:
+        """Note when a validation begins."""
+        self._validation_began = time.perf_counter()
+
+    def end_validation(self) -> None:
+        """Add the time of the validation that ends."""
+        if self._validation_began is not None:
+            self._record.validation_seconds += time.perf_counter() - self._validation_began
+        self._validation_began = None
 
 
 class ValueRecorder:

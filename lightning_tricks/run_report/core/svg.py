@@ -120,6 +120,29 @@ class Line:
     best: Point | None = None
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A picture, or a table, with its title.
+
+    Attributes:
+        title: The title.
+        picture: The picture as SVG, or "".
+        lines: The curves that the legend lists.
+        note: What stands below, or "".
+        columns: The names of the table's columns.
+        rows: Its rows.
+        texts: How many of its first columns are texts.
+    """
+
+    title: str
+    picture: str = ""
+    lines: Sequence[Line] = ()
+    note: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    texts: int = 1
+
+
 def line_chart(
     lines: Sequence[Line],
     *,
