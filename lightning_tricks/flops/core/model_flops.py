@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_call import ModelCall, example_input_code, find_call
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
-from lightning_tricks._shared.dry_run.runner import TensorCopies, dry_run, find_loss
-from lightning_tricks._shared.dry_run.tensor_copies import NoDataError
+from lightning_tricks._shared.dry_run.runner import NoDataError, dry_run, find_loss
 from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
 from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks._torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -27,8 +26,6 @@ from lightning_tricks.flops.core.operator_counter import ModuleCost, OperatorCou
 from lightning_tricks.flops.core.thop_rules import has_thop_rule, thop_macs
 
 Backend = Literal["torch", "thop"]
-
-# A child of Lightning's logger, so that it is shown and silenced together with Lightning's own messages
 
 
 def count_flops(
@@ -167,35 +164,53 @@ def _count_with_torch(
     Returns:
         The counts, and the operators that were called.
     """
+    if backward and _optimizes_by_hand(model, call):
+        raise ValueError(
+            f"backward=True: {type(unwrap_model(model)).__name__}.training_step optimizes by hand, which a copy cannot "
+            "do: FlopsReport(backward=True) counts its first step in a fit without torch.compile."
+        )
 
-    def count(model_copy: nn.Module, call: ModelCall, copies: TensorCopies) -> tuple[nn.Module, OperatorCounter]:
-        counter = OperatorCounter(model_copy, copies.run_operator, operators, modules)
-        with counter, counter.attribute_to_modules():
-            _run(model_copy, call, counter, backward)
+    def count(model_copy: nn.Module, call: ModelCall) -> tuple[nn.Module, OperatorCounter]:
+        counter = OperatorCounter(model_copy, operators, modules, _optimizes_by_hand(model, call))
+        with torch.enable_grad() if backward else contextlib.nullcontext():
+            with counter.forward_pass():
+                out = call.run(model_copy)
+            if backward:
+                with counter.backward_pass():
+                    find_loss(out, call).backward()
         return model_copy, counter
 
     (model_copy, counter), notes = dry_run(model, call, count)
     for note in notes:
         lightning_logger("flops").info("FLOPs of %s: %s.", type(model_copy).__name__, note)
-    counted = _build_count(
-        _build_rows(model_copy, counter.total, counter.module_costs),
+    return build_count(model_copy, counter, backward, notes), counter.seen_operators
+
+
+def _optimizes_by_hand(model: nn.Module, call: ModelCall) -> bool:
+    return call.method == "training_step" and not getattr(unwrap_model(model), "automatic_optimization", True)
+
+
+def build_count(model: nn.Module, counter: OperatorCounter, backward: bool, notes: tuple[str, ...] = ()) -> FlopsCount:
+    """Return the counts of a module that was run, with those of its training step if it was counted."""
+    return _from_rows(
+        _build_rows(model, counter.total, counter.module_costs),
         train_step_flops=_to_int(2 * (counter.total.macs + counter.backward_macs)) if backward else None,
         uncounted=dict(counter.uncounted),
         backend="torch",
         notes=notes,
     )
-    return counted, counter.seen_operators
 
 
 def _count_with_thop(model: nn.Module, call: ModelCall, modules: Mapping[type, Any]) -> FlopsCount:
     """Count one call by thop's rules, on a copy of the model with data; see `_count_with_torch`."""
 
     def count(
-        model_copy: nn.Module, call: ModelCall, copies: TensorCopies
+        model_copy: nn.Module, call: ModelCall
     ) -> tuple[nn.Module, OperatorCounter, dict[nn.Module, float]]:
-        counter = OperatorCounter(model_copy, copies.run_operator)
-        with counter, counter.attribute_to_modules():  # finds the modules that thop should have counted
-            macs = thop_macs(model_copy, lambda: _run(model_copy, call, counter, backward=False), modules)
+        counter = OperatorCounter(model_copy, is_manual=_optimizes_by_hand(model, call))
+        # finds the modules that thop should have counted; thop switches off gradients
+        with redirect_backward(model_copy, run_backward), counter.forward_pass():
+            macs = thop_macs(model_copy, lambda: call.run(model_copy), modules)
         return model_copy, counter, macs
 
     (model_copy, counter, macs), _ = dry_run(model, call, count, needs_data=True)
@@ -209,21 +224,7 @@ def _count_with_thop(model: nn.Module, call: ModelCall, modules: Mapping[type, A
             uncounted[kind] = uncounted.get(kind, 0) + cost.calls
         module_costs[module] = replace(cost, macs=macs.get(module, 0), other_flops=0)
     rows = _build_rows(model_copy, ModuleCost(macs=macs[model_copy]), module_costs, without_rule)
-    return _build_count(rows, train_step_flops=None, uncounted=uncounted, backend="thop")
-
-
-def _run(model_copy: nn.Module, call: ModelCall, counter: OperatorCounter, backward: bool) -> None:
-    def counted_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with counter.backward_pass():
-            run_backward(loss, *args, **kwargs)
-
-    is_manual = call.method == "training_step" and not getattr(model_copy, "automatic_optimization", True)
-    with torch.enable_grad() if backward else contextlib.nullcontext():
-        with redirect_backward(model_copy, counted_backward) if is_manual else contextlib.nullcontext():
-            out = call.run(model_copy)
-        if backward and not is_manual:
-            with counter.backward_pass():
-                find_loss(out, call).backward()
+    return _from_rows(rows, train_step_flops=None, uncounted=uncounted, backend="thop")
 
 
 def _build_rows(
@@ -257,7 +258,7 @@ def _build_rows(
     return tuple(rows)
 
 
-def _build_count(rows: tuple[FlopsRow, ...], **details: Any) -> FlopsCount:
+def _from_rows(rows: tuple[FlopsRow, ...], **details: Any) -> FlopsCount:
     model_row = rows[0]
     return FlopsCount(
         macs=model_row.macs,
