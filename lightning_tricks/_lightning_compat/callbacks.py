@@ -126,14 +126,17 @@ def set_flops_per_batch(module: LightningModule, flops: float | None) -> None:
 
 
 @contextmanager
-def providing_flops_per_batch(module: LightningModule, monitors: Iterable[ThroughputMonitor]) -> Iterator[None]:
-    """Give a module `flops_per_batch`, which counts none until it is set, and delete the attribute again on exit.
+def providing_flops_per_batch(
+    module: LightningModule, flops: float, monitors: Iterable[ThroughputMonitor]
+) -> Iterator[None]:
+    """Give a module `flops_per_batch`, and delete the attribute again on exit.
 
     Args:
         module: A module without this attribute.
+        flops: The FLOPs of one training step.
         monitors: The callbacks that read it; on exit they forget that the module had it.
     """
-    set_flops_per_batch(module, None)
+    set_flops_per_batch(module, flops)
     try:
         yield
     finally:

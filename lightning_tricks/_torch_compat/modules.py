@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import torch.nn.modules.module as module_hooks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
@@ -81,36 +78,6 @@ def compiles_in_place(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` was called on a module."""
     with needs_private("RunFingerprint"):
         return getattr(module, COMPILED_CALL) is not None
-
-
-@contextmanager
-def hooks_of_all_modules(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
-    """Call functions before and after each call of any module, until the context is left.
-
-    A hook of a module itself would switch fused layers to another path.
-
-    Args:
-        before: Is given the module and the positional arguments.
-        after: Is given the module, the positional arguments, the keyword arguments, and the output.
-    """
-    with (
-        module_hooks.register_module_forward_pre_hook(before),
-        module_hooks.register_module_forward_hook(after, with_kwargs=True) as handle,
-    ):
-        try:
-            yield
-        finally:
-            with needs_private("FlopsReport"):  # removing the handle leaves this behind
-                module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
-
-
-def may_be_compiled(model: nn.Module) -> bool:
-    """Whether a part of a model is compiled, or any function of this process, which the model may call."""
-    if any(compiled_module(part) is not None or compiles_in_place(part) for part in model.modules()):
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled or disabled
-    with needs_private("FlopsReport"):
-        return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
 
 
 def refer_to_own_weights(rnn: nn.RNNBase) -> None:

@@ -22,7 +22,6 @@ __all__ = [
     "argument_names",
     "is_composite",
     "reshaped_as_new",
-    "runs_backward_pass",
     "without_dispatch_modes",
 ]
 
@@ -47,9 +46,3 @@ def reshaped_as_new(tensor: Tensor, shape: torch.Size) -> Tensor:
     """
     reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return reshaped
-
-
-def runs_backward_pass() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
-    with needs_private(_USERS):
-        return bool(torch._C._current_graph_task_id() != -1)

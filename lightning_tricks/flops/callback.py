@@ -12,16 +12,14 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.callbacks import providing_flops_per_batch, set_flops_per_batch
 from lightning_tricks._lightning_compat.flavor import LightningModule, ThroughputMonitor, Trainer, rank_zero_warn
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
-from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
 from lightning_tricks._shared.dry_run.runner import NoGradientError
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.text import describe_error, format_si
-from lightning_tricks._torch_compat.modules import may_be_compiled
 from lightning_tricks.flops.core.flops_count import FlopsCount, check_report_path
-from lightning_tricks.flops.core.model_flops import build_count, check_backend, count_call
-from lightning_tricks.flops.first_step import StepCounter
+from lightning_tricks.flops.core.model_flops import check_backend, count_call
 from lightning_tricks.flops.mfu import MfuMeter, start_meter
 
 
@@ -113,8 +111,7 @@ class FlopsReport(TrickCallback):
         self._installed.close()
         self._provides_flops = False
         self._flops_per_batch: float | None = None
-        self._has_counted_step = self._has_logged_totals = False
-        self._step: StepCounter | None = None
+        self._saw_first_batch = self._has_logged_totals = False
         self._meter: MfuMeter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,7 +119,7 @@ class FlopsReport(TrickCallback):
         return super().__getstate__() | {"_installed": ExitStack()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the call with `inputs` or with the example, if there are any, and prepare to count a training step."""
+        """Count the call with `inputs` or with the example, if there are any."""
         self.count = None
         self._close()
         call = find_call(pl_module, self.inputs, "FlopsReport(inputs=...)")
@@ -131,12 +128,9 @@ class FlopsReport(TrickCallback):
                 self.count = self._count(trainer, pl_module, call)
             except NoGradientError:
                 if self.inputs is not None:
-                    raise  # but an example may show how the module predicts, as by sampling
-            else:
-                self._report(trainer)
-        if self.count is None or self.backward:
-            self._step = StepCounter(trainer, pl_module)
-            self._installed.enter_context(self._step.installed())
+                    raise
+                return  # the example shows how the module predicts, as by sampling: the training step is counted
+            self._report(trainer)
 
     def mid_epoch_state(self) -> dict[str, Any]:
         """Return whether the totals have been logged, which they are once."""
@@ -147,53 +141,38 @@ class FlopsReport(TrickCallback):
         self._has_logged_totals = state["has_logged_totals"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the training step with the first batch from here on; on a copy where that is all that can be done."""
-        if self._has_counted_step:
+        """Count the training step with the first batch, if that is needed, and start to measure the utilization."""
+        if self._saw_first_batch:
             return
-        self._fill_monitors(trainer, pl_module)
-        if self._step is None:
-            return
-        if self.backend == "torch" and not self.compare and not may_be_compiled(pl_module):
-            self._step.start()
-            return
-        try:
-            count = self._count(trainer, pl_module, training_step_call(pl_module, batch, batch_idx=batch_idx))
-        except Exception as error:
-            self._warn(describe_error(error))
-        else:
-            self._take(trainer, count)
+        self._saw_first_batch = True
+        self.skip_hooks("on_train_batch_start")
+        if self.count is None or self.backward:
+            try:
+                count = self._count(trainer, pl_module, training_step_call(pl_module, batch, batch_idx=batch_idx))
+            except Exception as error:
+                rank_zero_warn(f"FlopsReport could not count a training step: {describe_error(error)}")
+            else:
+                self._flops_per_batch = count.train_step_flops
+                if self.count is None:
+                    self.count = count
+                    self._report(trainer)
+        self._log_totals(trainer, pl_module)
+        if self._flops_per_batch is not None:
+            self._fill_monitors(trainer, pl_module, self._flops_per_batch)
+            self._meter = start_meter(trainer, self._flops_per_batch, self.peak_flops, self.say)
+        if self._meter is None:
+            self.skip_hooks("on_train_batch_end")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report the count after the first batch, and log the utilization at the steps at which the Trainer logs."""
-        if not self._has_counted_step:
-            self._end_first_batch(trainer, pl_module)
-        elif self._meter is not None:
-            self._meter.count_batch()
-            if logs_at_this_step(trainer) and trainer.global_step != self._meter.step:
-                mfu = torch.tensor(self._meter.read(trainer))  # a number would be copied to the device
-                pl_module.log("flops/mfu", mfu, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
-
-    def _end_first_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        counter = None if self._step is None else self._step.counter
-        if self._step is not None and counter is not None:
-            if counter.has_backward or not self.backward:
-                self._take(trainer, build_count(pl_module, counter, self.backward))
-            elif any(getattr(callback, "has_left_out_batch", False) for callback in callbacks_of(trainer)):
-                return  # SpikeGuard has ended it after the forward pass: the next one is counted
-            else:
-                self._warn("the first batch had no backward pass")
-            self._step.counter = None
-        self._has_counted_step = True
-        self.skip_hooks("on_train_batch_start")
-        self._log_totals(trainer, pl_module)
-        if self._flops_per_batch is not None:
-            if self._provides_flops:
-                set_flops_per_batch(pl_module, self._flops_per_batch)
-            self._meter = start_meter(trainer, self._flops_per_batch, self.peak_flops, self.say)
+        """Log the utilization at the steps at which the Trainer logs."""
         if self._meter is None:
-            self.skip_hooks("on_train_batch_end")
+            return
+        self._meter.count_batch()
+        if logs_at_this_step(trainer) and trainer.global_step != self._meter.step:
+            mfu = torch.tensor(self._meter.read(trainer.global_step))  # a number would be copied to the device
+            pl_module.log("flops/mfu", mfu, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock, and let monitors count no FLOPs in validation."""
@@ -221,16 +200,6 @@ class FlopsReport(TrickCallback):
         with trainer.precision_plugin.forward_context():
             compare = self.compare and self.count is None  # a second count is only used for its training step
             return count_call(pl_module, call, backend=self.backend, backward=self.backward, compare=compare)
-
-    def _take(self, trainer: Trainer, count: FlopsCount) -> None:
-        """Take the count of a training step, and report it unless inputs or an example were counted before."""
-        self._flops_per_batch = count.train_step_flops
-        if self.count is None:
-            self.count = count
-            self._report(trainer)
-
-    def _warn(self, reason: str) -> None:
-        rank_zero_warn(f"FlopsReport could not count a training step: {reason}")
 
     def _report(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero or self.count is None:
@@ -261,11 +230,10 @@ class FlopsReport(TrickCallback):
         # without communication: a rank that failed to count would not take part in it
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
 
-    def _fill_monitors(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give monitors an attribute to read, which holds None until the FLOPs are known."""
+    def _fill_monitors(self, trainer: Trainer, pl_module: LightningModule, flops_per_batch: float) -> None:
         monitors = callbacks_of_type(trainer, ThroughputMonitor)
-        if self.backward and monitors and not hasattr(pl_module, "flops_per_batch"):
-            self._installed.enter_context(providing_flops_per_batch(pl_module, monitors))
+        if monitors and not hasattr(pl_module, "flops_per_batch"):
+            self._installed.enter_context(providing_flops_per_batch(pl_module, flops_per_batch, monitors))
             self._provides_flops = True
 
 

@@ -19,7 +19,7 @@ def verify(lab: Lab, setting: Setting, callback: type = FlopsReport) -> None:
 CASES = (
     Case(
         callback=FlopsReport,
-        arguments={"backward": True, "depth": 1, "path": "flops.json"},
+        arguments={"backward": True, "depth": 1, "path": "flops.json", "compare": True},
         kind="observer",
         neutral={},
         of_one_fit=("count",),

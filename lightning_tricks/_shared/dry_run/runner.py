@@ -58,9 +58,7 @@ def dry_run(
     """
     try:
         with _isolated():
-            if needs_data:
-                return _run_with_data(model, call, action), ()
-            return _run_without_data_first(model, call, action)
+            return _run(model, call, action, needs_data)
     except Exception as error:
         advice = input_advice(unwrap_model(model), call, error)
         if advice:
@@ -91,38 +89,28 @@ def find_loss(out: Any, call: ModelCall) -> Tensor:
     return torch.stack([part.sum().to(parts[0].device, torch.float32) for part in parts]).sum()
 
 
-def _run_with_data(model: nn.Module, call: ModelCall, action: Action[T]) -> T:
-    try:
-        return _run_on_copy(model, call, action, _copy_with_data)
-    except Exception as error:
-        _add_hint(error, call)
-        raise
-
-
-def _run_without_data_first(model: nn.Module, call: ModelCall, action: Action[T]) -> tuple[T, tuple[str, ...]]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        return _run_on_copy(model, call, action, partial(_copy_without_data, mode), mode), ()
-    except NoGradientError:
-        raise
-    except Exception as error:  # data-dependent control flow, a library that wants data, or the model's own error
-        return _retry_with_data(model, call, action, error)
-
-
-def _retry_with_data(
-    model: nn.Module, call: ModelCall, action: Action[T], error: Exception
-) -> tuple[T, tuple[str, ...]]:
-    """Run an action on copies with data, after the run without data has raised `error`."""
-    reason = describe_error(error).partition("\n")[0]
+def _run(model: nn.Module, call: ModelCall, action: Action[T], needs_data: bool) -> tuple[T, tuple[str, ...]]:
+    without: Exception | None = None  # data-dependent control flow, a library that wants data, or the model's own error
+    if not needs_data:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            return _run_on_copy(model, call, action, partial(_copy_without_data, mode), mode), ()
+        except NoGradientError:
+            raise
+        except Exception as error:
+            without = error
+    reason = "" if without is None else describe_error(without).partition("\n")[0]
     try:
         result = _run_on_copy(model, call, action, _copy_with_data)
-    except NoDataError as no_data:
-        _add_hint(error, call, f"; a run with data is impossible: {no_data}")
-        raise error from None
-    except Exception as second_error:
-        is_same_error = reason.partition(": ")[2] in str(second_error)
-        _add_hint(second_error, call, "" if is_same_error else f"; before, on tensors without data: {reason}")
+    except Exception as error:
+        if without is not None and isinstance(error, NoDataError):
+            _add_hint(without, call, f"; a run with data is impossible: {error}")
+            raise without from None
+        is_same = reason.partition(": ")[2] in str(error)
+        _add_hint(error, call, "" if is_same else f"; before, on tensors without data: {reason}")
         raise
+    if without is None:
+        return result, ()
     return result, (f"done in a real run on a copy, because it cannot run on tensors without data ({reason})",)
 
 
@@ -232,15 +220,11 @@ def _warm_up_autograd() -> None:
 def _silenced(logger: str) -> Iterator[None]:
     """Keep a logger from reporting errors that are caught here."""
     silenced = logging.getLogger(logger)
-    silenced.addFilter(_reject_record)
+    before, silenced.disabled = silenced.disabled, True
     try:
         yield
     finally:
-        silenced.removeFilter(_reject_record)
-
-
-def _reject_record(record: logging.LogRecord) -> bool:
-    return False
+        silenced.disabled = before
 
 
 def _add_hint(error: Exception, call: ModelCall, more: str = "") -> None:

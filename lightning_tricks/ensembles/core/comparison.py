@@ -17,7 +17,7 @@ from lightning_tricks._shared.dry_run.model_copy import ModelCopier
 from lightning_tricks._shared.dry_run.trainer_stub import stub_trainer
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks._torch_compat.operators import TorchDispatchMode, argument_names, without_dispatch_modes
+from lightning_tricks._torch_compat.operators import TorchDispatchMode, argument_names
 from lightning_tricks.ensembles.core.members import stack_outputs
 from lightning_tricks.ensembles.core.same_values import different_attributes, relative_difference, same_or_rows_of
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer
@@ -62,7 +62,7 @@ def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
         if len(inputs[0]) == n and not any(value.is_floating_point() for value in inputs):
             return None
         attempts.insert(0, [_varied(value, n) for value in inputs])
-    with isolated_rng(), _without_autocast_cache(), without_dispatch_modes():  # of a step that FlopsReport counts
+    with isolated_rng(), _without_autocast_cache():
         for rows in attempts:
             with suppress(Exception):  # of the members alone: the step itself will raise it for the rows that are given
                 alone = _step_of_loop(stack, rows)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_call import ModelCall, example_input_code, find_call
@@ -164,53 +164,33 @@ def _count_with_torch(
     Returns:
         The counts, and the operators that were called.
     """
-    if backward and _optimizes_by_hand(model, call):
-        raise ValueError(
-            f"backward=True: {type(unwrap_model(model)).__name__}.training_step optimizes by hand, which a copy cannot "
-            "do: FlopsReport(backward=True) counts its first step in a fit without torch.compile."
-        )
 
     def count(model_copy: nn.Module, call: ModelCall) -> tuple[nn.Module, OperatorCounter]:
-        counter = OperatorCounter(model_copy, operators, modules, _optimizes_by_hand(model, call))
-        with torch.enable_grad() if backward else contextlib.nullcontext():
-            with counter.forward_pass():
-                out = call.run(model_copy)
-            if backward:
-                with counter.backward_pass():
-                    find_loss(out, call).backward()
+        counter = OperatorCounter(model_copy, operators, modules)
+        with counter, counter.attribute_to_modules():
+            _run(model_copy, call, counter, backward)
         return model_copy, counter
 
     (model_copy, counter), notes = dry_run(model, call, count)
     for note in notes:
         lightning_logger("flops").info("FLOPs of %s: %s.", type(model_copy).__name__, note)
-    return build_count(model_copy, counter, backward, notes), counter.seen_operators
-
-
-def _optimizes_by_hand(model: nn.Module, call: ModelCall) -> bool:
-    return call.method == "training_step" and not getattr(unwrap_model(model), "automatic_optimization", True)
-
-
-def build_count(model: nn.Module, counter: OperatorCounter, backward: bool, notes: tuple[str, ...] = ()) -> FlopsCount:
-    """Return the counts of a module that was run, with those of its training step if it was counted."""
-    return _from_rows(
-        _build_rows(model, counter.total, counter.module_costs),
+    counted = _build_count(
+        _build_rows(model_copy, counter.total, counter.module_costs),
         train_step_flops=_to_int(2 * (counter.total.macs + counter.backward_macs)) if backward else None,
         uncounted=dict(counter.uncounted),
         backend="torch",
         notes=notes,
     )
+    return counted, counter.seen_operators
 
 
 def _count_with_thop(model: nn.Module, call: ModelCall, modules: Mapping[type, Any]) -> FlopsCount:
     """Count one call by thop's rules, on a copy of the model with data; see `_count_with_torch`."""
 
-    def count(
-        model_copy: nn.Module, call: ModelCall
-    ) -> tuple[nn.Module, OperatorCounter, dict[nn.Module, float]]:
-        counter = OperatorCounter(model_copy, is_manual=_optimizes_by_hand(model, call))
-        # finds the modules that thop should have counted; thop switches off gradients
-        with redirect_backward(model_copy, run_backward), counter.forward_pass():
-            macs = thop_macs(model_copy, lambda: call.run(model_copy), modules)
+    def count(model_copy: nn.Module, call: ModelCall) -> tuple[nn.Module, OperatorCounter, dict[nn.Module, float]]:
+        counter = OperatorCounter(model_copy)
+        with counter, counter.attribute_to_modules():  # finds the modules that thop should have counted
+            macs = thop_macs(model_copy, lambda: _run(model_copy, call, counter, backward=False), modules)
         return model_copy, counter, macs
 
     (model_copy, counter, macs), _ = dry_run(model, call, count, needs_data=True)
@@ -224,7 +204,21 @@ def _count_with_thop(model: nn.Module, call: ModelCall, modules: Mapping[type, A
             uncounted[kind] = uncounted.get(kind, 0) + cost.calls
         module_costs[module] = replace(cost, macs=macs.get(module, 0), other_flops=0)
     rows = _build_rows(model_copy, ModuleCost(macs=macs[model_copy]), module_costs, without_rule)
-    return _from_rows(rows, train_step_flops=None, uncounted=uncounted, backend="thop")
+    return _build_count(rows, train_step_flops=None, uncounted=uncounted, backend="thop")
+
+
+def _run(model_copy: nn.Module, call: ModelCall, counter: OperatorCounter, backward: bool) -> None:
+    def counted_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with counter.backward_pass():
+            run_backward(loss, *args, **kwargs)
+
+    is_manual = call.method == "training_step" and not getattr(model_copy, "automatic_optimization", True)
+    with torch.enable_grad() if backward else contextlib.nullcontext():
+        with redirect_backward(model_copy, counted_backward) if is_manual else contextlib.nullcontext():
+            out = call.run(model_copy)
+        if backward and not is_manual:
+            with counter.backward_pass():
+                find_loss(out, call).backward()
 
 
 def _build_rows(
@@ -258,7 +252,7 @@ def _build_rows(
     return tuple(rows)
 
 
-def _from_rows(rows: tuple[FlopsRow, ...], **details: Any) -> FlopsCount:
+def _build_count(rows: tuple[FlopsRow, ...], **details: Any) -> FlopsCount:
     model_row = rows[0]
     return FlopsCount(
         macs=model_row.macs,

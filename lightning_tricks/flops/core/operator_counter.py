@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks._torch_compat.modules import hooks_of_all_modules
 from lightning_tricks._torch_compat.operators import (
     OpOverload,
     TorchDispatchMode,
     is_composite,
-    runs_backward_pass,
     without_dispatch_modes,
 )
 from lightning_tricks._torch_compat.tensors import tree_map
@@ -122,24 +121,19 @@ class ModuleCost:
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts the operators of forward and backward passes, and the cost of each submodule of `model`.
-
-    After an exception it is of no more use.
+    """Counts every operator that runs while it is active, and the cost of each submodule of `model`.
 
     Args:
         model: The module that is run.
         operators: Formulas by operator, see `find_rule`.
         modules: Rules with thop's signature by module class; a rule replaces the count of all that a module calls.
-        is_manual: Whether the forward pass may run backward passes that `backward_pass` does not hold.
 
     Attributes:
         total: The cost of the forward pass.
-        backward_macs: The multiply-accumulates of the backward pass.
-        has_backward: Whether there was a backward pass.
+        backward_macs: The multiply-accumulates that ran in `backward_pass()`.
         uncounted: The number of calls of each operator that has no rule.
         seen_operators: The operators that were called, and their overload packets.
         module_costs: The cost of each module.
-        is_paused: Whether operators run without being counted.
     """
 
     supports_higher_order_operators = True
@@ -149,21 +143,18 @@ class OperatorCounter(TorchDispatchMode):
         model: nn.Module,
         operators: Mapping[Any, Callable[..., float]] | None = None,
         modules: Mapping[type, Callable[..., Any]] | None = None,
-        is_manual: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = ModuleCost()
         self.backward_macs: float = 0
-        self.has_backward = False
         self.uncounted: Counter[str] = Counter()
         self.module_costs: dict[nn.Module, ModuleCost] = {}
         self._operators = operators or {}
         self._modules = modules or {}
-        self._is_manual = is_manual
-        self._parts = {part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)}
+        self._parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._rules: dict[Any, OperatorRule] = {}
         self._call_stack: list[tuple[nn.Module | None, ModuleCost]] = [(None, self.total)]
-        self._in_forward = self._in_backward = self.is_paused = False
+        self._in_backward = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -176,35 +167,35 @@ class OperatorCounter(TorchDispatchMode):
         return {*self._rules, *(getattr(operator, "overloadpacket", None) for operator in self._rules)}
 
     @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Count the operators that run inside, and attribute them to the submodules that call them."""
-        with hooks_of_all_modules(self._enter, self._leave), self:
-            self._in_forward = True
+    def attribute_to_modules(self) -> Iterator[None]:
+        """Attribute operators to the submodules that call them, by hooks that are removed on exit."""
+        handles: list[RemovableHandle] = []
+        for part in self._parts:
+            handles.append(part.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(part.register_forward_hook(self._leave, with_kwargs=True))
+        try:
             yield
-        self._in_forward = False
-        while len(self._call_stack) > 1:
-            self._pop_call()
+        finally:
+            for handle in handles:
+                handle.remove()
+            while len(self._call_stack) > 1:
+                self._pop_call()
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Count the operators that run inside as part of the backward pass; it may lie in a forward pass."""
-        self._in_backward = self.has_backward = True
-        with nullcontext() if self._in_forward else self:
+        """Count the operators that run inside as part of the backward pass."""
+        before, self._in_backward = self._in_backward, True
+        try:
             yield
-        self._in_backward = False
-
-    def _is_backward(self) -> bool:
-        if self._is_manual and not self._in_backward and runs_backward_pass():
-            self.has_backward = True
-            return True
-        return self._in_backward
+        finally:
+            self._in_backward = before
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        if module in self._parts and not self._is_backward():
+        if not self._in_backward:
             self._call_stack.append((module, ModuleCost()))
 
     def _leave(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        if self._is_backward() or all(module is not part for part, _ in self._call_stack):
+        if self._in_backward or all(module is not part for part, _ in self._call_stack):
             return
         while self._call_stack[-1][0] is not module:  # modules that an exception has left
             self._pop_call()
@@ -236,23 +227,23 @@ class OperatorCounter(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        if rule.kind != "free" and not self.is_paused:
+        if rule.kind != "free":
             self._add(func, rule, out, args, kwargs)
         return out
 
     def _add(self, func: Any, rule: OperatorRule, out: Any, args: Any, kwargs: Any) -> None:
-        running, is_backward = self._call_stack[-1][1], self._is_backward()
+        running = self._call_stack[-1][1]
         if rule.cost is None:
             # the backward operators of torch without a rule belong to pointwise operators, normalizations and poolings
-            if not is_backward or getattr(func, "namespace", "") not in ("aten", "prims"):
+            if not self._in_backward or getattr(func, "namespace", "") not in ("aten", "prims"):
                 self.uncounted[str(func)] += 1
-        elif rule.kind == "matmul" and is_backward:
+        elif rule.kind == "matmul" and self._in_backward:
             self.backward_macs += rule.cost(out, *args, **kwargs)
         elif rule.kind == "matmul":
             macs = rule.cost(out, *args, **kwargs)
             running.macs += macs
             running.own_macs += macs
-        elif not is_backward:
+        elif not self._in_backward:
             running.other_flops += rule.cost(out, *args, **kwargs)
 
 
