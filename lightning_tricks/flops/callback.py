@@ -197,6 +197,7 @@ class FlopsReport(TrickCallback):
         self._close()
 
     def _count(self, trainer: Trainer, pl_module: LightningModule, call: ModelCall) -> FlopsCount:
+        # on a copy: a dispatch mode around the real step would change its bits, as in the backward pass of `prod`
         with trainer.precision_plugin.forward_context():
             compare = self.compare and self.count is None  # a second count is only used for its training step
             return count_call(pl_module, call, backend=self.backend, backward=self.backward, compare=compare)
