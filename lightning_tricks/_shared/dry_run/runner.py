@@ -90,18 +90,25 @@ def find_loss(out: Any, call: ModelCall) -> Tensor:
 
 
 def _run(model: nn.Module, call: ModelCall, action: Action[T], needs_data: bool) -> tuple[T, tuple[str, ...]]:
-    without: Exception | None = None  # data-dependent control flow, a library that wants data, or the model's own error
-    if not needs_data:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        try:
-            return _run_on_copy(model, call, action, partial(_copy_without_data, mode), mode), ()
-        except NoGradientError:
-            raise
-        except Exception as error:
-            without = error
-    reason = "" if without is None else describe_error(without).partition("\n")[0]
+    if needs_data:
+        return _run_with_data(model, call, action), ()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        result = _run_on_copy(model, call, action, _copy_with_data)
+        return _run_on_copy(model, call, action, partial(_copy_without_data, mode), mode), ()
+    except NoGradientError:
+        raise
+    except Exception as error:  # data-dependent control flow, a library that wants data, or the model's own error
+        reason = describe_error(error).partition("\n")[0]
+        result = _run_with_data(model, call, action, error, reason)
+    return result, (f"done in a real run on a copy, because it cannot run on tensors without data ({reason})",)
+
+
+def _run_with_data(
+    model: nn.Module, call: ModelCall, action: Action[T], without: Exception | None = None, reason: str = ""
+) -> T:
+    """Run an action on copies with data, perhaps after the run without data has raised an error."""
+    try:
+        return _run_on_copy(model, call, action, _copy_with_data)
     except Exception as error:
         if without is not None and isinstance(error, NoDataError):
             _add_hint(without, call, f"; a run with data is impossible: {error}")
@@ -109,9 +116,6 @@ def _run(model: nn.Module, call: ModelCall, action: Action[T], needs_data: bool)
         is_same = reason.partition(": ")[2] in str(error)
         _add_hint(error, call, "" if is_same else f"; before, on tensors without data: {reason}")
         raise
-    if without is None:
-        return result, ()
-    return result, (f"done in a real run on a copy, because it cannot run on tensors without data ({reason})",)
 
 
 def _run_on_copy(
