@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as CheckpointIO
     from lightning.fabric.utilities.cloud_io import get_filesystem as get_filesystem
     from lightning.fabric.utilities.data import sized_len as sized_len
-    from lightning.fabric.utilities.throughput import Throughput as Throughput
     from lightning.fabric.utilities.throughput import get_available_flops as get_available_flops
     from lightning.pytorch import Callback as Callback
     from lightning.pytorch import LightningDataModule as LightningDataModule
@@ -67,7 +66,7 @@ _HOMES = {  # as above, for those that run
     "fabric.plugins": ("CheckpointIO",),
     "fabric.utilities.cloud_io": ("get_filesystem",),
     "fabric.utilities.data": ("sized_len",),
-    "fabric.utilities.throughput": ("Throughput", "get_available_flops"),
+    "fabric.utilities.throughput": ("get_available_flops",),
     "pytorch": ("Callback", "LightningDataModule", "LightningModule", "Trainer"),
     "pytorch.callbacks": (
         "BasePredictionWriter",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.modules import compiled_module, own_modules
+from lightning_tricks._torch_compat.modules import compiled_module
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 and activation checkpointing
 
@@ -40,14 +40,6 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
             name = name.replace(wrapper, "")
         names.setdefault(parameter, []).append(strip_compile_prefix(name))
     return names
-
-
-def replace_module_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever in a model that is registered."""
-    for around in list(model.modules()):
-        registered = own_modules(around)
-        for name in [name for name, part in registered.items() if part is old]:
-            registered[name] = new
 
 
 @contextmanager

@@ -127,17 +127,6 @@ def reshard_fsdp2(module: nn.Module) -> None:
             part.reshard()
 
 
-@torch.no_grad()
-def broadcast_tensors(tensors: Sequence[Tensor], source: int) -> None:
-    """Give tensors the values that they have on one rank, in place; one exchange for each dtype. All ranks call it."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        torch.distributed.broadcast(flat, source)
-        for tensor, values in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(values.view_as(tensor))
-
-
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Return the values of all ranks in order, on each rank; the value of this process alone if there is no other.
 

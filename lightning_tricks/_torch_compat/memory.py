@@ -1,11 +1,12 @@
-"""Torch's record of allocations on CUDA devices, and the storages behind tensors of any kind."""
+"""Torch's record of allocations on CUDA devices, errors that say that memory ran out, and storages behind tensors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from torch import Tensor
 from lightning_tricks._torch_compat.guards import needs_private
 
 _MAX_ENTRIES = 100_000  # of the history, which lies in the memory of the host
+_OF_DEVICE = re.compile(
+    r"(^|: )(CUDA|HIP|XPU|MPS backend) out of memory|(CUDA|HIP)( driver)? error: out of memory"
+    r"|\b(CU|HIP)[A-Z_]*_ALLOC_FAILED\b|Cuda failure (\d+ )?'out of memory'",  # of libraries, and of NCCL
+    re.MULTILINE,
+)
+_OF_HOST = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|Caught MemoryError in DataLoader worker"  # of NumPy, which torch cannot raise again as what it was
+)
 
 
 @contextmanager
@@ -56,3 +66,24 @@ def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
+
+
+def memory_that_ran_out(error: BaseException) -> Literal["device", "host", ""]:
+    """Return whose memory an error says that has run out; "" for any other error.
+
+    An error that was raised from such an error counts as well, as compilers raise it.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, MemoryError):
+            return "host"
+        if isinstance(cause, RuntimeError):
+            text = str(cause)
+            if _OF_HOST.search(text):
+                return "host"
+            if isinstance(cause, torch.OutOfMemoryError) or _OF_DEVICE.search(text):
+                return "device"
+        cause = cause.__cause__
+    return ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,6 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "argument_names",
-    "changes_or_returns_arguments",
     "is_composite",
     "reshaped_as_new",
     "without_dispatch_modes",
@@ -33,13 +30,6 @@ def argument_names(operator: OpOverload) -> list[str]:
     """Return the names of an operator's arguments."""
     with needs_private(_USERS):
         return [argument.name for argument in operator._schema.arguments]
-
-
-def changes_or_returns_arguments(operator: OpOverload) -> bool:
-    """Whether an operator changes an argument, or returns one or a view of one."""
-    with needs_private(_USERS):
-        schema: Any = operator._schema
-    return schema.is_mutable or any(value.alias_info is not None for value in schema.returns)
 
 
 def is_composite(operator: OpOverload) -> bool:

@@ -18,10 +18,9 @@ from lightning_tricks._lightning_compat.observers import observe_errors
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_optional_count, check_path, is_address
 from lightning_tricks._shared.files import atomic_write
-from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.modules import takes_dataloader_iter
 from lightning_tricks._shared.text import describe_error, format_bytes
-from lightning_tricks._torch_compat.memory import dump_memory_snapshot, recording_memory_history
+from lightning_tricks._torch_compat.memory import dump_memory_snapshot, memory_that_ran_out, recording_memory_history
 from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks, check_fraction, limit_memory
 from lightning_tricks.devices.core.memory_report import MemoryReport, memory_report
 from lightning_tricks.devices.core.out_of_memory import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from lightning_tricks._lightning_compat.ddp import gradients_kept_apart, syncs_b
 from lightning_tricks._lightning_compat.flavor import DDPStrategy, MisconfigurationException
 from lightning_tricks._lightning_compat.trainer import active_scaler, callbacks_of, overfit_batches_of
 from lightning_tricks._shared.modules import parts_with_extra_state
-from lightning_tricks._shared.tensors import broadcast_tensors, clone_tensors, gather_objects, parameters_of
+from lightning_tricks._shared.tensors import clone_tensors, gather_objects, parameters_of
 from lightning_tricks.ensembles.core.members import Members, refuse_lazy
 from lightning_tricks.ensembles.core.sampling import sampler_of, why_not_reorder
 from lightning_tricks.ensembles.ensemble import Ensemble
@@ -133,7 +133,7 @@ class MemberShares(Ensemble):
         super().on_fit_start()
         if self.own_members is not None:
             for tensor in (*self.parameters(), *self.buffers()):
-                broadcast_tensors([tensor], 0)
+                _broadcast_tensors([tensor], 0)
 
     def on_validation_model_eval(self) -> None:
         """Get the members of other ranks."""
@@ -197,7 +197,7 @@ class MemberShares(Ensemble):
         if self.own_members is not None:
             for rank, share in enumerate(self._shares):
                 for index in share:
-                    broadcast_tensors([*self.estimators_.member_tensors(index).values()], rank)
+                    _broadcast_tensors([*self.estimators_.member_tensors(index).values()], rank)
             parts = parts_with_extra_state(self.estimators_)
             own = {name: part for name, part in parts.items() if int(name.partition(".")[0]) in self.own_members}
             states = {name: part.get_extra_state() for name, part in own.items()}
@@ -246,3 +246,14 @@ class MemberShares(Ensemble):
 
     def _refuse(self, reason: str) -> NoReturn:
         raise MisconfigurationException(f'{type(self).__name__}(members="sharded"): {reason}.')
+
+
+@torch.no_grad()
+def _broadcast_tensors(tensors: Sequence[Tensor], source: int) -> None:
+    """Give tensors the values that they have on one rank, in place; one exchange for each dtype. All ranks call it."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        torch.distributed.broadcast(flat, source)
+        for tensor, values in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(values.view_as(tensor))

@@ -162,7 +162,7 @@ class FlopsReport(TrickCallback):
             return
         self._meter.count_batch()
         if logs_at_this_step(trainer) and trainer.global_step != self._meter.step:
-            mfu = torch.tensor(self._meter.read(trainer))  # a number would be copied to the device
+            mfu = torch.tensor(self._meter.read(trainer.global_step))  # a number would be copied to the device
             pl_module.log("flops/mfu", mfu, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -180,6 +180,7 @@ class FlopsReport(TrickCallback):
             self._meter.resume()
 
     def _count(self, trainer: Trainer, pl_module: LightningModule, call: ModelCall) -> FlopsCount:
+        # on a copy: a dispatch mode around the real step would change its bits, as in the backward pass of `prod`
         with trainer.precision_plugin.forward_context():
             compare = self.compare and self.count is None  # a second count is only used for its training step
             return count_call(pl_module, call, backend=self.backend, backward=self.backward, compare=compare)

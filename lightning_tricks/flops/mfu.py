@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 
 from lightning_tricks._lightning_compat.callbacks import device_peak_flops
-from lightning_tricks._lightning_compat.flavor import Throughput, Trainer
+from lightning_tricks._lightning_compat.flavor import Trainer
 from lightning_tricks._shared.text import format_si
 
 
 class MfuMeter:
-    """Measures the utilization between the steps at which the Trainer logs, by Lightning's `Throughput`.
+    """Measures the utilization between the steps at which the Trainer logs.
 
     Args:
         peak_flops: The peak of one device, in FLOPs per second.
@@ -25,10 +25,8 @@ class MfuMeter:
     """
 
     def __init__(self, peak_flops: float, flops_per_batch: float, step: int) -> None:
-        self._throughput = Throughput(available_flops=peak_flops, window_size=2)
-        self._throughput.update(time=0.0, batches=0, samples=0, flops=0)
-        self._flops_per_batch = flops_per_batch
-        self._batches = self._batches_at_last_reading = 0
+        self._seconds_of_batch = flops_per_batch / peak_flops
+        self._batches = 0
         self.step = step
         self._start = self._paused_at = time.perf_counter()
 
@@ -36,20 +34,19 @@ class MfuMeter:
         """Count one training step."""
         self._batches += 1
 
-    def read(self, trainer: Trainer) -> float:
+    def read(self, step: int) -> float:
         """Return the utilization since the last reading, in [0, 1], by the clock of the host.
 
         It does not wait for the device: the host is ahead of it by about as much at one reading as at the next, since
         loggers read the values of each step at which this is called.
+
+        Args:
+            step: The Trainer's global step.
         """
-        self._throughput.update(
-            time=time.perf_counter() - self._start,
-            batches=self._batches,
-            samples=self._batches,
-            flops=int(self._flops_per_batch * (self._batches - self._batches_at_last_reading)),
-        )
-        self._batches_at_last_reading, self.step = self._batches, trainer.global_step
-        return float(self._throughput.compute()["device/mfu"])
+        now = time.perf_counter()
+        utilization = self._batches * self._seconds_of_batch / (now - self._start)
+        self._batches, self._start, self.step = 0, now, step
+        return utilization
 
     def pause(self) -> None:
         """Stop the clock."""

@@ -6,6 +6,8 @@ Also the order in which samples are shown: the most confident mistakes first.
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +21,6 @@ from torch.nn.functional import interpolate
 
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.extras import import_extra
-from lightning_tricks._shared.pictures import encode_png
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -448,3 +449,28 @@ def rank_predictions(
         share = (wrong & counted).sum((1, 2)) / counted.sum((1, 2)).clamp(min=1)
         return RankedSamples(images, share, predicted.int(), target.int(), share)
     return RankedSamples(images, torch.where(wrong, 1 + confidence, -confidence), predicted, target, confidence)
+
+
+def encode_png(image: Tensor) -> bytes:
+    """Return the PNG file of an image.
+
+    Args:
+        image: Bytes of shape (C, H, W), with 1 (grey) or 3 (RGB) channels.
+
+    Raises:
+        ValueError: If it has another dtype or shape.
+
+    Examples:
+        >>> encode_png(torch.zeros(1, 2, 2, dtype=torch.uint8))[1:4]
+        b'PNG'
+    """
+    if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] not in (1, 3) or not image.numel():
+        raise ValueError(f"image must be bytes of shape (1 or 3, H, W), got {image.dtype} of {tuple(image.shape)}.")
+    channels, height, width = image.shape
+    rows = image.permute(1, 2, 0).reshape(height, width * channels).cpu()
+    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), rows], dim=1)  # each row begins with its filter: none
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.numpy().tobytes(), 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )

@@ -15,10 +15,10 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_info,
 )
+from lightning_tricks._lightning_compat.own_samples import has_rows
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.pictures import log_image
 from lightning_tricks._shared.report_parts import ReportPart
-from lightning_tricks._shared.sampler_shards import has_rows
 from lightning_tricks._shared.tensors import gather_objects, tensors_in
 from lightning_tricks.metrics.core.history import EpochRecord, EvaluationData, History, make_parts
 from lightning_tricks.metrics.core.logged_keys import LoggedKeys

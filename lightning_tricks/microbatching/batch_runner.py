@@ -15,11 +15,11 @@ from lightning_tricks._lightning_compat.ddp import synchronize_buffers
 from lightning_tricks._lightning_compat.fit import is_tuning
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_info, rank_zero_warn
 from lightning_tricks._lightning_compat.microbatches import BatchStep, LogQueue
-from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks._shared.tensors import detach_tensors
 from lightning_tricks._shared.text import describe_error, list_names
+from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks.microbatching.core import batches, comparison
 
 _FITS = 2**62  # a size that no rank needs to shrink

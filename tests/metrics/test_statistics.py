@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_tricks import MetricSuite
-from lightning_tricks._shared.sampler_shards import SamplerShard, get_sampler_shard
+from lightning_tricks._lightning_compat.own_samples import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.counts import (
     average_precision,

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_tricks import align, save_weights, summarize_model
+from lightning_tricks import align, save_weights
 from lightning_tricks.calibration import CalibrationTable
 from lightning_tricks.cli import main
 from lightning_tricks.devices import Gpu
@@ -97,13 +97,6 @@ class SelfAttentionOfBert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.output(self.query(x))
-
-
-def layers() -> Any:
-    """Return torchinfo's summary, as it stands below the table of parameters."""
-    encoder = nn.Sequential(nn.Embedding(10, 8), nn.ModuleList([SelfAttentionOfBert()])[0])
-    summary = summarize_model(nn.Sequential(encoder), torch.zeros(1, 128, dtype=torch.long), graph=False)
-    return summary.__rich__().renderables[1]
 
 
 def metrics() -> Any:
@@ -190,7 +183,6 @@ TABLES: dict[str, Callable[[], Any]] = {
     "flops": flops,
     "flops_compared": lambda: flops(peer=True).table(depth=None),
     "gpus": gpus,
-    "layers": layers,
     "memory": lambda: memory().table(),
     "metrics": metrics,
     "parameters": parameters,

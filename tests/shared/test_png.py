@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_tricks._shared.pictures import encode_png
+from lightning_tricks.images.functional import encode_png
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -190,7 +190,7 @@ def _advice_for_shapes(model: nn.Module, values: tuple[Any, ...]) -> str:
         return ""
     given = values[0] if len(values) == 1 and not isinstance(values[0], int) else values
     verb = "is a shape" if len(shapes) == 1 else "are shapes"
-    return f"{given!r} {verb}, but {type(model).__name__} takes tensors. Give {_tensor_code(model, shapes)}."
+    return f"{given!r} {verb}, but {type(model).__name__} takes tensors, such as {example_input_code(model)}."
 
 
 def _advice_for_other_types(model: nn.Module, values: tuple[Any, ...], is_step: bool) -> str:
@@ -218,16 +218,3 @@ def _shapes_in(values: tuple[Any, ...]) -> list[tuple[int, ...]]:
     shapes = [tuple(value) for value in values if isinstance(value, list | tuple)]
     all_are_shapes = len(shapes) == len(values) and all(type(size) is int for shape in shapes for size in shape)
     return shapes if all_are_shapes and all(shapes) else []
-
-
-def _tensor_code(model: nn.Module, shapes: list[tuple[int, ...]]) -> str:
-    """Return code that makes tensors of the given shapes for a model."""
-    example = example_input_code(model)
-    dtype = ", dtype=torch.long" if "dtype" in example else ""
-    dims = example.count(",") + (0 if dtype else 1)
-    # a shape with one dimension too few is that of a sample without its batch dimension
-    sizes = [(1, *shape) if len(shape) == dims - 1 else shape for shape in shapes]
-    made = [
-        example if len(shape) < dims - 1 else f"torch.zeros({', '.join(map(str, shape))}{dtype})" for shape in sizes
-    ]
-    return made[0] if len(made) == 1 else f"({', '.join(made)})"

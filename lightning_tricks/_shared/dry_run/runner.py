@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.dry_run.model_call import ModelCall, input_advice
 from lightning_tricks._shared.dry_run.model_copy import ModelCopier, common_device, unwrap_model
 from lightning_tricks._shared.dry_run.shared_state import restored_state
-from lightning_tricks._shared.dry_run.tensor_copies import FakeTensorCopies, NoDataError, RealTensorCopies
 from lightning_tricks._shared.dry_run.trainer_stub import ReadOnlyTrainer, stub_trainer
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.tensors import is_sharded, tensors_in
 from lightning_tricks._shared.text import describe_error, where_raised
+from lightning_tricks._torch_compat.fake_tensors import FakeTensor, FakeTensorMode, mark_as_parameter
 from lightning_tricks._torch_compat.modules import is_batch_norm
 
 T = TypeVar("T")
-TensorCopies = RealTensorCopies | FakeTensorCopies
-Action = Callable[[nn.Module, ModelCall, TensorCopies], T]
+Action = Callable[[nn.Module, ModelCall], T]
+
+
+class NoDataError(NotImplementedError):
+    """Copies with data were requested, but some tensors have none, or this rank holds only a part of it."""
 
 
 class NoGradientError(ValueError):
@@ -39,7 +45,7 @@ def dry_run(
     Args:
         model: Any module. It is not changed, and neither are the random state and the global switches of torch.
         call: How to call the model.
-        action: Called as `action(model_copy, call, copies)`, with copies of the model and of the call's arguments.
+        action: Called as `action(model_copy, call)`, with copies of the model and of the call's arguments.
             Each `BatchNorm` of the copy that has running statistics is in evaluation mode.
         needs_data: Whether to use copies with data from the start.
 
@@ -52,9 +58,7 @@ def dry_run(
     """
     try:
         with _isolated():
-            if needs_data:
-                return _run_with_data(model, call, action), ()
-            return _run_without_data_first(model, call, action)
+            return _run(model, call, action, needs_data)
     except Exception as error:
         advice = input_advice(unwrap_model(model), call, error)
         if advice:
@@ -85,43 +89,44 @@ def find_loss(out: Any, call: ModelCall) -> Tensor:
     return torch.stack([part.sum().to(parts[0].device, torch.float32) for part in parts]).sum()
 
 
-def _run_with_data(model: nn.Module, call: ModelCall, action: Action[T]) -> T:
+def _run(model: nn.Module, call: ModelCall, action: Action[T], needs_data: bool) -> tuple[T, tuple[str, ...]]:
+    if needs_data:
+        return _run_with_data(model, call, action), ()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        return _run_on_copy(model, call, action, RealTensorCopies())
-    except Exception as error:
-        _add_hint(error, call)
-        raise
-
-
-def _run_without_data_first(model: nn.Module, call: ModelCall, action: Action[T]) -> tuple[T, tuple[str, ...]]:
-    try:
-        return _run_on_copy(model, call, action, FakeTensorCopies()), ()
+        return _run_on_copy(model, call, action, partial(_copy_without_data, mode), mode), ()
     except NoGradientError:
         raise
     except Exception as error:  # data-dependent control flow, a library that wants data, or the model's own error
-        return _retry_with_data(model, call, action, error)
-
-
-def _retry_with_data(
-    model: nn.Module, call: ModelCall, action: Action[T], error: Exception
-) -> tuple[T, tuple[str, ...]]:
-    """Run an action on copies with data, after the run without data has raised `error`."""
-    reason = describe_error(error).partition("\n")[0]
-    try:
-        result = _run_on_copy(model, call, action, RealTensorCopies())
-    except NoDataError as no_data:
-        _add_hint(error, call, f"; a run with data is impossible: {no_data}")
-        raise error from None
-    except Exception as second_error:
-        is_same_error = reason.partition(": ")[2] in str(second_error)
-        _add_hint(second_error, call, "" if is_same_error else f"; before, on tensors without data: {reason}")
-        raise
+        reason = describe_error(error).partition("\n")[0]
+        result = _run_with_data(model, call, action, error, reason)
     return result, (f"done in a real run on a copy, because it cannot run on tensors without data ({reason})",)
 
 
-def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: TensorCopies) -> T:
+def _run_with_data(
+    model: nn.Module, call: ModelCall, action: Action[T], without: Exception | None = None, reason: str = ""
+) -> T:
+    """Run an action on copies with data, perhaps after the run without data has raised an error."""
+    try:
+        return _run_on_copy(model, call, action, _copy_with_data)
+    except Exception as error:
+        if without is not None and isinstance(error, NoDataError):
+            _add_hint(without, call, f"; a run with data is impossible: {error}")
+            raise without from None
+        is_same = reason.partition(": ")[2] in str(error)
+        _add_hint(error, call, "" if is_same else f"; before, on tensors without data: {reason}")
+        raise
+
+
+def _run_on_copy(
+    model: nn.Module,
+    call: ModelCall,
+    action: Action[T],
+    copy_tensor: Callable[..., Tensor],
+    mode: AbstractContextManager[Any] | None = None,
+) -> T:
     original = unwrap_model(model)
-    copier = ModelCopier(copies.copy_tensor)
+    copier = ModelCopier(copy_tensor)
     trainer = getattr(original, "_trainer", None)
     if trainer is not None:
         copier.substitute(trainer, ReadOnlyTrainer(trainer))
@@ -134,12 +139,62 @@ def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: T
     device = common_device(original)
     if any(tensor.device == device for tensor in tensors_in((call.args, call.kwargs))):
         device = None  # some inputs are on the model's device, so the others are elsewhere on purpose
-    call_of_copies = call.map_arguments(ModelCopier(partial(copies.copy_tensor, device=device)).copy_value)
+    call_of_copies = call.map_arguments(ModelCopier(partial(copy_tensor, device=device)).copy_value)
     if call.method == "training_step":
         stub_trainer(model_copy, trainer, dict(zip(original.parameters(), model_copy.parameters(), strict=True)))
     state = restored_state(original, getattr(trainer, "datamodule", None))
-    with state, copies.context(), _silenced("torch._subclasses.fake_tensor"):
-        return action(model_copy, call_of_copies, copies)
+    with state, mode or nullcontext(), _silenced("torch._subclasses.fake_tensor"):
+        return action(model_copy, call_of_copies)
+
+
+def _copy_with_data(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a clone of a tensor.
+
+    Args:
+        tensor: The original.
+        device: The device of the copy; None for that of the original.
+
+    Raises:
+        NoDataError: If the tensor has no data, or this rank holds only a part of it.
+    """
+    if is_lazy(tensor):
+        return copy.deepcopy(tensor)
+    if tensor.is_meta or is_sharded(tensor) or isinstance(tensor, FakeTensor):
+        kind = "sharded" if is_sharded(tensor) else "on the meta device" if tensor.is_meta else "fake"
+        raise NoDataError(f"there is no data to copy: some tensors are {kind}")
+    copied = tensor.detach().clone()
+    if device is not None:
+        copied = copied.to(device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _copy_without_data(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a `FakeTensor`, which has the shape, strides, dtype and device of a tensor, but no elements.
+
+    A meta tensor becomes a fake CPU tensor, and a sharded tensor gets its full shape.
+
+    Args:
+        mode: The mode in which it is used.
+        tensor: The original.
+        device: The device that the fake tensor claims to be on; None for that of the original.
+    """
+    fake_device = device or tensor.device
+    if fake_device.type == "meta":
+        fake_device = torch.device("cpu")
+    if is_sharded(tensor):
+        elem = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    elif tensor.layout != torch.strided:
+        raise NotImplementedError(f"a tensor without data has no elements to skip, as {tensor.layout} does")
+    elif type(tensor) in (Tensor, nn.Parameter, FakeTensor) and not tensor.is_quantized:
+        elem = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    else:
+        return mode.from_tensor(tensor)
+    fake = FakeTensor(mode, elem, fake_device)
+    if isinstance(tensor, nn.Parameter):
+        mark_as_parameter(fake)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
@@ -169,15 +224,11 @@ def _warm_up_autograd() -> None:
 def _silenced(logger: str) -> Iterator[None]:
     """Keep a logger from reporting errors that are caught here."""
     silenced = logging.getLogger(logger)
-    silenced.addFilter(_reject_record)
+    before, silenced.disabled = silenced.disabled, True
     try:
         yield
     finally:
-        silenced.removeFilter(_reject_record)
-
-
-def _reject_record(record: logging.LogRecord) -> bool:
-    return False
+        silenced.disabled = before
 
 
 def _add_hint(error: Exception, call: ModelCall, more: str = "") -> None:

@@ -80,32 +80,20 @@ class NoOpOptimizer(NoOp):
         return closure() if closure is not None else None
 
 
+_NO_OPS = """
+    logger loggers strategy profiler callbacks checkpoint_callback checkpoint_callbacks early_stopping_callback
+    early_stopping_callbacks lr_scheduler_configs save_checkpoint print should_stop
+"""
+
+
 class ReadOnlyTrainer:
     """A view of a Trainer: its attributes can be read, but nothing can be changed, logged or saved."""
-
-    _NO_OPS = frozenset(
-        [
-            "logger",
-            "loggers",
-            "strategy",
-            "profiler",
-            "callbacks",
-            "checkpoint_callback",
-            "checkpoint_callbacks",
-            "early_stopping_callback",
-            "early_stopping_callbacks",
-            "lr_scheduler_configs",
-            "save_checkpoint",
-            "print",
-            "should_stop",
-        ]
-    )
 
     def __init__(self, trainer: Any) -> None:
         vars(self).update(_trainer=trainer, _model_copy=None)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ReadOnlyTrainer._NO_OPS:
+        if name in _NO_OPS.split():
             return NoOp()
         if name in ("lightning_module", "model") and self._model_copy is not None:
             return self._model_copy
@@ -151,10 +139,9 @@ def _stub_metrics(model_copy: nn.Module, no_op: NoOp) -> None:
     if torchmetrics is None:  # then no submodule can be a metric
         return
     for part in model_copy.modules():
-        if isinstance(part, torchmetrics.Metric):
-            vars(part).update(forward=_no_metric, compute=_no_metric, update=no_op, reset=no_op)
-        elif isinstance(part, torchmetrics.MetricCollection):
-            vars(part).update(forward=_no_metrics, compute=_no_metrics, update=no_op, reset=no_op)
+        if isinstance(part, torchmetrics.Metric | torchmetrics.MetricCollection):
+            value = _no_metric if isinstance(part, torchmetrics.Metric) else _no_metrics
+            vars(part).update(forward=value, compute=value, update=no_op, reset=no_op)
 
 
 def _no_metric(*args: Any, **kwargs: Any) -> Tensor:
@@ -196,15 +183,9 @@ def _toggling(optimizers: Sequence[NoOpOptimizer]) -> dict[str, Callable[..., An
     before: dict[Tensor, bool] = {}
 
     def toggle(optimizer: Any) -> None:
-        of_each = [vars(known)["_toggled"] for known in optimizers]
-        own = {
-            id(p)
-            for known, parameters in zip(optimizers, of_each, strict=True)
-            if known is optimizer
-            for p in parameters
-        }
+        own = {id(p) for known in optimizers if known is optimizer for p in vars(known)["_toggled"]}
         if own:
-            before.update((p, p.requires_grad) for parameters in of_each for p in parameters)
+            before.update((p, p.requires_grad) for known in optimizers for p in vars(known)["_toggled"])
             for parameter, trains in before.items():
                 parameter.requires_grad_(trains and id(parameter) in own)
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.checks import check_count
-from lightning_tricks._shared.modules import names_of_modules, replace_module_
+from lightning_tricks._shared.modules import names_of_modules
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.modules import compiled_module
+from lightning_tricks._torch_compat.modules import compiled_module, own_modules
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 _WORDS = re.compile(r"(^|[._])(fc|head|heads|classifier|score|logits|last_linear|output|linear|predictor|\d+)([._]|$)")
@@ -65,7 +65,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
     if any(compiled_module(part) is old for part in model.modules()):  # what torch.compile returned calls the old one
         raise CheckpointError(f"{names[old][0]} is compiled by itself: replace it first, and call torch.compile then.")
     new = _resized(old, num_classes)
-    replace_module_(model, old, new)
+    _replace_module(model, old, new)
     if num_classes != (classes := _outputs(old)):
         around = [part for part in names if new in part.modules()]
         said = _set_counts(around, classes, num_classes)
@@ -198,3 +198,11 @@ def _resized(old: nn.Linear | nn.Conv2d, outputs: int) -> nn.Linear | nn.Conv2d:
             options[name] = getattr(old, name)
         new = nn.Conv2d(old.in_channels, outputs, **options)
     return new.train(old.training)
+
+
+def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, wherever in a model that is registered."""
+    for around in list(model.modules()):
+        registered = own_modules(around)
+        for name in [name for name, part in registered.items() if part is old]:
+            registered[name] = new

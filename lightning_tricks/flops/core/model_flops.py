@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_call import ModelCall, example_input_code, find_call
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
-from lightning_tricks._shared.dry_run.runner import TensorCopies, dry_run, find_loss
-from lightning_tricks._shared.dry_run.tensor_copies import NoDataError
+from lightning_tricks._shared.dry_run.runner import NoDataError, dry_run, find_loss
 from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
 from lightning_tricks._shared.lightning_name import lightning_logger
 from lightning_tricks._torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -27,8 +26,6 @@ from lightning_tricks.flops.core.operator_counter import ModuleCost, OperatorCou
 from lightning_tricks.flops.core.thop_rules import has_thop_rule, thop_macs
 
 Backend = Literal["torch", "thop"]
-
-# A child of Lightning's logger, so that it is shown and silenced together with Lightning's own messages
 
 
 def count_flops(
@@ -168,8 +165,8 @@ def _count_with_torch(
         The counts, and the operators that were called.
     """
 
-    def count(model_copy: nn.Module, call: ModelCall, copies: TensorCopies) -> tuple[nn.Module, OperatorCounter]:
-        counter = OperatorCounter(model_copy, copies.run_operator, operators, modules)
+    def count(model_copy: nn.Module, call: ModelCall) -> tuple[nn.Module, OperatorCounter]:
+        counter = OperatorCounter(model_copy, operators, modules)
         with counter, counter.attribute_to_modules():
             _run(model_copy, call, counter, backward)
         return model_copy, counter
@@ -190,10 +187,8 @@ def _count_with_torch(
 def _count_with_thop(model: nn.Module, call: ModelCall, modules: Mapping[type, Any]) -> FlopsCount:
     """Count one call by thop's rules, on a copy of the model with data; see `_count_with_torch`."""
 
-    def count(
-        model_copy: nn.Module, call: ModelCall, copies: TensorCopies
-    ) -> tuple[nn.Module, OperatorCounter, dict[nn.Module, float]]:
-        counter = OperatorCounter(model_copy, copies.run_operator)
+    def count(model_copy: nn.Module, call: ModelCall) -> tuple[nn.Module, OperatorCounter, dict[nn.Module, float]]:
+        counter = OperatorCounter(model_copy)
         with counter, counter.attribute_to_modules():  # finds the modules that thop should have counted
             macs = thop_macs(model_copy, lambda: _run(model_copy, call, counter, backward=False), modules)
         return model_copy, counter, macs

@@ -125,7 +125,6 @@ class OperatorCounter(TorchDispatchMode):
 
     Args:
         model: The module that is run.
-        run_operator: Runs an operator: `run_operator(operator, args, kwargs)`.
         operators: Formulas by operator, see `find_rule`.
         modules: Rules with thop's signature by module class; a rule replaces the count of all that a module calls.
 
@@ -142,7 +141,6 @@ class OperatorCounter(TorchDispatchMode):
     def __init__(
         self,
         model: nn.Module,
-        run_operator: Callable[..., Any],
         operators: Mapping[Any, Callable[..., float]] | None = None,
         modules: Mapping[type, Callable[..., Any]] | None = None,
     ) -> None:
@@ -153,7 +151,6 @@ class OperatorCounter(TorchDispatchMode):
         self.module_costs: dict[nn.Module, ModuleCost] = {}
         self._operators = operators or {}
         self._modules = modules or {}
-        self._run_operator = run_operator
         self._parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._rules: dict[Any, OperatorRule] = {}
         self._call_stack: list[tuple[nn.Module | None, ModuleCost]] = [(None, self.total)]
@@ -229,7 +226,7 @@ class OperatorCounter(TorchDispatchMode):
         if rule.kind == "composite":  # such operators are dispatched only in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
-        out = self._run_operator(func, args, kwargs)
+        out = func(*args, **kwargs)
         if rule.kind != "free":
             self._add(func, rule, out, args, kwargs)
         return out

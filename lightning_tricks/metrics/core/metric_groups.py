@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_tricks._shared.sampler_shards import turns_of
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.counts import (
     binary_cells,
@@ -98,7 +97,7 @@ def joined_rows(parts: Sequence[list[Any]], samples: Sequence[int]) -> list[Any]
         samples: How many samples each part has, where ranks may have taken turns.
     """
     entries = [entry for part in parts for entry in part]
-    order = turns_of(samples) if samples and len(parts) > 1 and entries else None
+    order = _turns_of(samples) if samples and len(parts) > 1 and entries else None
     if order is None:
         return entries
     if [len(part) for part in parts] == list(samples):
@@ -311,3 +310,22 @@ def _drop_ignored(metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         return rows
     counted = rows["target"] != ignored
     return {name: part[counted] for name, part in rows.items()}
+
+
+def _turns_of(sizes: Sequence[int]) -> list[int] | None:
+    """Return the order in which a `DistributedSampler` has given out the samples of ranks that lie one after another.
+
+    Args:
+        sizes: The number of samples of each rank.
+
+    Returns:
+        The places of the samples, or None where ranks have not taken turns.
+
+    Examples:
+        >>> _turns_of([3, 2]), _turns_of([1, 3])
+        ([0, 3, 1, 4, 2], None)
+    """
+    if list(sizes) != sorted(sizes, reverse=True) or sizes[0] - sizes[-1] > 1:
+        return None
+    positions = [torch.arange(size) * len(sizes) + rank for rank, size in enumerate(sizes)]
+    return torch.cat(positions).argsort().tolist()

@@ -17,11 +17,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_tricks._shared.dry_run.shared_state import restored_state
-from lightning_tricks._shared.memory_errors import memory_that_ran_out
 from lightning_tricks._shared.rng import capture_rng_state, isolated_rng, restore_rng_state
 from lightning_tricks._shared.step_state import copy_step_state, refuse_lazy, restore_step_state
 from lightning_tricks._shared.tensors import read_numbers, tensors_in
 from lightning_tricks._shared.text import describe_error, list_names
+from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks._torch_compat.modules import is_batch_norm
 from lightning_tricks.microbatching.core.batches import copy_batch, take_rows
 

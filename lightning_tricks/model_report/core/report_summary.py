@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,12 +16,10 @@ from lightning_tricks._shared.modules import describe_without_gradient
 from lightning_tricks._shared.text import format_bytes, format_shape, render_text
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, Group, RenderResult
+    from rich.console import Group
     from rich.table import Table
 
 
-_LAYER = re.compile(r"([│├└─ ]*)(.+?) +(\[.*?\]|--) +(\[.*\]|--) +(\S+)")  # a line of torchinfo's summary
-_TOTALS = ("Total params", "Trainable params", "Non-trainable params")
 DOT_NOT_INSTALLED = (
     "graph.dot was written, but not drawn: graphviz's program `dot` is not installed (on Debian: apt install graphviz)."
 )
@@ -150,8 +147,9 @@ class ModelReportSummary:
         from rich.console import Group
         from rich.text import Text
 
+        layers = [Text(self.layers, no_wrap=True, overflow="ellipsis")] if self.layers else []
         unused = [describe_without_gradient(self.without_gradient) + "."] if self.without_gradient else []
-        return Group(self.table(), *([_Layers(self.layers)] if self.layers else []), *map(Text, [*unused, *self.notes]))
+        return Group(self.table(), *layers, *map(Text, [*unused, *self.notes]))
 
     def __str__(self) -> str:
         return render_text(self)
@@ -163,29 +161,6 @@ class ModelReportSummary:
         for row in self.parameters:
             writer.writerow(asdict(row) | {"shape": format_shape(row.shape or ())})
         return file.getvalue()
-
-
-class _Layers:
-    """torchinfo's summary as it is or, where it is too wide, as a table of what fits."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
-        from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
-
-        lines = self.text.splitlines()
-        if max(map(len, lines)) <= options.max_width:
-            yield Text(self.text)
-            return
-        headings = ("layer", "input", "output", "params")
-        totals = [line for line in lines if line.startswith(_TOTALS)]
-        table = FittingTable(*headings, drop=("input", "output"), notes="\n".join(totals), title="Layers")
-        for guide, name, *cells in (row.groups() for row in map(_LAYER.fullmatch, lines) if row):
-            table.add_row(FoldedName(name, indent=guide), *map(Text, cells))
-        yield table
 
 
 def render_graph(source: Path) -> list[Path]:

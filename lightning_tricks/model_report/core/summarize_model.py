@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
-from lightning_tricks._shared.dry_run.runner import NoGradientError, TensorCopies, dry_run, find_loss
+from lightning_tricks._shared.dry_run.runner import NoGradientError, dry_run, find_loss
 from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
 from lightning_tricks._shared.extras import install_command
 from lightning_tricks._shared.tensors import full_tensor, local_part, tensors_in
@@ -97,9 +97,9 @@ def _find_layers(model: nn.Module, call: ModelCall, depth: int, notes: list[str]
     if not _is_installed("torchinfo", "no summary of the layers", notes):
         return None
     try:
-        layers, how = dry_run(model, call, lambda model_copy, call, _: _torchinfo_layers(model_copy, call, depth))
+        layers, how = dry_run(model, call, lambda model_copy, call: _torchinfo_layers(model_copy, call, depth))
     except Exception as error:
-        dry_run(model, call, lambda model_copy, call, _: call.run(model_copy))  # raises if the model itself fails
+        dry_run(model, call, lambda model_copy, call: call.run(model_copy))  # raises if the model itself fails
         notes.append(f"no summary of the layers: torchinfo cannot take this model ({str(error).splitlines()[0]})")
         return None
     notes += how
@@ -117,7 +117,7 @@ def _find_graph(model: nn.Module, call: ModelCall, options: Mapping[str, Any], n
     return dot
 
 
-def _autograd_graph(model_copy: nn.Module, call: ModelCall, _: TensorCopies, options: Mapping[str, Any]) -> str:
+def _autograd_graph(model_copy: nn.Module, call: ModelCall, options: Mapping[str, Any]) -> str:
     losses: list[Tensor] = []
     with torch.enable_grad(), redirect_backward(model_copy, lambda loss, *_, **__: losses.append(loss)):
         out = call.run(model_copy)
