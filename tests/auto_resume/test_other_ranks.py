@@ -354,8 +354,8 @@ class Dies(Callback):
             raise RuntimeError("gone")
 
 
-@pytest.mark.parametrize(("kind", "step"), [("ignored", 4), ("local SGD", 8), ("local SGD", 9), ("PowerSGD", 4)])
-def test_weights_that_each_rank_trains_for_itself(tmp_path, kind, step):
+@pytest.mark.parametrize("kind", ["ignored", "local SGD", "PowerSGD"])
+def test_weights_that_each_rank_trains_for_itself(tmp_path, kind):
     def train(name: str, *callbacks: Callback) -> None:
         seed_everything(1, verbose=False)
         given = {"max_epochs": 2, "devices": 2, "strategy": "ddp_fork", **QUIET}
@@ -363,13 +363,13 @@ def test_weights_that_each_rank_trains_for_itself(tmp_path, kind, step):
         trainer.fit(Replicas(kind), DataLoader(torch.randn(50, 6), 4, shuffle=True))
 
     guard = partial(AutoResume, tmp_path / "runs", every_n_train_steps=1)
-    if kind == "PowerSGD":
-        with pytest.raises(Exception, match="cannot be saved: the PowerSGDState of a communication hook"):
+    if kind != "ignored":
+        with pytest.raises(Exception, match=r"cannot be saved: the Po.*State of communication between ranks"):
             train("named", guard())
         return
     train("whole")
     with pytest.raises(Exception, match="gone"):
-        train("stopped", guard(), Dies(step))
+        train("stopped", guard(), Dies(4))
     train("again", guard())
     for rank in range(2):
         whole, again = (torch.load(tmp_path / name / f"{rank}") for name in ("whole", "again"))

@@ -147,7 +147,7 @@ def running_metrics(job: Job) -> None:
     job.fit(Runs())
 
 
-@scenario()
+@scenario(warning="the number of modules in tracker")
 def tracker(job: Job) -> None:
     class Tracks(Measured):
         def __init__(self) -> None:
