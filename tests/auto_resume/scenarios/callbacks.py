@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from tests.auto_resume.scenarios.frame import BATCHES, Job, Net, scenario
+from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
 
 class Plateau(Net):
@@ -57,14 +57,6 @@ def checkpoint_within_epochs(job: Job) -> None:
     each = ModelCheckpoint(job.folder / "each", every_n_train_steps=4, save_top_k=-1)
     stops = EarlyStopping("val_loss", patience=4)
     job.fit(Net(), keeps, each, stops, val_check_interval=4)
-
-
-@scenario()
-def test_of_the_best(job: Job) -> None:
-    job.seed()
-    keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss")
-    trainer = job.fit(Net(), keeps)
-    trainer.test(dataloaders=job.held_out(), ckpt_path="best", verbose=False)
 
 
 @scenario()
@@ -272,22 +264,6 @@ def decay_by_own_callback(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Decays())
-
-
-@scenario()
-def clipped_by_history(job: Job) -> None:
-    class Clipped(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms: list[float] = []
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.norms.append(float(torch.stack([one.grad.norm() for one in self.parameters()]).norm()))
-            limit = sorted(self.norms)[len(self.norms) // 10]
-            torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
-
-    job.seed()
-    job.fit(Clipped(), limit_train_batches=BATCHES - 1)
 
 
 @scenario(ranks=(1, 2))

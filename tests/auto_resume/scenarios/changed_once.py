@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, WeightedRandomSampler
 
-from lightning_tricks import GradientClipping
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
 
@@ -226,17 +225,6 @@ def scheduler_exchanged(job: Job) -> None:
 
     job.seed()
     job.fit(Rates(), Once(act))
-
-
-@scenario()
-def norm_clipped_later(job: Job) -> None:
-    clips = GradientClipping(5.0)
-
-    def act(trainer: Trainer, module: Any) -> None:
-        clips.max_norm = 0.1
-
-    job.seed()
-    job.fit(Net(), clips, Once(act))
 
 
 @scenario(warning="the hooks of head.weight")

@@ -185,23 +185,6 @@ def generators_of_the_module(job: Job) -> None:
 
 
 @scenario()
-def average_of_weights_by_hand(job: Job) -> None:
-    class Shadowed(Net):
-        def on_fit_start(self) -> None:
-            self.shadow = {name: value.detach().clone() for name, value in self.named_parameters()}
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            for name, value in self.named_parameters():
-                self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * value.detach()
-
-        def on_train_epoch_end(self) -> None:
-            self.log("shadow", sum(value.norm() for value in self.shadow.values()))
-
-    job.seed()
-    job.fit(Shadowed())
-
-
-@scenario()
 def teacher_in_a_list(job: Job) -> None:
     class Taught(Net):
         def __init__(self) -> None:
@@ -266,32 +249,6 @@ def optimizer_of_the_module(job: Job) -> None:
 
     job.seed()
     job.fit(Own())
-
-
-class Climbs(torch.optim.SGD):
-    """Climbs along the gradients of the step before, and descends along those that it finds there."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        moves = [(one, 0.05 * one.grad) for one in self.param_groups[0]["params"] if one.grad is not None]
-        for weight, move in moves:
-            weight += move
-        with torch.enable_grad():
-            loss = closure()
-        for weight, move in moves:
-            weight -= move
-        super().step()
-        return loss
-
-
-@scenario(ranks=(1, 2))
-def sharpness_aware(job: Job) -> None:
-    class Climbing(Net):
-        def configure_optimizers(self) -> Any:
-            return Climbs(self.parameters(), lr=0.05, momentum=0.9)
-
-    job.seed()
-    job.fit(Climbing())
 
 
 @scenario()
