@@ -30,8 +30,6 @@ from lightning_tricks import (
     FusionClassifier,
     GradientClipping,
     SnapshotEnsembleClassifier,
-    Tricks,
-    TricksMixin,
     VotingClassifier,
     cli,
     seed_everything,
@@ -481,19 +479,6 @@ def test_a_fit_from_the_checkpoint_of_the_one_before(tmp_path):
     with pytest.raises(SystemExit):
         script(tmp_path / "killed", Interrupts(3))
     assert same(weights(script(tmp_path / "killed")), weights(whole))
-
-
-def test_from_inside_the_module(tmp_path):
-    class Guarded(TricksMixin, Net):
-        def __init__(self, tricks=None):
-            super().__init__(tricks=tricks, dropout=0.2)
-
-    def guarded():
-        return Guarded(Tricks(auto_resume={"dirpath": str(tmp_path)}))
-
-    whole = fit(module=Guarded)
-    stop(module=guarded)
-    assert same(weights(fit(module=guarded)), weights(whole))
 
 
 def test_another_number_of_workers_warns(tmp_path):

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
-from lightning_tricks import AutoResume, GradientClipping, LoRA, ScheduleSpec, seed_everything
-from lightning_tricks.lr_schedules import build_schedule
+from lightning_tricks import AutoResume, GradientClipping, seed_everything
 from tests.contract.lab import same
 
 STOPPED_AT, RESUMED_AT, BATCHES = 15, 14, 11
@@ -62,8 +61,6 @@ class Net(LightningModule):
             self.temperature = nn.Parameter(torch.ones(script["temperature"]))
             groups = [*groups, self.temperature]
         optimizer = script["optimizer"](groups, lr=script["lr"], **script["options"])
-        if script["spec"]:
-            return {"optimizer": optimizer, "lr_scheduler": build_schedule(optimizer, script["spec"], self.trainer)}
         if not script["schedule"]:
             return optimizer
         kind, arguments, interval = script["schedule"]
@@ -158,7 +155,6 @@ SCRIPT: dict[str, Any] = {
     "options": {"momentum": 0.9},
     "groups": None,  # weight decay of each of two groups
     "schedule": None,  # class, arguments, interval
-    "spec": None,  # a ScheduleSpec
     "temperature": 0,  # the length of a parameter that configure_optimizers makes
     "rows": 44,
     "data": Augmented,
@@ -381,11 +377,6 @@ RECORDS = "these do not train by themselves and differ from those of the first s
 
 EDITS = {
     "lr": Edit({"lr": 0.01}, refused=("SGD.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)),
-    "weight decay": Edit(
-        {"options": {"momentum": 0.9, "weight_decay": 0.1}},
-        refused=("SGD.weight_decay: 0 -> 0.1",),
-        by_hand=_set_option("weight_decay", 0.1),
-    ),
     "two changes at once": Edit(
         {"lr": 0.01, "dropout": 0.5, "build": _freeze},
         refused=(
@@ -436,9 +427,6 @@ EDITS = {
         {"epochs": 5, "schedule": _one_cycle(0.2, 55)},
         {"schedule": _one_cycle(0.2, 33)},
         refused=("OneCycleLR.total_steps: 33 -> 55",),
-    ),
-    "a longer spec": Edit(
-        {"epochs": 5}, {"spec": ScheduleSpec("polynomial")}, refused=(r"FactorLR.factor\..*: 33 -> 55",)
     ),
     "a variable of a function": Edit(
         {"schedule": _power(0.8)}, {"schedule": _power(0.9)}, refused=("LambdaLR.lr_lambdas.base: 0.9 -> 0.8",)
@@ -761,12 +749,6 @@ def test_a_parameter_that_the_optimizers_make_is_refused_before_training(tmp_pat
         run(tmp_path, temperature=2)
 
 
-def test_another_rank_of_lora_is_refused(tmp_path):
-    run(tmp_path, Crash(), callbacks=lambda: [LoRA(1, target_modules="linear")])
-    with pytest.raises(MisconfigurationException, match=r"lora_.*has shape"):
-        run(tmp_path, callbacks=lambda: [LoRA(2, target_modules="linear")], guard={"on_change": "new"})
-
-
 def test_patterns_of_ignore(stopped, tmp_path, caplog):
     folder = stopped("lr", tmp_path / "run")
     run(folder, guard={"ignore": ["SGD.*", "re:^net.*p$"]}, lr=0.01, dropout=0.5)
@@ -774,31 +756,3 @@ def test_patterns_of_ignore(stopped, tmp_path, caplog):
     for wrong, error in ((3, TypeError), ([3], TypeError), (["re:("], ValueError)):
         with pytest.raises(error, match="ignore"):
             AutoResume(tmp_path, ignore=wrong)
-
-
-class Growing(LightningDataModule):
-    def train_dataloader(self):
-        x = torch.randn(44, 6, generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4 + self.trainer.current_epoch)
-
-
-def trained(folder: Any, module: Any, data: Any, *callbacks: Callback, **given: Any) -> Trainer:
-    """Fit with a folder, guarded."""
-    guard = [AutoResume(folder, every_n_train_steps=2)] if folder else []
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False)
-    trainer = Trainer(accelerator="cpu", callbacks=[*guard, *callbacks], **{"max_epochs": 3, **quiet, **given})
-    trainer.fit(module, data)
-    return trainer
-
-
-def test_batches_that_a_hook_makes_larger_are_no_change(tmp_path):
-    def fit(folder: Any, *callbacks: Callback) -> dict[str, Any]:
-        seed_everything(7, verbose=False)
-        THIS.update(SCRIPT)
-        module = Net(SCRIPT, 0.5)
-        trained(folder, module, Growing(), *callbacks, reload_dataloaders_every_n_epochs=1, max_epochs=4)
-        return module.state_dict()
-
-    with pytest.raises(RuntimeError, match="crash"):
-        fit(tmp_path, Crash())
-    assert same(fit(tmp_path), fit(None))

@@ -207,21 +207,6 @@ def test_what_hooks_of_a_save_draw_changes_nothing(tmp_path):
     assert same(weights(guarded), weights(whole))
 
 
-def test_a_second_fit_after_one_that_had_ended(tmp_path):
-    def script(name):
-        trainers = []
-        for _ in range(2):
-            trainer, module = fit(AutoResume(tmp_path / name)), None
-            module = trainer.lightning_module
-            trainer.fit_loop.max_epochs = 4
-            trainer.fit(module, trainer.train_dataloader)
-            trainers.append(weights(trainer))
-        return trainers
-
-    first, second = script("a")
-    assert same(first, second)
-
-
 class Full(CSVLogger):
     full = False
 

@@ -14,7 +14,6 @@ ELSEWHERE = {  # where it shows more
     "freezing_by_epoch": "just after validation",
     "queue_that_grows": "just after validation",
     "stop_plateau_and_checkpoint": "just before validation",
-    "plateau_of_training_loss": "at an epoch's end",
     "swa_from_an_epoch": "at an epoch's start",
     "averaging_by_epochs": "after the fit",
     "swa_annealed": "after the fit",

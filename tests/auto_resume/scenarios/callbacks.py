@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
-from torch import nn
 
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
@@ -37,26 +36,6 @@ def stop_plateau_and_checkpoint(job: Job) -> None:
     stops = EarlyStopping("val_loss", patience=2)
     keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss", save_top_k=2, save_last=True)
     job.fit(Plateau(), stops, keeps, LearningRateMonitor(), max_epochs=5)
-
-
-@scenario()
-def plateau_of_training_loss(job: Job) -> None:
-    class Trained(Plateau):
-        monitor = "loss_epoch"
-
-    job.seed()
-    stops = EarlyStopping("loss_epoch", patience=1, check_on_train_epoch_end=True)
-    keeps = ModelCheckpoint(job.folder / "best", monitor="loss_epoch", save_on_train_epoch_end=True)
-    job.fit(Trained(), stops, keeps, max_epochs=4)
-
-
-@scenario()
-def checkpoint_within_epochs(job: Job) -> None:
-    job.seed()
-    keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss", save_top_k=2)
-    each = ModelCheckpoint(job.folder / "each", every_n_train_steps=4, save_top_k=-1)
-    stops = EarlyStopping("val_loss", patience=4)
-    job.fit(Net(), keeps, each, stops, val_check_interval=4)
 
 
 @scenario()
@@ -149,37 +128,6 @@ def accumulation_by_hand(job: Job) -> None:
 
     job.seed()
     job.fit(ByHand())
-
-
-@scenario()
-def gan(job: Job) -> None:
-    class GAN(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
-            self.critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            first, second = self.optimizers()
-            made = self.generator(torch.randn(len(batch[0]), 4))
-            for optimizer, loss in (
-                (first, lambda: nn.functional.softplus(-self.critic(made)).mean()),
-                (second, lambda: self.critic(made.detach()).mean() - self.critic(batch[0]).tanh().mean()),
-            ):
-                self.toggle_optimizer(optimizer)
-                value = loss()
-                self.manual_backward(value)
-                optimizer.step()
-                optimizer.zero_grad()
-                self.untoggle_optimizer(optimizer)
-                self.log("made" if optimizer is first else "critic", value, on_epoch=True)
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.generator, self.critic)], []
-
-    job.seed()
-    job.fit(GAN())
 
 
 @scenario()

@@ -84,19 +84,6 @@ def body_frozen_in_the_first_epoch(job: Job) -> None:
 
 
 @scenario()
-def statistics_frozen_in_the_first_epoch(job: Job) -> None:
-    class Freezes(InFirstEpoch):
-        def change(self, trainer: Trainer, module: Any) -> None:
-            module.body[1].eval()
-
-        def change_back(self, trainer: Trainer, module: Any) -> None:
-            module.body[1].train()
-
-    job.seed()
-    job.fit(Net(), Freezes())
-
-
-@scenario()
 def clipping_in_half_of_each_epoch(job: Job) -> None:
     class Clips(Callback):
         def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,19 +121,6 @@ def head_pruned_in_the_first_epoch(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Prunes())
-
-
-@scenario()
-def more_epochs_for_a_while(job: Job) -> None:
-    class Raises(InFirstEpoch):
-        def change(self, trainer: Trainer, module: Any) -> None:
-            trainer.fit_loop.max_epochs = 5
-
-        def change_back(self, trainer: Trainer, module: Any) -> None:
-            trainer.fit_loop.max_epochs = 3
-
-    job.seed()
-    job.fit(Net(), Raises())
 
 
 class Augmented(Dataset):

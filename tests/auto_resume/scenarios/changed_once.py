@@ -178,15 +178,6 @@ def transform_exchanged(job: Job) -> None:
     job.fit(Net(), Once(act), train=job.loader(Transformed(job.samples(), torch.nn.Tanh()), shuffle=True))
 
 
-@scenario(warning="transform", workers=(0, 2))
-def transform_exchanged_for_a_function(job: Job) -> None:
-    def act(trainer: Trainer, module: Any) -> None:
-        trainer.train_dataloader.dataset.transform = torch.relu
-
-    job.seed()
-    job.fit(Net(), Once(act), train=job.loader(Transformed(job.samples(), torch.tanh), shuffle=True))
-
-
 @scenario()
 def patience_changed(job: Job) -> None:
     stops = EarlyStopping("val_loss", patience=9)

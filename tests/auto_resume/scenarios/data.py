@@ -254,12 +254,6 @@ def reloaded_with_generator(job: Job) -> None:
 
 
 @scenario()
-def drawn_in_train_dataloader(job: Job) -> None:
-    job.seed()
-    job.trainer().fit(Net(), datamodule=Reloading(job, None))
-
-
-@scenario()
 def reloaded_every_other_epoch_by_the_epoch(job: Job) -> None:
     class Harder(Reloading):
         def train_dataloader(self):

@@ -29,21 +29,6 @@ def kl_annealing(job: Job) -> None:
 
 
 @scenario()
-def counted_annealing(job: Job) -> None:
-    class Annealed(Net):
-        weight = 0.0
-
-        def on_train_epoch_start(self) -> None:
-            self.weight += 0.3  # twice is more than once
-
-        def loss(self, batch: Any) -> torch.Tensor:
-            return super().loss(batch) * (1 - self.weight / 2)
-
-    job.seed()
-    job.fit(Annealed())
-
-
-@scenario()
 def noise_drawn_at_epoch_start(job: Job) -> None:
     class Noisy(Net):
         def on_train_epoch_start(self) -> None:
@@ -101,16 +86,6 @@ def sampler_set_epoch(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), train=job.loader(job.samples(), sampler=Order()))
-
-
-@scenario()
-def dropout_by_epoch(job: Job) -> None:
-    class Drops(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            pl_module.body[3].p = 0.1 * (1 + trainer.current_epoch)
-
-    job.seed()
-    job.fit(Net(), Drops())
 
 
 @scenario()

@@ -229,24 +229,3 @@ def metric_logged_by_a_callback(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Logs())
-
-
-@scenario()
-def metrics_in_plain_containers(job: Job) -> None:
-    class Hidden(Measured):
-        def __init__(self) -> None:
-            super().__init__()
-            self.by_part = {"train": Accuracy(**KIND), "val": Accuracy(**KIND)}
-            self.others = [MeanMetric()]
-
-        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
-            self.by_part[part].update(scores, y)
-            self.others[0].update(scores.norm())
-
-        def on_train_epoch_end(self) -> None:
-            self.log("accuracy", self.by_part["train"].compute())
-            self.log("norms", self.others[0].compute())
-            self.by_part["train"].reset()
-
-    job.seed()
-    job.fit(Hidden())
