@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_warn
 from lightning_tricks.auto_resume.core.data.tracked_loader import MOVED_KEY, POSITION_KEY, num_shares
@@ -41,7 +41,7 @@ def continued_positions(
         for loader, one in zip(loaders, of_first["train"], strict=True):
             _refuse_other_streams(loader, one["n_workers"], saved, trainer)
     if is_inside and saved.world_size_changed:
-        return _on_other_ranks(loaders[0], positions[0], state, scale, trainer)
+        return _on_other_ranks(loaders, saved, scale, trainer)
     if is_tracked and saved.world_size_changed and any(position["batches"] for position in positions):
         lengths = [None if _is_stream(loader) else len(loader) for loader in loaders]  # of the epoch, which is over
         return _with_positions(state, lambda index, own: _moved(own, lengths[index] or own["batches"]))
@@ -71,19 +71,23 @@ def _with_other_batches(state: Mapping[str, Any], scale: float) -> Mapping[str, 
 
 
 def _on_other_ranks(
-    loader: Any, position: Mapping[str, Any], state: Mapping[str, Any], scale: float | None, trainer: Trainer
+    loaders: Sequence[Any], saved: SavedState, scale: float | None, trainer: Trainer
 ) -> Mapping[str, Any]:
     """Continue after as large a share of the epoch; say so where that is not after the same samples."""
+    state, position = saved.rank["loaders"], saved.rank_zero["loaders"]["train"][0][POSITION_KEY]
+    loader, has_limit = loaders[0], isinstance(trainer.limit_train_batches, int)  # the same on any number of ranks
     before, ranks = position["shares"], num_shares(loader)
     if before == ranks == 1 and not _is_stream(loader):  # each rank reads all samples
         return state if scale is None else _with_other_batches(state, scale)
-    if not (before > 1 < ranks and position["batches"] * before % ranks == 0 and scale is None):
+    has_same_order = type(loader.sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
+    is_all = len(loaders) == 1 and scale is None and not has_limit and trainer.limit_train_batches == 1.0
+    is_same_place = before > 1 < ranks and position["batches"] * before % ranks == 0
+    if not (has_same_order and is_all and is_same_place):
         rank_zero_warn(
-            f"AutoResume: the samples of this epoch were shared out among {before} ranks, and are now among {ranks}: "
-            "the run goes on at about the same position, and some samples of this epoch come twice or not at all. To "
-            "see each once, resume with as many ranks as before."
+            f"AutoResume: the samples of this epoch were shared out among {saved.world_size} ranks, and are now among "
+            f"{trainer.world_size}: the run goes on at about the same position, and some samples of this epoch come "
+            "twice or not at all. To see each once, resume with as many ranks as before."
         )
-    has_limit = isinstance(trainer.limit_train_batches, int)  # which is the same on any number of ranks
     return _with_other_batches(state, (scale or 1.0) * (1.0 if has_limit else ranks / before))
 
 

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lightning_tricks._lightning_compat.flavor import (
-    LightningModule,
-    ParallelStrategy,
-    Trainer,
-    rank_zero_warn,
-)
+from lightning_tricks._lightning_compat.flavor import LightningModule, ParallelStrategy, Trainer, rank_zero_warn
 from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks._shared.tensors import replace_tensors
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths

@@ -7,10 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.callbacks import (
-    restore_swa_max_epochs,
-    restore_swa_scheduler,
-)
+from lightning_tricks._lightning_compat.callbacks import restore_swa_max_epochs, restore_swa_scheduler
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_callback_state, restore_checkpoint_callback_state
 from lightning_tricks._lightning_compat.fit import LOADER_LIMITS, loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.flavor import (
