@@ -20,6 +20,9 @@ class FitObserver:
     def on_optimizers_created(self) -> None:
         """Called after the optimizers were created, and before the hooks of the fit's start."""
 
+    def before_signals_registered(self) -> None:
+        """Called before the Trainer notes the signal handlers that it restores at its end, and registers its own."""
+
     def on_signals_registered(self) -> None:
         """Called after the Trainer has registered its own signal handlers."""
 
@@ -115,6 +118,7 @@ class _ObservedLoops:
         self._observer.on_optimizers_created()
 
     def _register_signal_handlers(self) -> None:
+        self._observer.before_signals_registered()
         self._plain_signals["register_signal_handlers"]()
         self._observer.on_signals_registered()
 

@@ -19,16 +19,19 @@ from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_choices, check_count, check_duration, check_path
 from lightning_tricks._shared.patterns import as_patterns
 from lightning_tricks._shared.report_parts import Facts
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.auto_resume.checkpoint_writer import durable_checkpoints
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import (
     DEFAULT_SIGNALS,
+    EARLY_SIGNALS,
     KNOWN_SIGNALS,
     StopRequest,
     misses_slurm_signals,
@@ -99,8 +102,10 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             ones are those that the system has (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be handled: the
             run resumes from its last save. A second SIGINT stops at once. SLURM's requeue signal is left to
             Lightning where Lightning requeues the job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal
-            in a validation takes effect after it. Before the fit is set up, a signal ends the process as it would any
-            other, such as with status 143 at SIGTERM: nothing was trained that is lost.
+            in a validation takes effect after it. Before the first batch, from the construction of this callback in
+            the main thread of a script on, signals other than SIGINT are noted: the run exits with `exit_code` where
+            its fit starts, and a second signal stops it at once. In a job of Slurm, one that nothing handles, such as
+            SIGUSR1, is left alone until then.
         on_hangup: What SIGHUP does, if it is among the signals: with "detach" training continues without its terminal,
             and the output is appended to `train.log` in `dirpath`; with "stop" the run saves and exits.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again,
@@ -180,17 +185,24 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         self.asynchronous = asynchronous
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
+        EARLY_SIGNALS.wait(self, self._new_stop_request(self.signals))
         # Between setup and teardown
+        self._stop_request: StopRequest | None = None
         self._installed = ExitStack()
         self._run_files: RunFiles | None = None
         self._fit: ResumableFit | None = None
         self._origin: dict[str, Any] | None = None  # of checkpoints that are saved after the fit
 
     def before_loggers_begin(self, trainer: Trainer, module: LightningModule) -> None:
-        """Lock the directory before loggers touch what another process writes."""
+        """Lock the directory, unless a signal has asked to stop, before loggers touch what another process writes."""
         self._close()
         if is_fast_dev_run(trainer):
             return
+        requeue = slurm_requeue_signal(trainer)
+        self._stop_request = self._new_stop_request([name for name in self.signals if name != requeue])
+        EARLY_SIGNALS.wait(self, self._stop_request)
+        if trainer.world_size == 1:
+            self._stop_if_asked(trainer, self._stop_request)
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
         self._run_files = RunFiles(trainer, root, folder, self._installed)
@@ -198,10 +210,20 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         if trainer.world_size == 1:
             raise_for_problem(self._run_files.problem)
 
-    def _new_stop_request(self, trainer: Trainer) -> StopRequest:
-        requeue, log = slurm_requeue_signal(trainer), CheckpointFolder(self.dirpath).path / "train.log"
+    def _new_stop_request(self, signals: Sequence[str]) -> StopRequest:
+        log = CheckpointFolder(self.dirpath).path / "train.log"
         detach = partial(redirect_output, log) if self.on_hangup == "detach" else None
-        return StopRequest([name for name in self.signals if name != requeue], detach)
+        return StopRequest(signals, detach, self.exit_code)
+
+    def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
+        """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
+        ranks = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
+        if names := list(filter(None, ranks)):
+            EARLY_SIGNALS.forget()
+            rank_zero_info(
+                f"AutoResume: stopped by {names[0]} before the first batch. Run the same command again to train."
+            )
+            raise SystemExit(self.exit_code)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the directory, and observe the fit from here on."""
@@ -218,7 +240,9 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         if self._run_files is None:  # `setup` was called by hand
             self.before_loggers_begin(trainer, pl_module)
         run_files: Any = self._run_files
+        stop_request: Any = self._stop_request
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
+        self._stop_if_asked(trainer, stop_request)
         if trainer.is_global_zero:
             run_files.prepare()
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
@@ -231,7 +255,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             )
         self._installed.enter_context(durable_checkpoints(trainer.strategy))
         self._installed.enter_context(run_files.others.observed())
-        self._fit = ResumableFit(self, trainer, pl_module, run_files, self._new_stop_request(trainer), self._installed)
+        self._fit = ResumableFit(self, trainer, pl_module, run_files, stop_request, self._installed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with, and restore weights of another precision."""
@@ -255,10 +279,15 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._close()
+        if stage == "fit":
+            EARLY_SIGNALS.leave(self)
+        else:
+            EARLY_SIGNALS.pause(self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""
         self._close()
+        EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
 
@@ -297,13 +326,13 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             )
 
     def _close(self) -> None:
-        run_files, self._fit, self._run_files = self._run_files, None, None
+        run_files, self._fit, self._run_files, self._stop_request = self._run_files, None, None, None
         self._installed.close()
         if run_files is not None:
             self._origin = vars(run_files.others.origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        cleared = dict.fromkeys(("_fit", "_run_files"))
+        cleared = dict.fromkeys(("_fit", "_run_files", "_stop_request"))
         return {**super().__getstate__(), "_installed": ExitStack(), **cleared}
 
 

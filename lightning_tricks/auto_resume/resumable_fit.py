@@ -36,7 +36,7 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
-from lightning_tricks.auto_resume.core.signals import RankAgreement, StopRequest
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
@@ -148,6 +148,10 @@ class ResumableFit(FitObserver):
         self.state.note(phase)
         if self._pending is not None:
             self.state.restore(self._pending, phase)
+
+    def before_signals_registered(self) -> None:
+        """Let the Trainer find the handlers of the process, which it restores at its end."""
+        EARLY_SIGNALS.restore_handlers()
 
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
@@ -366,6 +370,7 @@ class ResumableFit(FitObserver):
         name = self.stop_request.received or "a signal to another rank"
         step = self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
+        EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)

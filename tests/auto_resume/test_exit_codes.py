@@ -34,6 +34,8 @@ def script(folder, options):
     options = {"what": "", "hidden": 16, "ranks": 1, **options}
     seed_everything(3, verbose=False)
     guard = AutoResume(folder / "resume", every_n_train_steps=2, **options.get("arguments", {}))
+    if options["what"] == "SIGUSR1 before":
+        os.kill(os.getpid(), signal.SIGUSR1)
     ranks = {"strategy": "ddp_fork", "devices": options["ranks"]} if options["ranks"] > 1 else {}
     trainer = Trainer(max_epochs=2, callbacks=[guard, Does(options["what"])], **QUIET, **ranks)
     trainer.fit(Net(hidden=options["hidden"], dropout=0.2), loader(shuffle=True))
@@ -48,6 +50,7 @@ def last_line(folder):
     [
         ({}, 0, "`Trainer.fit` stopped: `max_epochs=2` reached"),
         ({"what": "SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again to resume"),
+        ({"what": "SIGUSR1 before"}, STOPPED, "stopped by SIGUSR1 before the first batch. Run the same command again"),
         ({"what": "full disk and SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again"),
         ({"what": "full disk and SIGTERM", "arguments": {"on_failed_save": "raise"}}, 1, "could not be saved in"),
         ({"what": "raises"}, 1, "ZeroDivisionError: of the user"),
@@ -61,7 +64,7 @@ def test_an_exit_status_tells_a_scheduler_whether_to_start_the_run_again(tmp_pat
     assert said in last_line(tmp_path)
     if code:  # whatever it was, the same command goes on from the last save
         assert run(tmp_path, {**options, "what": ""}, script=script) == 0
-        known = {"SIGTERM": [5], "SIGINT": [5]}
+        known = {"SIGTERM": [5], "SIGINT": [5], "SIGUSR1 before": []}
         assert set(resumed_at(tmp_path)) <= set(known.get(options["what"], [4]))
 
 

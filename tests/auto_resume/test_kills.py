@@ -211,35 +211,3 @@ def test_signals_to_the_whole_process_group(folders):
         assert run(killed, {**options, "kill": ["on_train_batch_start", 4, name, "group"]}) == STOPPED
     assert run(killed, options) == 0
     assert differences(killed, whole) == []
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize(
-    ("moment", "name", "status"),
-    [
-        ("configure_model", "SIGTERM", -signal.SIGTERM),
-        ("on_sanity_check_start", "SIGUSR1", STOPPED),
-        ("on_train_start", "SIGTERM", STOPPED),
-    ],
-)
-def test_a_signal_before_the_first_batch(folders, moment, name, status):
-    """Nothing handles it before the fit is set up; later the run stops, and the newest save stays the newest."""
-    killed, whole = folders
-    options = {"samples": 28, "epochs": 2, "validate": 3}
-    saves = []
-    for stop, exits in (((moment, 1), status), (("on_train_batch_end", 5), STOPPED), (("on_train_start", 1), STOPPED)):
-        assert run(killed, {**options, "kill": [*stop, name, 0]}) == exits
-        saves.append([one.file for one in CheckpointFolder(killed / "resume").manifests()])
-    assert saves[0] == []
-    assert saves[1] == saves[2] != []
-    assert run(killed, options) == run(whole, {**options, "guarded": False}) == 0
-    assert differences(killed, whole) == []
-
-
-def test_a_signal_to_the_launcher_of_ranks_alone(folders):
-    """It ends as nothing handles the signal there; its ranks stop as at Ctrl-C, and save."""
-    killed, whole = folders
-    options = {"samples": 28, "epochs": 2, "validate": 3, "ranks": 2, "strategy": "ddp_fork"}
-    assert run(killed, {**options, "kill": ["on_train_batch_end", 3, "SIGTERM", "launcher"]}) == -signal.SIGTERM
-    assert run(killed, options) == run(whole, {**options, "guarded": False}) == 0
-    assert differences(killed, whole) == []

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop; how ranks agree on them; the output without a terminal."""
+"""Signals that ask a run to stop, before and in its fit; how ranks agree on them; the output without a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
@@ -20,6 +21,7 @@ import torch
 Detach = Callable[[], None]
 
 _SIGHUP = getattr(signal, "SIGHUP", None)  # Windows lacks it
+_OVER, _STOPS = -1, -2  # instead of a signal: the fit of the ranks has ended, or they stop at one
 _SECONDS_BETWEEN_EXCHANGES = 0.1  # between ranks, approximately
 
 
@@ -42,16 +44,22 @@ def misses_slurm_signals() -> bool:
         return False
 
 
+def _can_handle_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 class StopRequest:
     """Records that a signal asked for a stop; the handler does nothing else.
 
     Args:
         names: Names of the signals to handle.
         detach: Called at SIGHUP instead of a stop; None lets SIGHUP ask for a stop as well.
+        exit_code: The exit status after a stop.
+
     """
 
-    def __init__(self, names: Sequence[str], detach: Detach | None = None) -> None:
-        self.names, self.detach = tuple(names), detach
+    def __init__(self, names: Sequence[str], detach: Detach | None = None, exit_code: int = 0) -> None:
+        self.names, self.detach, self.exit_code = tuple(names), detach, exit_code
         self.leaving = RawValue("b", False)  # the fit: DataLoader workers read it
         self._received = 0
         self._exit_finalizer: Any = None
@@ -63,14 +71,15 @@ class StopRequest:
 
     @property
     def received(self) -> str:
-        """The name of the signal that came to this process; or ""."""
-        return signal.Signals(self._received).name if self._received else ""
+        """The name of the signal that came to this process, or before the fit; or ""."""
+        number = self._received or EARLY_SIGNALS.noted
+        return signal.Signals(number).name if number and number in self.signal_numbers else ""
 
     def install_handlers(self) -> bool:
         """Install the handlers; return whether that is possible, as it is only in the main thread."""
         # a high priority: runs before multiprocessing sends the workers a SIGTERM at exit
         self._exit_finalizer = Finalize(None, setattr, (self.leaving, "value", True), exitpriority=1000)
-        if threading.current_thread() is not threading.main_thread():
+        if not _can_handle_signals():
             return False
         for number in self.signal_numbers:
             signal.signal(number, self._handle)
@@ -93,6 +102,121 @@ class StopRequest:
         if number == self._received == signal.SIGINT:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
         self._received = number
+
+
+class EarlySignals:
+    """Notes the signals that come before a fit handles them itself; there is one object in a process.
+
+    An `AutoResume` waits from its construction in the main thread on; its fit asks what was noted. A second signal
+    exits at once, as whoever sends it does not wait for the first batch, and nothing is trained yet. Where nobody waits
+    any more, as in a fork that is no rank, the handler that was found gets the signal.
+
+    Ctrl+C raises KeyboardInterrupt at once, as before any fit, and in a notebook or a shell nothing is noted: no
+    scheduler has started it. In a job of Slurm, a signal that nothing handles is left alone: Lightning lets Slurm
+    requeue the job only then, in a Trainer without an `AutoResume` too. SIGTERM it passes on.
+    """
+
+    def __init__(self) -> None:
+        self._noted = 0
+        self._launcher = RawValue("i")  # what the process noted that forked the ranks; shared with them
+        self._waiting: weakref.WeakKeyDictionary[object, StopRequest] = weakref.WeakKeyDictionary()
+        self._paused: weakref.WeakSet[object] = weakref.WeakSet()  # those of them that note nothing now
+        self._found: dict[int, Any] = {}  # the handlers of the process
+        self._process = 0
+
+    def wait(self, callback: object, request: StopRequest) -> None:
+        """Note signals for a callback from here on, in the main thread: no other one can handle signals."""
+        if hasattr(sys, "ps1") or not _can_handle_signals():
+            return
+        if self._process != os.getpid():
+            if callback not in self._waiting:  # it was made in this process, which is no rank of its parent's fit
+                self._launcher = RawValue("i")
+            self._process, self._noted = os.getpid(), 0
+            self._waiting.clear()
+        self._waiting[callback] = request
+        self._paused.discard(callback)
+        weakref.finalize(callback, self._after_death).atexit = False
+        self._launcher.value = max(self._launcher.value, 0)
+        self._update_handlers()
+
+    @property
+    def noted(self) -> int:
+        """The number of the signal that was noted here, or in the process that forked this rank; or 0."""
+        return self._noted or max(self._launcher.value, 0)
+
+    def forget(self) -> None:
+        """Forget the signal, at which a fit stops now."""
+        self._noted, self._launcher.value = 0, _STOPS
+
+    def leave(self, callback: object) -> None:
+        """Let a callback whose fit is over wait no longer."""
+        self._waiting.pop(callback, None)
+        self._update_handlers()
+
+    def pause(self, callback: object) -> None:
+        """Note nothing until the fit of a callback begins, unless others wait; what was noted is kept for it."""
+        self._paused.add(callback)
+        self._restore_unused_handlers()
+
+    def restore_handlers(self) -> None:
+        """Restore the handlers that were found, where nobody else has changed them since."""
+        for number in list(self._found) if _can_handle_signals() else ():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, self._found.pop(number))
+
+    def _active_requests(self) -> list[StopRequest]:
+        return [request for callback, request in self._waiting.items() if callback not in self._paused]
+
+    def _restore_unused_handlers(self) -> None:
+        """Restore the handlers if nobody waits; install none, as a fit may handle signals itself meanwhile."""
+        if not list(self._waiting):
+            self._launcher.value = min(self._launcher.value, _OVER)
+        if not self._active_requests():
+            self.restore_handlers()
+
+    def _update_handlers(self) -> None:
+        if not _can_handle_signals():
+            return
+        self._restore_unused_handlers()
+        requests = self._active_requests()
+        for number in {number for request in requests for number in request.signal_numbers} - {signal.SIGINT}:
+            found = signal.getsignal(number)
+            is_left = "SLURM_JOB_ID" in os.environ and found == signal.SIG_DFL and number != signal.SIGTERM
+            if found not in (None, self._note) and not is_left:  # one that is not Python's could not be restored
+                self._found[number] = found
+                signal.signal(number, self._note)
+
+    def _after_death(self) -> None:
+        """Let the process have a signal at which nobody can stop any more."""
+        if self._process != os.getpid():
+            return
+        self._restore_unused_handlers()
+        if self._noted and not list(self._waiting):
+            number, self._noted = self._noted, 0
+            signal.raise_signal(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_over = self._process != os.getpid() or self._launcher.value == _OVER
+        requests = [] if is_over else list(self._waiting.values())
+        if not requests:
+            self._pass_on(number, frame)
+        elif (detach := requests[-1].detach) is not None and number == _SIGHUP:
+            detach()
+        elif self._noted:
+            self.forget()
+            raise SystemExit(requests[-1].exit_code)
+        else:
+            self._noted = self._launcher.value = number
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(number) == self._note:
+            signal.signal(number, self._found.pop(number, signal.SIG_DFL))
+            signal.raise_signal(number)
+        elif callable(found := self._found.get(number)):  # a handler that calls this one has taken its place
+            found(number, frame)
+
+
+EARLY_SIGNALS = EarlySignals()
 
 
 class RankAgreement:
