@@ -1,13 +1,14 @@
-"""Lightning's own callbacks: weight averaging, ThroughputMonitor, LightningCLI's config."""
+"""Lightning's own callbacks: weight averaging, tickets of ModelPruning, ThroughputMonitor, LightningCLI's config."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lightning_tricks._lightning_compat.flavor import LIGHTNING, import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
@@ -16,6 +17,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import (
         LightningModule,
+        ModelPruning,
         StochasticWeightAveraging,
         ThroughputMonitor,
         Trainer,
@@ -33,6 +35,7 @@ def allow_existing_config(trainer: Trainer) -> None:
 
 def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
     """Give a fit that had ended the scheduler of weight averaging, which is otherwise created at an epoch's start."""
+    import torch
     from torch.optim.swa_utils import SWALR
 
     from lightning_tricks._lightning_compat.flavor import LRSchedulerConfig
@@ -68,6 +71,43 @@ def restore_swa_max_epochs(trainer: Trainer, swa: StochasticWeightAveraging) -> 
     """Undo the epoch that weight averaging adds for batch statistics, in a fit that had ended and was not trained."""
     if swa._model_contains_batch_norm and swa._max_epochs != -1:
         trainer.fit_loop.max_epochs = swa._max_epochs
+
+
+@needs_private("AutoResume")
+def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
+    """Return the tickets by the names of their parameters; None for one that shares the memory of its parameter.
+
+    A reset lets the parameter use the memory of its ticket, which from then on is trained as well.
+    """
+    pairs = _tickets_with_parameters(callback)
+    return {
+        name: None if ticket.data_ptr() == parameter.data_ptr() else ticket.detach()
+        for name, (ticket, parameter) in pairs
+    }
+
+
+@needs_private("AutoResume")
+def restore_lottery_tickets(callback: ModelPruning, saved: Mapping[str, Any]) -> None:
+    """Restore tickets, after the parameters were restored."""
+    for name, (ticket, parameter) in _tickets_with_parameters(callback):
+        if name not in saved:
+            continue
+        if saved[name] is None:
+            ticket.data = parameter.data
+        else:
+            with torch.no_grad():
+                ticket.copy_(saved[name])
+
+
+def _tickets_with_parameters(callback: ModelPruning) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    layers: Mapping[int, Any] = callback._original_layers or {}
+    for layer in layers.values():
+        for number, name in layer["names"]:
+            module = callback._parameters_to_prune[number][0]
+            parameter = getattr(module, f"{name}_orig", getattr(module, name))
+            ticket = getattr(layer["data"], name)
+            if isinstance(parameter, Tensor) and isinstance(ticket, Tensor):
+                yield f"{number}.{name}", (ticket, parameter)
 
 
 def device_peak_flops(trainer: Trainer) -> float | None:

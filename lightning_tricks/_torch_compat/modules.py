@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -55,6 +56,17 @@ def registered_tensor(module: Any, name: str) -> Any:
     """
     value = module._parameters.get(name)
     return module._buffers.get(name) if value is None else value
+
+
+def pruned_parameters(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
+    with needs_private(_USERS):
+        hooks = list(module._forward_pre_hooks.values())
+    for hook in hooks:
+        if isinstance(hook, BasePruningMethod):
+            with needs_private(_USERS):
+                name = str(hook._tensor_name)
+            yield name
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:

@@ -76,7 +76,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
 
     In an epoch that is resumed, `on_train_epoch_start` of the module and the callbacks is called again, with the same
     random numbers and without its logging. Then all known state is restored: which parameters require gradients,
-    training modes, parameter groups, buffers of any shape, gradients that manual optimization keeps,
+    training modes, parameter groups, pruning masks, buffers of any shape, gradients that manual optimization keeps,
     metrics, settings of the Trainer, and those attributes of module, datamodule, callbacks, datasets and samplers that
     changed in the fit and are plain values, tensors, pandas tables, random generators or objects of these. So are the
     variables of closures and modules that their own functions use. What was restored is compared with what was saved;

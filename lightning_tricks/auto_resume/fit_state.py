@@ -58,6 +58,7 @@ from lightning_tricks.auto_resume.trainer_parts import (
 # to. The configuration, which is what another start changed in optimizers, after the attributes: wrappers of optimizers
 # keep old options there. The random states last: all else may draw.
 _STEP = ("trainer", "attributes", "rank_tensors", "gradients", "callbacks", "configuration", "rng")
+# Weights that hooks left out of the checkpoint after the pruning masks, which replace parameters
 _STRUCTURE = ("settings", "structure", "left_out")
 # Which parts are restored in a phase, in which order
 ORDER: Mapping[Phase, tuple[str, ...]] = {

@@ -22,9 +22,11 @@ from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     module_flags,
     param_group_names,
+    pruning_masks,
     resize_to_state_dict,
     restore_flags,
     restore_param_groups,
+    restore_pruning_masks,
 )
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.configuration import SCHEDULE_OPTIONS
@@ -67,7 +69,7 @@ def modules_of(trainer: Trainer, module: LightningModule) -> dict[str, nn.Module
 
 
 class Structure(Part):
-    """Parameter groups, training modes, and which parameters require gradients."""
+    """Pruning masks, parameter groups, training modes, and which parameters require gradients."""
 
     name = "structure"
 
@@ -92,21 +94,21 @@ class Structure(Part):
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is other than at first, or was so at an earlier call."""
-        modules = modules_of(self.trainer, self.module)
+        modules, masks = modules_of(self.trainer, self.module), pruning_masks(self.module)
         groups = param_group_names(self.module, self.trainer.optimizers)
         # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
-        is_masked = any(name.endswith("_orig") for name, _ in self.module.named_parameters())
-        self._has_other_groups |= groups != self._groups or is_masked
+        self._has_other_groups |= groups != self._groups or bool(masks)
         return {
             "flags": {path: self._flags_of(path).changes(module_flags(part)) for path, part in modules.items()},
             "groups": groups if self._has_other_groups else None,
+            "masks": move_to_device(masks, "cpu"),
             "buffers": [name for name, _ in self.module.named_buffers() if name not in self._buffers],
         }
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
         """Return the parameters that were added, which a resumed run's module lacks when weights are loaded."""
-        names = (name for name, _ in self.module.named_parameters())
-        return [f"the parameter {name}" for name in names if name not in self._parameters]
+        known = self._parameters | {f"{name}_orig" for name in pruning_masks(self.module)}
+        return [f"the parameter {name}" for name, _ in self.module.named_parameters() if name not in known]
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the groups before the states of the optimizers are loaded, and later all of it."""
@@ -116,8 +118,9 @@ class Structure(Part):
             self._has_other_groups |= groups is not None
             for path, names in flags.items():
                 self._flags_of(path).note(names)
+            restore_pruning_masks(self.module, saved.shared["masks"])
             restore_flags(modules, flags)
-        if groups:
+        if groups:  # after the masks, which replace parameters
             restore_param_groups(self.module, self.trainer.optimizers, groups)
 
     def _flags_of(self, path: str) -> ChangedValues:

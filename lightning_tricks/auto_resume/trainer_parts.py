@@ -7,12 +7,19 @@ from functools import partial
 from typing import Any
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.callbacks import restore_swa_max_epochs, restore_swa_scheduler
+from lightning_tricks._lightning_compat.callbacks import (
+    capture_lottery_tickets,
+    restore_lottery_tickets,
+    restore_swa_max_epochs,
+    restore_swa_scheduler,
+)
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_callback_state, restore_checkpoint_callback_state
 from lightning_tricks._lightning_compat.fit import LOADER_LIMITS, loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.flavor import (
+    Callback,
     LightningModule,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     Trainer,
 )
@@ -42,6 +49,12 @@ SHAPING_SETTINGS = (
     "overfit_batches",
     "reload_dataloaders_every_n_epochs",
     "val_check_interval",
+)
+
+# How the memory of a type of callbacks within an epoch is captured and restored, beside `TrickCallback`, which knows it
+_MEMORIES: tuple[tuple[type[Callback], Callable[[Any], dict[str, Any]], Callable[[Any, Any], object]], ...] = (
+    (ModelCheckpoint, checkpoint_callback_state, restore_checkpoint_callback_state),
+    (ModelPruning, capture_lottery_tickets, restore_lottery_tickets),
 )
 
 
@@ -198,6 +211,7 @@ class WeightAveraging(Part):
 
 def _memory_of(callback: Any) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], object]]:
     """Return what captures, and what restores, what a callback remembers within an epoch."""
-    if isinstance(callback, ModelCheckpoint):
-        return partial(checkpoint_callback_state, callback), partial(restore_checkpoint_callback_state, callback)
+    for kind, capture, restore in _MEMORIES:
+        if isinstance(callback, kind):
+            return partial(capture, callback), partial(restore, callback)
     return getattr(callback, "mid_epoch_state", dict), lambda state: callback.load_mid_epoch_state(state)

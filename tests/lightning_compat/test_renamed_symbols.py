@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -260,6 +261,11 @@ def test_a_renamed_flag_of_a_finder(finder):
 
 
 def test_renamed_attributes_of_callbacks_that_change_weights():
+    pruning = ModelPruning("l1_unstructured")
+    assert callbacks.capture_lottery_tickets(pruning) == {}
+    _rename(pruning, "_original_layers")
+    with pytest.raises(RuntimeError, match=MATCH):
+        callbacks.capture_lottery_tickets(pruning)
     averaging = StochasticWeightAveraging(0.1)
     averaging._scheduler_state = {"base_lrs": [0.1]}
     _rename(averaging, "_swa_scheduler")

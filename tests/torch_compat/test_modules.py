@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from lightning_tricks._torch_compat.modules import (
     COMPILED_CALL,
@@ -23,6 +24,7 @@ from lightning_tricks._torch_compat.modules import (
     own_buffers,
     own_modules,
     own_parameters,
+    pruned_parameters,
     refer_to_own_weights,
     remove_forward_pre_hook,
     set_state_dict_versions,
@@ -37,6 +39,14 @@ def test_what_a_module_registers():
     assert {"running_mean", "running_var", "num_batches_tracked"} == own_buffers(module).keys()
     assert own_modules(module) == {"part": module.part}
     assert {*REGISTRIES, "training"} <= module_internals()
+
+
+def test_parameters_that_are_pruned():
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert list(pruned_parameters(module)) == []
+    prune.l1_unstructured(module, "weight", amount=1)
+    assert list(pruned_parameters(module)) == ["weight"]
 
 
 def test_compiled_modules():
@@ -108,6 +118,7 @@ CALLS = {
     "_parameters": own_parameters,
     "_buffers": own_buffers,
     "_modules": own_modules,
+    "_forward_pre_hooks": lambda bare: list(pruned_parameters(bare)),
     "_compiled_call_impl": compiles_in_place,
     "_flat_weights": refer_to_own_weights,
     "_load_state_dict_pre_hooks": lambda bare: loads_as_torch_does(SimpleNamespace(modules=lambda: [bare])),

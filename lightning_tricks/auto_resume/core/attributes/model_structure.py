@@ -1,11 +1,11 @@
-"""The structure of a model that hooks change: frozen parameters, modes, groups, buffers.
+"""The structure of a model that hooks change: frozen parameters, modes, groups, pruning masks.
 
 No state dict holds these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
-from lightning_tricks._torch_compat.modules import own_buffers, own_parameters
+from lightning_tricks._torch_compat.modules import own_buffers, own_parameters, pruned_parameters
 
 _OWN_FLAGS = frozenset({"automatic_optimization"})  # of a LightningModule
 
@@ -69,6 +69,28 @@ def restore_param_groups(
         del optimizer.param_groups[len(wanted) :]
 
 
+def pruning_masks(module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the masks of `torch.nn.utils.prune` and what they mask: parameter -> {"mask": ..., "original": ...}."""
+    return {
+        f"{prefix}{name}": {"mask": getattr(part, f"{name}_mask"), "original": getattr(part, f"{name}_orig").detach()}
+        for prefix, part, name in _masked_parameters(module)
+    }
+
+
+def restore_pruning_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Give parameters the masks that they had, in the place of those that they have."""
+    for _, part, name in list(_masked_parameters(module)):
+        getattr(part, f"{name}_mask").fill_(1)  # what is left is the whole parameter
+        prune.remove(part, name)
+    for path, saved in masks.items():
+        prefix, _, name = path.rpartition(".")
+        part = module.get_submodule(prefix)
+        prune.custom_from_mask(part, name, saved["mask"].to(module_device(part)))
+        with torch.no_grad():
+            getattr(part, f"{name}_orig").copy_(saved["original"])
+            setattr(part, name, getattr(part, f"{name}_orig") * getattr(part, f"{name}_mask"))
+
+
 def resize_to_state_dict(module: nn.Module, state_dict: Mapping[str, Any], new_buffers: Sequence[str]) -> None:
     """Give a module buffers like those of a state dict, in which buffers grew, were added or are masks.
 
@@ -112,6 +134,13 @@ def module_device(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def _masked_parameters(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Yield the masked parameters: prefix of the name, module, name in the module."""
+    for part_name, part in module.named_modules():
+        for name in pruned_parameters(part):
+            yield f"{part_name}." if part_name else "", part, name
 
 
 def names_in_state_of(optimizer: Any) -> list[str]:
