@@ -57,7 +57,7 @@ from lightning_tricks.auto_resume.trainer_parts import (
 # attributes: some belong to metrics that were added. States of callbacks after the weights and buffers that they refer
 # to. The configuration, which is what another start changed in optimizers, after the attributes: wrappers of optimizers
 # keep old options there. The random states last: all else may draw.
-_STEP = ("trainer", "attributes", "rank_tensors", "gradients", "callbacks", "configuration", "rng")
+_STEP = ("trainer", "attributes", "rank_tensors", "gradients", "communication", "callbacks", "configuration", "rng")
 # Weights that hooks left out of the checkpoint after the pruning masks, which replace parameters
 _STRUCTURE = ("settings", "structure", "left_out")
 # Which parts are restored in a phase, in which order

@@ -19,6 +19,7 @@ from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
 from lightning_tricks._shared.tensors import is_sharded, local_part
 from lightning_tricks._torch_compat.modules import communication_hooks, hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     module_flags,
     param_group_names,
@@ -27,9 +28,10 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import (
     restore_flags,
     restore_param_groups,
     restore_pruning_masks,
+    restore_tracker_steps,
+    tracker_steps,
 )
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
-from lightning_tricks.auto_resume.core.configuration import SCHEDULE_OPTIONS
 from lightning_tricks.auto_resume.parts import (
     ChangedValues,
     ComparedPart,
@@ -48,10 +50,9 @@ _RUNNING_STATISTICS = ("running_mean", "running_var")
 _OUTLINE_WORDS = {
     "hooks": "the hooks of",
     "tied": "the tied weights",
-    "lengths": "the number of modules in",
     "precisions": "the number of weights in",
     "optimizers": "the class of optimizer",
-    "schedulers": "the class or the interval of learning rate scheduler",
+    "schedulers": "the class of learning rate scheduler",
 }
 _OPTIMIZER = "optimizer "  # begins the name of an optimizer
 _INTEGERS = {1: torch.int8, 2: torch.int16}  # by the size of elements that do not have four bytes, or eight
@@ -69,7 +70,7 @@ def modules_of(trainer: Trainer, module: LightningModule) -> dict[str, nn.Module
 
 
 class Structure(Part):
-    """Pruning masks, parameter groups, training modes, and which parameters require gradients."""
+    """Pruning masks, parameter groups, training modes, which parameters require gradients, and tracked metrics."""
 
     name = "structure"
 
@@ -103,6 +104,7 @@ class Structure(Part):
             "groups": groups if self._has_other_groups else None,
             "masks": move_to_device(masks, "cpu"),
             "buffers": [name for name, _ in self.module.named_buffers() if name not in self._buffers],
+            "trackers": tracker_steps(modules),
         }
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
@@ -118,6 +120,7 @@ class Structure(Part):
             self._has_other_groups |= groups is not None
             for path, names in flags.items():
                 self._flags_of(path).note(names)
+            restore_tracker_steps(modules, saved.shared["trackers"])
             restore_pruning_masks(self.module, saved.shared["masks"])
             restore_flags(modules, flags)
         if groups:  # after the masks, which replace parameters
@@ -247,17 +250,33 @@ class RankTensors(ComparedPart):
             setattr(self.trainer.model, _SYNC_ATTRIBUTE, syncs)
 
 
-class Communication(Part):
-    """The states of DDP's communication hooks and averages of replicas, which are not saved."""
+class Communication(ComparedPart):
+    """The numbers that DDP's communication hooks and averages of replicas count, such as their iterations."""
+
+    name = "communication"
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the numbers of each object."""
+        counting = map(attributes, self._objects())
+        return {self.name: [{name: value for name, value in own if _is_number(value)} for own in counting]}
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
-        """Return them by their types: they count steps, and a fresh process has other buckets than they know."""
-        states = [state for _, state in communication_hooks(self.trainer.model)]
+        """Return the states of hooks that hold more, by bucket: a process that begins has other buckets."""
         return [
-            f"the {type(state).__name__} of communication between ranks"
-            for state in (*states, model_averager(self.trainer))
-            if not (state is None or isinstance(state, torch.distributed.ProcessGroup))
+            f"the {type(state).__name__} of a communication hook"
+            for state in self._objects()
+            if any(_may_change(value) for _, value in attributes(state))
         ]
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the numbers."""
+        for counting, numbers in zip(self._objects(), saved.rank[self.name], strict=False):
+            for name, value in numbers.items():
+                setattr(counting, name, value)
+
+    def _objects(self) -> list[Any]:
+        found = [state for _, state in communication_hooks(self.trainer.model)]
+        return [value for value in (*found, model_averager(self.trainer)) if value is not None]
 
 
 class Gradients(ComparedPart):
@@ -299,10 +318,7 @@ class UnsavedOutline(Part):
     def now(self) -> dict[str, dict[str, Any]]:
         """Return the outline of what there is now, as plain values."""
         optimizers = self.trainer.optimizers
-        schedulers = {
-            str(number): [type(one.scheduler).__qualname__, *(getattr(one, name) for name in SCHEDULE_OPTIONS)]
-            for number, one in enumerate(self.trainer.lr_scheduler_configs)
-        }
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         owners = {
             path: owner
             for name, module in modules_of(self.trainer, self.module).items()
@@ -315,11 +331,10 @@ class UnsavedOutline(Part):
         first = {id(parameter): name for name, parameter in reversed(parameters)}
         return {
             "hooks": {path: names for path, names in hooks.items() if names},
-            "lengths": {path: len(owner) for path, owner in owners.items() if isinstance(owner, nn.ModuleList)},
             "tied": {name: first[id(value)] for name, value in parameters if first[id(value)] != name},
             "precisions": dict(Counter(str(parameter.dtype) for _, parameter in parameters)),
             "optimizers": {str(number): type(value).__qualname__ for number, value in enumerate(optimizers)},
-            "schedulers": schedulers,
+            "schedulers": {str(number): type(value).__qualname__ for number, value in enumerate(schedulers)},
         }
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
@@ -390,6 +405,16 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     target = next((device for device in devices if device.type != "cpu"), "cpu")  # one read for all
     numbers = torch.stack([total.to(target) for total in sums.values()]).tolist() if sums else []
     return dict(zip(sums, numbers, strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, int, float)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value of a communication hook's state may be another one at each step, and is no number."""
+    known = (str, type(None), type, torch.dtype, torch.device, torch.distributed.ProcessGroup)
+    return not (_is_number(value) or isinstance(value, known) or callable(value))
 
 
 def _hook_names(owner: Any) -> list[str]:

@@ -292,7 +292,7 @@ class ResumableFit(FitObserver):
         drawn_anew = [path for path in self.state.attributes.drawn_anew(saved) if not is_known(path)]
         paths = [path for path in paths if not is_known(path)]
         if self.configuration.changed_states:
-            made_anew = ("optimizers.", "lr_schedulers", "the class or the interval of learning rate scheduler")
+            made_anew = ("optimizers.", "lr_schedulers", "the class of learning rate scheduler")
             paths = [path for path in paths if not path.startswith(made_anew)]
         data = [] if self.configuration.has_other_data else self.loaders.data_differences
         self.state.note_differences(saved, paths, drawn_anew, data)

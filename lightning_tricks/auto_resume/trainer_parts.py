@@ -28,6 +28,7 @@ from lightning_tricks._lightning_compat.results import capture_loop_state, named
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.configuration import SCHEDULE_OPTIONS
 from lightning_tricks.auto_resume.parts import (
     IN_THE_FIT,
     ChangedValues,
@@ -73,18 +74,21 @@ class RandomStates(ComparedPart):
 
 
 class TrainerSettings(Part):
-    """What callbacks may change of a Trainer: its settings, and the limits of its loops."""
+    """What callbacks may change of a Trainer: its settings, when schedulers step, and the limits of its loops."""
 
     name = "settings"
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         super().__init__(trainer, module)
         self._settings = ChangedValues(self._present_settings())
+        self._schedulers = ChangedValues({})
         self._limits = ChangedValues(loop_limits(trainer))
 
     def note(self, phase: Phase) -> None:
-        """Note the limits when they are given, and what hooks changed."""
-        if phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
+        """Note when schedulers step as soon as there are some, limits when they are given, and what hooks changed."""
+        if phase is Phase.FIT_START:
+            self._schedulers = ChangedValues(self._present_schedulers())
+        elif phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
             now = loop_limits(self.trainer)
             self._limits.initial |= {name: now[name] for name in self._given_limits(phase)}
         elif phase in (Phase.BEFORE_HOOKS, Phase.AFTER_HOOKS):
@@ -95,6 +99,7 @@ class TrainerSettings(Part):
         limits = self._limits.changes(loop_limits(self.trainer))
         return {
             "settings": self.changed_settings(),
+            "schedulers": self._schedulers.changes(self._present_schedulers()),
             "limits": {name: [self._limits.initial[name], now] for name, now in limits.items()},
         }
 
@@ -119,6 +124,11 @@ class TrainerSettings(Part):
                     set_loop_limits(self.trainer, {name: after})
         else:
             self.restore_settings(saved.shared["settings"])
+            schedulers = saved.shared.get("schedulers", {})
+            self._schedulers.note(schedulers)
+            for place in schedulers.keys() & self._present_schedulers():
+                number, _, name = place.partition(".")
+                setattr(self.trainer.lr_scheduler_configs[int(number)], name, schedulers[place])
             unchanged = [name for name, (before, _) in limits.items() if self._limits.initial[name] == before]
             set_loop_limits(self.trainer, {name: limits[name][1] for name in unchanged})
 
@@ -137,6 +147,11 @@ class TrainerSettings(Part):
 
     def _present_settings(self) -> dict[str, Any]:
         return {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "log_every_n_steps")}
+
+    def _present_schedulers(self) -> dict[str, Any]:
+        configs = self.trainer.lr_scheduler_configs
+        pairs = [(number, name) for number in range(len(configs)) for name in SCHEDULE_OPTIONS]
+        return {f"{number}.{name}": getattr(configs[number], name) for number, name in pairs}
 
 
 class LoopResults(ComparedPart):

@@ -34,6 +34,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import (
     BootStrapper,
     ClasswiseWrapper,
+    MetricTracker,
     MinMaxMetric,
     MultioutputWrapper,
     Running,
@@ -41,6 +42,7 @@ from torchmetrics.wrappers import (
 
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import Decoder, EncodeBudget, encode
+from lightning_tricks.auto_resume.core.attributes.model_structure import restore_tracker_steps, tracker_steps
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.checkpoint_contents import find_objects, load_plain_data
@@ -101,6 +103,11 @@ def resumed(make, act, path):
     attributes = AttributeTracker({"it": old})
     act(old)
     changes = attributes.changes()
+    modules = [
+        {name: part for name, part in getattr(one, "__dict__", {}).items() if isinstance(part, nn.Module)}
+        for one in (old, fresh)
+    ]
+    restore_tracker_steps(modules[1], tracker_steps(modules[0]))
     failed = restore_changes({"it": fresh}, through_a_file(changes, path / "attributes.ckpt"))
     return old, fresh, {**changes["lost"], **failed}
 
@@ -513,6 +520,8 @@ METRICS = {
     "min and max": lambda: MinMaxMetric(MulticlassAccuracy(3)),
     "running": lambda: Running(MeanSquaredError(), window=3),
     "running list": lambda: Running(CatMetric(), window=3),
+    "tracker": lambda: MetricTracker(MulticlassAccuracy(3)),
+    "tracker of a collection": lambda: MetricTracker(_collection(), maximize=[True, True, True]),
     "collection": _collection,
     "class-wise": lambda: ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
     "bootstrap": lambda: BootStrapper(MeanSquaredError(), num_bootstraps=3),
@@ -525,6 +534,8 @@ METRICS = {
 def _feed(metric, name, batch):
     generator = torch.Generator().manual_seed(batch)
     torch.manual_seed(batch)  # of the bootstrap
+    if isinstance(metric, MetricTracker) and batch % 2 == 0:
+        metric.increment()
     scores, targets = torch.rand(8, 3, generator=generator).softmax(-1), torch.randint(3, (8,), generator=generator)
     if name in ("running", "bootstrap"):
         scores, targets = scores[:, 0], targets.float()
@@ -554,6 +565,10 @@ def test_metrics_are_restored(name, batches, tmp_path):
     for batch in range(batches, 8):
         assert str(_feed(fresh.metric, name, batch)) == str(_feed(old.metric, name, batch))
         assert str(fresh.metric.compute()) == str(old.metric.compute())
+    if isinstance(old.metric, MetricTracker):
+        assert fresh.metric.n_steps == old.metric.n_steps
+        assert str(fresh.metric.compute_all()) == str(old.metric.compute_all())
+        assert fresh.metric.best_metric(return_step=True) == old.metric.best_metric(return_step=True)
     old.metric.reset()
     fresh.metric.reset()
     assert str(_feed(fresh.metric, name, 8)) == str(_feed(old.metric, name, 8))

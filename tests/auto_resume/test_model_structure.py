@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torchmetrics import MeanMetric, MetricCollection, MetricTracker
 
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     resize_to_state_dict,
     restore_flags,
     restore_param_groups,
     restore_pruning_masks,
+    restore_tracker_steps,
+    tracker_steps,
 )
 from lightning_tricks.auto_resume.model_parts import Structure
 from lightning_tricks.auto_resume.parts import Phase
@@ -89,6 +92,7 @@ def test_unchanged_values_are_not_saved():
         "groups": None,
         "masks": {},
         "buffers": [],
+        "trackers": {},
     }
 
 
@@ -142,3 +146,19 @@ def test_groups_with_foreign_parameters_are_unchanged():
     before = [*optimizer.param_groups[0]["params"]]
     restore_param_groups(model, [optimizer], [[["head.weight"], [""]]])
     assert all(one is another for one, another in zip(optimizer.param_groups[0]["params"], before, strict=True))
+
+
+def tracked(metric, count):
+    tracker = MetricTracker(metric, maximize=True)
+    for _ in range(count):
+        tracker.increment()
+    return {"": nn.ModuleDict({"tracker": tracker})}
+
+
+@pytest.mark.parametrize("metric", [MeanMetric(), MetricCollection([MeanMetric()])])
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_a_tracker_has_as_many_metrics_as_it_had(metric, count):
+    fresh = tracked(metric, count)
+    restore_tracker_steps(fresh, tracker_steps(tracked(metric, 3)))
+    assert tracker_steps(fresh) == {":tracker": 3}
+    assert len({id(part) for part in fresh[""]["tracker"]}) == 4

@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook as local_sgd
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import (
@@ -299,7 +301,7 @@ def test_a_stream_goes_on_at_an_epochs_end(tmp_path):
 
 
 class Replicas(LightningModule):
-    """Trains weights of which DDP ignores some, or communicates by a hook with a state."""
+    """Trains weights that are others on each rank: one that DDP ignores, or all between two averages."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -310,11 +312,19 @@ class Replicas(LightningModule):
 
     def on_fit_start(self):
         model = self.trainer.model
-        if self.kind == "PowerSGD":
+        if self.kind == "local SGD":
+            alone = torch.distributed.new_subgroups(1)[0]
+            model.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, alone, 3, False), local_sgd)
+            self.averager = PeriodicModelAverager(period=4, warmup_steps=3)
+        elif self.kind == "PowerSGD":
             model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook)
 
     def training_step(self, x, batch_idx):
         return (self.shared(x) + self.personal(x) - x.sum(1, keepdim=True)).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.kind == "local SGD":
+            self.averager.average_parameters(self.parameters())
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 0.05)
@@ -344,8 +354,8 @@ class Dies(Callback):
             raise RuntimeError("gone")
 
 
-@pytest.mark.parametrize("kind", ["ignored", "PowerSGD"])
-def test_weights_that_each_rank_trains_for_itself(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "step"), [("ignored", 4), ("local SGD", 8), ("local SGD", 9), ("PowerSGD", 4)])
+def test_weights_that_each_rank_trains_for_itself(tmp_path, kind, step):
     def train(name: str, *callbacks: Callback) -> None:
         seed_everything(1, verbose=False)
         given = {"max_epochs": 2, "devices": 2, "strategy": "ddp_fork", **QUIET}
@@ -354,12 +364,12 @@ def test_weights_that_each_rank_trains_for_itself(tmp_path, kind):
 
     guard = partial(AutoResume, tmp_path / "runs", every_n_train_steps=1)
     if kind == "PowerSGD":
-        with pytest.raises(Exception, match="cannot be saved: the PowerSGDState of communication between ranks"):
+        with pytest.raises(Exception, match="cannot be saved: the PowerSGDState of a communication hook"):
             train("named", guard())
         return
     train("whole")
     with pytest.raises(Exception, match="gone"):
-        train("stopped", guard(), Dies(4))
+        train("stopped", guard(), Dies(step))
     train("again", guard())
     for rank in range(2):
         whole, again = (torch.load(tmp_path / name / f"{rank}") for name in ("whole", "again"))

@@ -18,6 +18,7 @@ ELSEWHERE = {  # where it shows more
     "averaging_by_epochs": "after the fit",
     "swa_annealed": "after the fit",
     "averaging_by_steps": "after the last step",
+    "tracker": "just before validation",
     "reloaded_with_generator": "at an epoch's start",
     "stacking": "at an epoch's end",
     "optimizer_in_an_optimizer": "after the fit",

@@ -189,7 +189,7 @@ def patience_changed(job: Job) -> None:
     job.fit(Net(), stops, Once(act), max_epochs=6)
 
 
-@scenario(warning="the class or the interval of learning rate scheduler 0")
+@scenario()
 def rates_changed_at_each_step(job: Job) -> None:
     class Rates(Net):
         def configure_optimizers(self) -> Any:
@@ -203,7 +203,7 @@ def rates_changed_at_each_step(job: Job) -> None:
     job.fit(Rates(), Once(act))
 
 
-@scenario(warning="the class or the interval of learning rate scheduler 0")
+@scenario(warning="the class of learning rate scheduler 0")
 def scheduler_exchanged(job: Job) -> None:
     class Rates(Net):
         def configure_optimizers(self) -> Any:

@@ -133,7 +133,7 @@ def running_metrics(job: Job) -> None:
     job.fit(Runs())
 
 
-@scenario(warning="the number of modules in tracker")
+@scenario()
 def tracker(job: Job) -> None:
     class Tracks(Measured):
         def __init__(self) -> None:

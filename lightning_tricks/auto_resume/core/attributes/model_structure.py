@@ -1,4 +1,4 @@
-"""The structure of a model that hooks change: frozen parameters, modes, groups, pruning masks.
+"""The structure of a model that hooks change: frozen parameters, modes, groups, pruning masks, tracked metrics.
 
 No state dict holds these.
 """
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torchmetrics import MetricTracker
 
 from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
-from lightning_tricks._torch_compat.modules import own_buffers, own_parameters, pruned_parameters
+from lightning_tricks._torch_compat.modules import own_buffers, own_modules, own_parameters, pruned_parameters
 
 _OWN_FLAGS = frozenset({"automatic_optimization"})  # of a LightningModule
 
@@ -156,3 +157,26 @@ def names_in_state_of(optimizer: Any) -> list[str]:
 def _torch_attributes() -> frozenset[str]:
     """Return the names of the attributes that every torch optimizer has."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
+
+
+def tracker_steps(modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return how often each MetricTracker inside some modules was incremented, by its path."""
+    return {path: tracker.n_steps for path, tracker in _trackers(modules)}
+
+
+def restore_tracker_steps(modules: Mapping[str, nn.Module], saved: Mapping[str, int]) -> None:
+    """Give MetricTrackers as many metrics as they had; the states of these are restored afterwards, as attributes."""
+    for path, tracker in _trackers(modules):
+        wanted = saved.get(path, tracker.n_steps)
+        while tracker.n_steps < wanted:
+            tracker.increment()
+        registered = own_modules(tracker)
+        for name in list(registered)[1 + wanted :]:  # the first is the base metric, which `del tracker[...]` renames
+            del registered[name]
+
+
+def _trackers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, MetricTracker]]:
+    for path, module in modules.items():
+        for name, part in module.named_modules():
+            if isinstance(part, MetricTracker):
+                yield f"{path}:{name}", part

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from torchmetrics import MetricTracker
+
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
     SCALARS,
@@ -144,6 +146,7 @@ class _FoundChanges:
         known: `id` of values that a fresh process has, or has restored before it comes to a later path -> path.
         values: Path -> change.
         sizes: Path -> size of the change in bytes.
+        copied: Paths of modules that are restored as copies of others.
         places: `id` of objects and of entries that were encoded -> path.
     """
 
@@ -152,6 +155,7 @@ class _FoundChanges:
     known: dict[int, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.places, self._taken = dict(self.walk.paths), {*self.walk.paths.values()}
@@ -183,6 +187,10 @@ class _FoundChanges:
         except TooLargeError:
             self.lost[path] = _too_large(f"over {MAX_BYTES >> 20} MiB")
             return MISSING
+
+    def is_copied(self, path: str) -> bool:
+        """Whether an object belongs to a module that is restored as a copy."""
+        return any(path == copy or path.startswith(f"{copy}.") for copy in self.copied)
 
     def within_limit(self) -> AttributeChanges:
         """Return the changes, without the largest ones as long as they exceed the limit together."""
@@ -324,14 +332,14 @@ class AttributeTracker:
 
     def _encode_change(self, path: str, now: _Snapshot, found: _FoundChanges) -> None:
         before, slot, budget = self._snapshots.get(path), found.walk.slots[path], found.budget(path)
-        made = (self._made_by_hooks or {}).get(path)
+        is_copied, made = found.is_copied(slot.owner_path), (self._made_by_hooks or {}).get(path)
         encoded = found.encode(path, slot.value, budget)
         if encoded is MISSING:
             return
         holes, contents = budget.opaque_values, _contents(budget.opaque_values)
         is_opaque = not slot.target and any(not location for location, _ in holes)
         # holes are filled with what a fresh process has in the same place: only a new one is a loss
-        is_expected = bool(slot.target) or (before and not before.is_complete)
+        is_expected = is_copied or bool(slot.target) or (before and not before.is_complete)
         kept = before.contents.items() & contents.items() if before else ()
         new = set() if is_expected else holes.keys() - {hole for hole, _ in kept}
         by_hooks = {hole for hole in new if made and made.contents.get(hole) == contents[hole]}
@@ -343,7 +351,7 @@ class AttributeTracker:
         if is_opaque and (path in found.walk.stateful or function or (made and made.digest == now.digest)):
             hole = {"kind": "hole", "type": function or type_name(type(slot.value))}
             found.add(path, now.location, hole, **filled_by_hooks)
-        elif is_opaque:
+        elif is_opaque and not is_copied:
             found.lost[path] = next(name for location, name in holes if not location)
         elif new:
             locations, kinds = zip(*sorted(new), strict=True)
@@ -381,13 +389,19 @@ class AttributeTracker:
             found.add(state_path, (path, STATE_KEY), encoded, 0 if is_large else MAX_BYTES - budget.bytes_left)
 
     def _compare_modules(self, found: _FoundChanges) -> None:
-        """Find modules that were added and removed."""
+        """Find modules that were added and removed.
+
+        A metric that a MetricTracker added is made as a copy: what is not plain data in it comes from this process.
+        """
         walk = found.walk
         for path, (parent, _) in walk.modules.items():
             kind = type_name(type(walk.owners[path]))
             if parent not in self._owners or self._owners.get(path) == kind:
                 continue
-            found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
+            if is_subclass(type(walk.owners[parent]), MetricTracker) and path not in self._owners:
+                found.copied.append(path)  # `restore_tracker_steps` makes it again
+            else:
+                found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
         for path in self._modules - walk.modules.keys():
             if path.rpartition(".")[0] in walk.owners and path not in walk.owners:
                 found.lost[path] = f"{self._owners[path]} that was removed in the fit"
