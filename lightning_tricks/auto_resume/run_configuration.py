@@ -104,6 +104,8 @@ class RunConfiguration(Part):
         found.values |= {f"Trainer.{name}": plain(value) for name, value in settings.items()}
         found.values["seed"] = int(seed) if seed.isdecimal() else None
         found.values[f"{ROOT}.automatic_optimization"] = self.module.automatic_optimization
+        if (datamodule := datamodule_of(self.trainer)) is not None:
+            found.add_code("datamodule", type(datamodule))
         for label, callback in self._callbacks().items():
             _add_callback(found, label, callback)
         return found
@@ -122,7 +124,7 @@ class RunConfiguration(Part):
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
         record = {**vars(self._now), "exchanged": [*map(id, self.trainer.optimizers)] != self._created}
         if (before := self._before) is not None:
-            record["records"] = {**self._now.records, **before.records}
+            record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
         return {"configuration": record}
 
     def resume_from(self, saved: SavedState, checkpoint: dict[str, Any]) -> None:
@@ -194,6 +196,8 @@ class RunConfiguration(Part):
         self._check_can_go_on([*new, *reasons["ignored"]])
         if not self._said:
             reasons["record"] = changes_between(before.records, self._now.records)
+            if names := before.changed_code(self._now):
+                rank_zero_info(f"AutoResume: the code of {list_names(names)} differs from that of the first start.")
         self._said |= {change.name for change in (*found, *reasons["record"])} | {""}
         self._rescheduled += [change.name for change in reasons["ranks"] if not _is_of_loaders(change)]
         self.changes += [*new, *reasons["ignored"]]
@@ -344,6 +348,7 @@ def _add_callback(found: Configuration, label: str, callback: Callback) -> None:
     else:
         values = dict(one for name in names for one in describe(f"{label}.{name}", getattr(callback, name)))
     found.values |= values
+    found.add_code(label, type(callback))
     # one of the user's without arguments may be there to look or to stop
     is_record = names is None and not values and not type(callback).__module__.startswith(f"{LIGHTNING}.")
     (found.records if is_record else found.kinds)[label] = "in use"

@@ -72,6 +72,18 @@ class Renamed(Net):
     """`Net` under another name."""
 
 
+def _edited_class(text: str) -> type[LightningModule]:
+    """Return a class whose step is written as in a text."""
+    scope: dict[str, Any] = {"Net": Net, "__name__": __name__}
+    exec(f"class Edited(Net):\n    def training_step(self, batch, batch_idx):\n{text}", scope)
+    found: type[LightningModule] = scope["Edited"]
+    return found
+
+
+STEP = "        'Sum.'\n        return super(type(self), self).training_step(batch, batch_idx) * 1.0"
+COMMENTED = STEP.replace("Sum", "The sum").replace("\n", "\n\n        # of a batch\n").replace("(batch,", "(\nbatch,")
+
+
 class Augmented(TensorDataset):
     def __init__(self, *tensors: torch.Tensor, transform: Any = None, crop: int = 4) -> None:
         super().__init__(*tensors)
@@ -331,6 +343,12 @@ class Warped(nn.Module):
         return x.sin()
 
 
+class WarpedToo(nn.Module):
+    """The same code under another name."""
+
+    forward = Warped.forward
+
+
 def _freeze(module: Any) -> None:
     module.net[0].requires_grad_(False)
 
@@ -374,6 +392,7 @@ def _job(number: int) -> dict[str, Any]:
 ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {}}
 LOADER = {"batch_size": 4, "shuffle": True}
 RECORDS = "these do not train by themselves and differ from those of the first start; the run goes on: "
+CODE = "the code of {} differs from that of the first start"
 
 EDITS = {
     "lr": Edit({"lr": 0.01}, refused=("SGD.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)),
@@ -430,6 +449,11 @@ EDITS = {
     ),
     "a variable of a function": Edit(
         {"schedule": _power(0.8)}, {"schedule": _power(0.9)}, refused=("LambdaLR.lr_lambdas.base: 0.9 -> 0.8",)
+    ),
+    "the code of a function": Edit(
+        {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.9**step}, "step")},
+        {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.8**step}, "step")},
+        refused=("LambdaLR.lr_lambdas.code: 'bytecode .*' -> 'bytecode .*'",),
     ),
     "an object that is called": Edit(
         {"schedule": _remembered(0.8)},
@@ -520,6 +544,7 @@ EDITS = {
         refused=("net.1: ReLU -> Warped",),
         by_hand=lambda _, module: _exchange(module, Warped()),
     ),
+    "a class of a layer that was renamed": Edit({"activation": WarpedToo}, {"activation": Warped}),
     "a layer without weights": Edit({"more_layers": lambda: [nn.Softsign()]}, refused=("net.4: none -> Softsign",)),
     "a frozen bias": Edit(
         {"build": _freeze_bias}, refused=("net.0.bias.requires_grad: True -> False", "SGD.groups: .*4 .* -> .*3 .*")
@@ -588,6 +613,12 @@ EDITS = {
         _job(0),
         said=RECORDS + ".*output_dir: .*; hparams.started: .*; hparams.slurm_job_id: 4711 -> 4712; .*day: 0 -> 1",
     ),
+    "code of the step": Edit(
+        {"module": _edited_class(STEP.replace("1.0", "1.5"))},
+        {"module": _edited_class(STEP)},
+        said=CODE.format("Edited"),
+    ),
+    "a comment and a docstring": Edit({"module": _edited_class(COMMENTED)}, {"module": _edited_class(STEP)}),
     "a module that was renamed": Edit({"module": Renamed}),
     "width": Edit({"width": 9}, new=" has shape (9, 6) in this run and (8, 6) in the checkpoint"),
 }

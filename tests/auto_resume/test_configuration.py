@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lightning_tricks.auto_resume.core.configuration import (
     Change,
     changes_between,
+    class_code,
     describe,
     flatten,
     is_longer,
@@ -90,9 +91,12 @@ def of_a(factor: float):
         raise AssertionError("it is called")
 
     def with_closure(step: int) -> float:
-        return scaled(step) * factor + sum(offset)
+        return scaled(step) * factor + sum(offset) + LIMIT
 
     return with_closure
+
+
+LIMIT = 3
 
 
 class Called:
@@ -105,20 +109,38 @@ class Called:
         raise AssertionError("it is called")
 
 
-def test_functions_are_described_by_what_they_hold():
+class CalledToo(Called):
+    """The same code under another name."""
+
+
+class CalledOtherwise(Called):
+    def __call__(self, step: int) -> float:
+        return 2 * super().__call__(step)
+
+
+def test_functions_are_described_by_their_code_and_what_they_use():
     found = dict(describe("f", of_a(0.1)))
-    assert found == {
-        "f": "with_closure",
+    assert {name: value for name, value in found.items() if not name.endswith("code")} == {
+        "f": "function",
+        "f.LIMIT": 3,
         "f.factor": 0.1,
         "f.offset": [0.5, 1.0],
-        "f.scaled": "scaled",
+        "f.scaled": "function",
         "f.scaled.power": 2,
     }
     assert changes(found, dict(describe("f", of_a(0.2)))) == ["f.factor: 0.1 -> 0.2"]
     assert dict(describe("f", functools.partial(of_a, 0.1)))["f.0"] == 0.1
-    assert dict(describe("f", Called())) == {"f": "Called", "f.rate": 0.5}
-    assert dict(describe("f", Called().__call__))["f"] == "__call__"
+    assert dict(describe("f", Called())) == {"f": "Called", "f.code": class_code(Called), "f.rate": 0.5}
+    assert dict(describe("f", Called().__call__))["f"] == "function"
     assert dict(describe("f", torch.nn.functional.relu)) == {"f": "relu", "f.inplace": False}
+    assert class_code(Called) == class_code(CalledToo) != class_code(CalledOtherwise)
+    assert class_code(torch.nn.Linear) == ""
+
+
+def test_code_of_another_python_is_not_compared():
+    assert changes({"f.code": "bytecode cpython-27 0a"}, {"f.code": class_code(Called)}) == []
+    assert len(changes({"f.code": class_code(CalledOtherwise)}, {"f.code": class_code(Called)})) == 1
+    assert len(changes({"f.code": "bytecode cpython-27 0a"}, {"f.code": 3})) == 1
 
 
 def test_limits():

@@ -6,7 +6,7 @@ same start, by `ChangedValues` or `AttributeTracker`: only what hooks and traini
 may come from the script again.
 
 Nothing of the user's is called to describe it: an object is described by its class and its plain attributes, a function
-by its name and the plain values that it holds. What code computes is not compared.
+by its bytecode and the plain values that it uses.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import math
 import re
+import sys
 import types
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -44,6 +45,7 @@ ROOT = "module"  # how the module that is trained is called
 BUFFER = "buffer of "
 SCHEDULE_OPTIONS = ("interval", "frequency", "monitor", "strict")  # of Lightning's configs of schedulers
 GROUP_ENTRIES = frozenset({"params", "param_names", "initial_lr", "name"})
+_BYTECODE = f"bytecode {sys.implementation.cache_tag} "  # of another Python it cannot be compared
 _LONGEST = 60  # characters of a value in a message
 _MOST_ITEMS = 1000  # of a list or dict that is compared
 _DEEPEST = 20  # containers in containers; some contain themselves
@@ -95,6 +97,7 @@ class Configuration:
     Attributes:
         kinds: What there is: classes of layers, optimizers, schedulers, loaders and callbacks, and buffers.
         values: Their settings. If only one of two starts has a setting, it is not the user's: libraries add defaults.
+        code: Of objects of classes of the user's, the name of the class and a digest of its code.
         records: Hyper-parameters, which do not train by themselves.
         groups: For each optimizer, the names of the parameters in its groups.
         exchanged: Whether the fit exchanged its first optimizers, with which a later start cannot be compared then.
@@ -102,31 +105,47 @@ class Configuration:
 
     kinds: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, list[str]] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
     groups: list[list[list[str]]] = field(default_factory=list)
     exchanged: bool = False
 
     def add(self, other: Configuration) -> None:
         """Add what became known later."""
-        for name in ("kinds", "values", "records"):
+        for name in ("kinds", "values", "code", "records"):
             setattr(self, name, {**getattr(self, name), **getattr(other, name)})  # a save may be reading the old ones
 
     def forget(self, label: str) -> None:
         """Forget what is known of loaders."""
-        for name in ("kinds", "values"):
+        for name in ("kinds", "values", "code"):
             held = getattr(self, name).items()
             setattr(self, name, {key: value for key, value in held if re.split(r"[.\[]", key)[0] != label})
 
+    def add_code(self, label: str, kind: type) -> None:
+        """Add the code of a class, if the user wrote it."""
+        if code := class_code(kind):
+            self.code[label] = [kind.__name__, code]
+
     def changes_to(self, now: Configuration) -> list[Change]:
         """Return what another configuration changes of what trains."""
-        # another class of the module is told by its layers
-        kinds = [one for one in changes_between(self.kinds, now.kinds) if one.name != ROOT]
+        kinds = changes_between(self.kinds, now.kinds)  # another class of the module is told by its layers and its code
+        kinds = [one for one in kinds if one.name != ROOT and not self._has_same_code(one.name, now)]
         common = [{name: of.values[name] for name in now.values if name in self.values} for of in (self, now)]
         values = changes_between(*common)
         # what a scheduler derives from its arguments, in private attributes, changes with them
         labels, names = {one.label for one in values if "._" not in one.name}, {one.name for one in values}
         values = [one for one in values if "._" not in one.name or one.label not in labels]
         return kinds + [one for one in values if _flag_around(one.name) not in names]
+
+    def changed_code(self, now: Configuration) -> list[str]:
+        """Return the names of the classes whose code another configuration changes."""
+        same = [name for name in self.code.keys() & now.code.keys() if self.kinds.get(name) == now.kinds.get(name)]
+        names = [name for name in now.code if name in {*same, ROOT} & self.code.keys()]
+        return [*dict.fromkeys(now.code[name][0] for name in names if not self._has_same_code(name, now))]
+
+    def _has_same_code(self, name: str, now: Configuration) -> bool:
+        both = name in self.code and name in now.code
+        return both and _are_equal(self.code[name][1], now.code[name][1])
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -209,16 +228,20 @@ def described_arguments(label: str, instance: object, skipped: Set[str] = frozen
 
 
 def describe(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the comparable values of an argument by name: of a function its name and what it holds, uncalled."""
+    """Yield the comparable values of an argument by name: of a function its bytecode and what it uses, uncalled."""
     held: Mapping[str, Any] = {}
     function = getattr(value, "__func__", None) if isinstance(value, types.MethodType) else value
     if isinstance(function, types.FunctionType):
-        yield name, function.__name__
-        held = _held_by(function)
+        is_users = is_user_module(function.__module__)
+        yield name, "function" if is_users else function.__name__
+        if is_users:
+            yield f"{name}.code", _digest(_code_texts(inspect.unwrap(function)))
+        held = _used_by(function, with_globals=is_users)
     elif isinstance(value, functools.partial):
         held = {"func": value.func, **{str(number): part for number, part in enumerate(value.args)}, **value.keywords}
-    elif callable(value) and not isinstance(value, type | nn.Module) and is_user_module(type(value).__module__):
+    elif callable(value) and not isinstance(value, type | nn.Module) and (code := class_code(type(value))):
         yield name, type(value).__name__
+        yield f"{name}.code", code
         held = getattr(value, "__dict__", {})
     else:
         yield from ((path, part) for path, part in flatten(name, value) if is_comparable(part))
@@ -226,8 +249,8 @@ def describe(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]
         yield from describe(f"{name}.{part_name}", part, depth + 1)
 
 
-def _held_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return the defaults and the variables of the closure."""
+def _used_by(function: types.FunctionType, *, with_globals: bool) -> dict[str, Any]:
+    """Return the defaults, the variables of the closure, and the numbers, texts and functions of the module."""
     code, defaults = function.__code__, function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
     found = dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
@@ -235,7 +258,40 @@ def _held_by(function: types.FunctionType) -> dict[str, Any]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it is empty
             found[name] = cell.cell_contents
-    return found
+    known: Mapping[str, Any] = function.__globals__ if with_globals else {}
+    kinds = bool | int | float | str | types.FunctionType
+    return found | {name: known[name] for name in code.co_names if isinstance(known.get(name), kinds)}
+
+
+@remembered_by_type
+def class_code(kind: type) -> str:
+    """Return a digest of the methods and plain values of a class, as far as classes of the user's define them."""
+    texts = []
+    for base in kind.__mro__:
+        for name, member in vars(base).items() if is_user_module(base.__module__) else ():
+            function = getattr(member, "__func__", member.fget if isinstance(member, property) else member)
+            if isinstance(function, types.FunctionType):
+                texts += [name, *_code_texts(inspect.unwrap(function))]
+            elif isinstance(member, bool | int | float | str) and not name.startswith("__"):
+                texts += [name, repr(member)]
+    return _digest(texts) if texts else ""
+
+
+def _code_texts(function: Any) -> Iterator[str]:
+    """Yield what code computes, without comments, docstrings, line numbers, and the names of files and variables."""
+    pending = [function.__code__] if isinstance(function, types.FunctionType) else []
+    while pending:
+        code = pending.pop()
+        yield from (code.co_code.hex(), repr(code.co_names))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                pending.append(constant)
+            elif not isinstance(constant, str) or (constant != function.__doc__ and ".<locals>." not in constant):
+                yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+
+
+def _digest(texts: Iterator[str] | Sequence[str]) -> str:
+    return _BYTECODE + hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
 def numbered(objects: Sequence[object]) -> list[str]:
@@ -259,6 +315,7 @@ def describe_layers(module: nn.Module, skipped: tuple[type, ...], recorded: Set[
             continue
         label, kind = _label(path), unsharded_class(layer)
         found.kinds[label] = kind.__name__
+        found.add_code(label, kind)
         found.values |= described_arguments(label, layer, frozenset() if path else recorded)
         for name, buffer in own_buffers(layer).items():
             shape = "any shape" if buffer is None or is_lazy(buffer) else f"shape {list(buffer.shape)}"
@@ -375,6 +432,7 @@ def _add_datasets(found: Configuration, label: str, dataset: Any) -> int | None:
     while dataset is not None and len(sizes) < _MOST_DATASETS:
         label, kind = f"{label}.dataset", type(dataset)
         found.kinds[label] = kind.__name__
+        found.add_code(label, kind)
         sizes.append(None)
         with suppress(Exception):  # not every data set has a length
             sizes[-1] = found.values[f"{label}.length"] = len(dataset)
@@ -402,6 +460,8 @@ def _are_equal(before: Any, now: Any) -> bool:
         return math.isclose(before, now, rel_tol=1e-9)
     if f"{BUFFER}any shape" in (before, now):
         return all(isinstance(value, str) and value.startswith(BUFFER) for value in (before, now))
+    if isinstance(before, str) and isinstance(now, str) and before.startswith("bytecode ") and before != now:
+        return now.startswith("bytecode ") and not before.startswith(_BYTECODE)
     return bool(before == now)
 
 
