@@ -210,7 +210,7 @@ class StatefulBatches(Batches):
         self.epoch, self.begun = state["epoch"], state["begun"]
 
 
-MOMENTS = ("configure_model",)  # that callbacks have no hook for
+MOMENTS = ("script", "prepare_data", "configure_model", "training_step")  # that callbacks have no hook for
 ON_FILES = "files"  # the moment of the n-th change of a file or folder in the directory of AutoResume
 
 
@@ -249,6 +249,9 @@ class DigitsNet(LightningModule):
         self.accuracy = Accuracy("multiclass", num_classes=10)
         self.val_accuracy = Accuracy("multiclass", num_classes=10)
 
+    def prepare_data(self):
+        reach("prepare_data")
+
     def configure_model(self):
         reach("configure_model")
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -272,6 +275,7 @@ class DigitsNet(LightningModule):
         fully_shard(self, mesh=mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
+        reach("training_step")
         if isinstance(batch[0], list):  # of two loaders
             batch = [torch.cat(part) for part in zip(*batch, strict=True)]
         x, y = batch
@@ -534,6 +538,7 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
         os.environ[f"KILL_AT_{moment}"] = f"{name} {rank}"
     if options["kill"] and options["kill"][0] == ON_FILES:
         signal_at_change(folder / "resume", *options["kill"][1:])
+    reach("script")
     train_loader, held_out = loaders(options)
     if options["reload"]:
         trainer.fit(module, datamodule=Data(options))
