@@ -37,12 +37,7 @@ from lightning_tricks.auto_resume.core.checkpoint_contents import (
     take_shards,
     write_shards,
 )
-from lightning_tricks.auto_resume.core.checkpoint_folder import (
-    CHECKPOINT_KEY,
-    FORMAT,
-    Manifest,
-    main_file,
-)
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest, main_file
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
 from lightning_tricks.auto_resume.core.tensor_block import pack
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY

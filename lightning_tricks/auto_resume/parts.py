@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lightning_tricks._lightning_compat.flavor import (
-    LightningModule,
-    ParallelStrategy,
-    Trainer,
-    rank_zero_warn,
-)
+from lightning_tricks._lightning_compat.flavor import LightningModule, ParallelStrategy, Trainer, rank_zero_warn
 from lightning_tricks._lightning_compat.results import merged_result
 from lightning_tricks._shared.host_copies import stage_on_host
+from lightning_tricks._shared.tensors import replace_tensors
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, Manifest
@@ -213,15 +209,5 @@ def state_dict_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]
 
 def move_to_device(value: Any, device: torch.device | str) -> Any:
     """Return a copy of plain containers in which tensors are detached and on a device."""
-    return _moved(stage_on_host(value) if device == "cpu" else value, device)
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device)
-    if isinstance(value, Mapping):
-        return {name: _moved(part, device) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_moved(part, device) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    staged = stage_on_host(value) if device == "cpu" else value
+    return replace_tensors(staged, lambda _, tensor: tensor.detach().to(device))

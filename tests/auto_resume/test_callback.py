@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -27,12 +27,9 @@ from torch.utils.data import DataLoader
 from lightning_tricks import (
     AutoResume,
     BaggingClassifier,
-    CheckpointRemapping,
     FusionClassifier,
     GradientClipping,
     SnapshotEnsembleClassifier,
-    Tricks,
-    TricksMixin,
     VotingClassifier,
     cli,
     seed_everything,
@@ -42,7 +39,6 @@ from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core import signals
-from lightning_tricks.auto_resume.core.checkpoint_folder import FORMAT
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
@@ -240,14 +236,6 @@ def test_the_state_of_an_optimizer_that_a_hook_exchanged_is_refused(tmp_path, op
         fit(AutoResume(tmp_path), Exchanges(), **script)
 
 
-def test_a_later_release_is_refused(tmp_path):
-    stop(AutoResume(tmp_path))
-    folder = CheckpointFolder(tmp_path)
-    folder.rewrite_manifest(folder.manifests()[0], format=FORMAT + 1)
-    with pytest.raises(MisconfigurationException, match=f"has format {FORMAT + 1}, written by lightning_tricks"):
-        fit(AutoResume(tmp_path))
-
-
 @pytest.mark.parametrize(("ranks", "file"), [(1, "meta.pt"), (2, "meta.pt"), (1, "manifest.json")])
 def test_what_cannot_be_read_is_refused_by_all_ranks(tmp_path, monkeypatch, ranks, file):
     """It may be intact: another start finds it as it was."""
@@ -266,13 +254,6 @@ def test_what_cannot_be_read_is_refused_by_all_ranks(tmp_path, monkeypatch, rank
             fit(AutoResume(tmp_path), **options)
     assert CheckpointFolder(tmp_path).manifests()[0] == newest
     assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
-
-
-def test_a_run_of_an_older_release_is_refused(tmp_path):
-    record = {"file": "000001-epoch=1-step=2.ckpt", "sha256": "0" * 64, "format": 2}
-    (tmp_path / "000001-epoch=1-step=2.ckpt.json").write_text(json.dumps(record))
-    with pytest.raises(MisconfigurationException, match=r"step=2\.ckpt was written by an older release, in a format"):
-        fit(AutoResume(tmp_path))
 
 
 def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(tmp_path):
@@ -500,28 +481,6 @@ def test_a_fit_from_the_checkpoint_of_the_one_before(tmp_path):
     assert same(weights(script(tmp_path / "killed")), weights(whole))
 
 
-def test_from_inside_the_module(tmp_path):
-    class Guarded(TricksMixin, Net):
-        def __init__(self, tricks=None):
-            super().__init__(tricks=tricks, dropout=0.2)
-
-    def guarded():
-        return Guarded(Tricks(auto_resume={"dirpath": str(tmp_path)}))
-
-    whole = fit(module=Guarded)
-    stop(module=guarded)
-    assert same(weights(fit(module=guarded)), weights(whole))
-
-
-def test_pretrained_weights_are_loaded_once(tmp_path):
-    """CheckpointRemapping starts the run; a resumed one continues with its own weights."""
-    torch.save({f"module.{name}": value for name, value in Net().state_dict().items()}, tmp_path / "weights.pt")
-    whole = fit(CheckpointRemapping(tmp_path / "weights.pt"))
-    stop(CheckpointRemapping(tmp_path / "weights.pt"), AutoResume(tmp_path / "runs"))
-    resumed = fit(CheckpointRemapping(tmp_path / "weights.pt"), AutoResume(tmp_path / "runs"))
-    assert same(weights(resumed), weights(whole))
-
-
 def test_another_number_of_workers_warns(tmp_path):
     stop(AutoResume(tmp_path))
     with pytest.warns(UserWarning, match="num_workers=0 and has 2"):
@@ -700,12 +659,6 @@ def test_steps_that_nobody_counts_are_told(tmp_path):
         fit(AutoResume(tmp_path, every_n_train_steps=2), module=lambda: Means(None, False), epochs=3)
 
 
-@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
-def test_other_callbacks_that_save_are_left_in_peace(tmp_path):
-    code = stop(AutoResume(tmp_path / "runs"), OnExceptionCheckpoint(tmp_path / "exception"), enable_checkpointing=True)
-    assert code == 75
-
-
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 @pytest.mark.parametrize("workers", [None, 0, 2])
 @pytest.mark.parametrize("kind", [VotingClassifier, BaggingClassifier, FusionClassifier, SnapshotEnsembleClassifier])
@@ -753,41 +706,10 @@ def test_status_of_a_run_that_was_killed(tmp_path, capsys):
     assert (read["step"], read["checkpoints"][0]["step"]) == (2, 30)
 
 
-def test_logs_where_it_resumes(tmp_path, lightning_log):
-    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
-    stop(AutoResume(tmp_path))
-    fit(AutoResume(tmp_path))
-    said = [line for _, line in lightning_log if line.startswith("AutoResume")]
-    assert said[0] == "AutoResume: stopped by SIGTERM at step 13. Run the same command again to resume."
-    assert re.fullmatch(r"AutoResume: the run resumes at epoch 1, step 13 \(.*step=13/meta.pt\).", said[1])
-
-
 def test_a_fast_dev_run_is_left_alone(tmp_path, lightning_log):
     fit(AutoResume(tmp_path / "runs"), fast_dev_run=True)
     assert not (tmp_path / "runs").exists()
     assert any("a fast_dev_run is neither saved nor resumed" in line for _, line in lightning_log)
-
-
-def test_a_learning_rate_finder_trains_before_the_fit(tmp_path):
-    class Tuned(Net):
-        def __init__(self):
-            super().__init__(dropout=0.2)
-            self.lr = 0.1
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-    def tuned(name, *callbacks):
-        finder = LearningRateFinder(num_training_steps=30)
-        return fit(
-            finder, *callbacks, module=Tuned, default_root_dir=tmp_path / name, enable_checkpointing=True, epochs=4
-        )
-
-    bare, guarded = tuned("bare"), tuned("guarded", AutoResume(tmp_path / "runs"))
-    assert guarded.lightning_module.lr == bare.lightning_module.lr != 0.1
-    assert same(weights(guarded), weights(bare))
-    saved = [one.step for one in CheckpointFolder(tmp_path / "runs").manifests()]
-    assert saved == [bare.global_step, bare.global_step - 10], "what the finder tried is not saved"
 
 
 class _KeepsArguments(Net):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import random
 import sys
 import types
@@ -118,23 +117,6 @@ def test_what_a_function_holds_is_restored(make, inside, tmp_path):
     old, fresh, failed = resumed(holder, draw, tmp_path)
     assert failed == {}
     assert [draw(old) for _ in range(3)] == [draw(fresh) for _ in range(3)]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: itertools.cycle(range(5)),
-        lambda: map(float, itertools.count()),
-        lambda: (number for number in range(9)),
-    ],
-    ids=["cycle", "map", "generator"],
-)
-def test_an_iterator_without_a_known_position_is_reported(make):
-    held = Holder(numbers=make())
-    next(held.numbers)  # also one that was asked before the fit
-    tracker = AttributeTracker({"it": held})
-    next(held.numbers)
-    assert list(tracker.changes()["lost"]) == ["it.numbers"]
 
 
 def test_a_checkpoint_replaces_no_function_and_no_module():

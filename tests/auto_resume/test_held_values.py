@@ -8,7 +8,6 @@ import decimal
 import enum
 import fractions
 import functools
-import heapq
 import io
 import itertools
 import mmap
@@ -35,9 +34,6 @@ import scipy.sparse
 import torch
 from lightning.pytorch import Callback
 from PIL import Image
-from sklearn.cluster import MiniBatchKMeans
-from sklearn.decomposition import IncrementalPCA
-from sklearn.linear_model import SGDClassifier
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
@@ -119,8 +115,6 @@ def _grow_keys(it, n):
 SAVED = {
     "ChainMap": Held(lambda: collections.ChainMap({}, {"b": 1}), lambda it, n: it.update(a=n)),
     "Queue": Held(queue.Queue, lambda it, n: it.put(n), lambda it: list(it.queue)),
-    "PriorityQueue": Held(queue.PriorityQueue, lambda it, n: it.put(-n), lambda it: it.queue),
-    "heap": Held(lambda: [5], lambda it, n: heapq.heappush(it, -n)),
     "array": Held(lambda: array.array("d", [1.0]), lambda it, n: it.append(n)),
     "set of tuples": Held(set, lambda it, n: it.add((n, "a")), lambda it: sorted(it)),
     "list with attributes": Held(
@@ -154,7 +148,6 @@ SAVED = {
     "local of a thread": Held(threading.local, lambda it, n: setattr(it, "n", n), lambda it: it.n),
     "attribute of a function": Held(lambda: lambda: 0, lambda it, n: setattr(it, "n", n), lambda it: it.n),
     "seeds": Held(lambda: np.random.SeedSequence(1), lambda it, n: it.spawn(1)),
-    "packed sequence": Held(lambda: nn.utils.rnn.pack_sequence([torch.ones(3)]), lambda it, n: it.data.add_(n)),
     "distribution": Held(lambda: torch.distributions.Normal(torch.zeros(2), 1.0), lambda it, n: it.loc.add_(n)),
     "attrs": Held(Slotted, lambda it, n: setattr(it, "n", n)),
     "pydantic": Held(
@@ -172,12 +165,6 @@ SAVED = {
     ),
     "dok matrix": Held(lambda: scipy.sparse.dok_matrix((3, 40)), lambda it, n: it.__setitem__((0, n), n), _dense),
     "scaler": Held(StandardScaler, lambda it, n: it.partial_fit(_X * n), _state),
-    "components": Held(lambda: IncrementalPCA(2), lambda it, n: it.partial_fit(_X + n), _state),
-    "clusters": Held(
-        lambda: MiniBatchKMeans(2, random_state=0, n_init=1),
-        lambda it, n: it.partial_fit(_X + n),
-        lambda it: repr(it.cluster_centers_),
-    ),
     "cache of a function": Held(lambda: functools.lru_cache(abs), lambda it, n: it(n), lambda it: it(-3)),
 }
 REPLACED = {
@@ -195,7 +182,6 @@ NAMED = {
     "masked array": Held(
         lambda: np.ma.masked_array(np.arange(40), np.arange(40) % 2), lambda it, n: it.__setitem__(n, np.ma.masked)
     ),
-    "matrix": Held(lambda: np.matrix([[1, 2]]), lambda it, n: it.__iadd__(n)),
     "array of a subclass": Held(lambda: np.zeros(3).view(Grid), lambda it, n: it.__iadd__(n)),
     "array of objects": Held(lambda: np.array([[1], "b", None], object), lambda it, n: it[0].append(n)),
     "tensor of a subclass": Held(
@@ -207,7 +193,6 @@ NAMED = {
         lambda: [(it := {}), types.MappingProxyType(it)], lambda it, n: it[0].update({n: n}), lambda it: len(it[1])
     ),
     "sparse tensor": Held(lambda: torch.eye(2).to_sparse(), lambda it, n: it.mul_(1.5)),
-    "csr tensor": Held(lambda: [torch.eye(2).to_sparse_csr()], lambda it, n: it.__setitem__(0, it[0] * 1.5)),
     "quantized tensor": Held(
         lambda: [torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)],
         lambda it, n: it.__setitem__(0, torch.quantize_per_tensor(torch.ones(2) * n / 10, 0.1, 0, torch.qint8)),
@@ -220,7 +205,6 @@ NAMED = {
     "views of one array": Held(lambda: [(x := np.zeros(4)), x[::2]], lambda it, n: it[1].__iadd__(1)),
     "image": Held(lambda: Image.new("RGB", (8, 8)), lambda it, n: it.putpixel((n % 8, 0), (n, 0, 1))),
     "table": Held(lambda: pandas.DataFrame({"a": [1], "b": ["x"]}), lambda it, n: it.loc.__setitem__(n, [n, "z"])),
-    "column": Held(lambda: pandas.Series([0.5]), lambda it, n: it.__setitem__(n, n)),
     "weak keys": Held(weakref.WeakKeyDictionary, lambda it, n: it.update({Kept: n})),
     "weak reference": Held(lambda: [None], lambda it, n: it.__setitem__(0, weakref.ref(Kept))),
     "context of decimals": Held(decimal.Context, lambda it, n: setattr(it, "prec", 30 + n)),
@@ -232,7 +216,6 @@ NAMED = {
     "memory view": Held(lambda: memoryview(bytearray(4)), lambda it, n: it.__setitem__(0, n)),
     "memory map": Held(lambda: mmap.mmap(-1, 16), lambda it, n: it.__setitem__(0, n)),
     "number of C": Held(ctypes.c_int, lambda it, n: setattr(it, "value", n)),
-    "array of C": Held(ctypes.c_double * 3, lambda it, n: it.__setitem__(0, n)),
     "buffer of text": Held(io.StringIO, lambda it, n: it.write("a")),
     "simple queue": Held(queue.SimpleQueue, lambda it, n: it.put(n)),
     "cycle": Held(lambda: itertools.cycle("abc"), lambda it, n: next(it)),
@@ -240,9 +223,7 @@ NAMED = {
     "iterator in a list": Held(lambda: [iter(range(99))], lambda it, n: next(it[0])),
     "function in a list": Held(lambda: [torch.relu], lambda it, n: it.__setitem__(0, torch.sigmoid)),
     "object in a list": Held(lambda: [re.compile("a")], lambda it, n: it.__setitem__(0, re.compile(f"b{n}"))),
-    "objects in an array": Held(lambda: np.array([print, io.StringIO()], object), lambda it, n: it[1].write("a")),
     "lil matrix": Held(lambda: scipy.sparse.lil_matrix((3, 40)), lambda it, n: it.__setitem__((0, n), n)),
-    "classifier": Held(lambda: SGDClassifier(random_state=0), lambda it, n: it.partial_fit(_X, _Y, classes=[0, 1])),
 }
 
 

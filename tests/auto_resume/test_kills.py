@@ -154,15 +154,6 @@ def test_killed_at_random_moments(folders):
     assert differences(killed, whole) == []
 
 
-def test_a_finished_run_is_left_alone(folders):
-    """Started once more it returns at once, with its weights, metrics and random streams."""
-    killed, whole = folders
-    assert run(whole, {"guarded": False}) == 0
-    for _ in range(2):
-        assert run(killed, {}) == 0
-        assert differences(killed, whole) == []
-
-
 def test_more_epochs_continue_where_the_run_ended(folders):
     killed, whole = folders
     options = {"workers": 2, "persistent": True}

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from lightning_tricks import AutoResume, capture_rng_state, isolated_rng, restore_rng_state
 from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, as_rng_state, raw_rng_state
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, position_of, why_not_trackable
-from lightning_tricks.auto_resume.core.data.workers import WorkerInit, WorkerRngStates
+from lightning_tricks.auto_resume.core.data.workers import WorkerInit
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from tests.contract.checks import Interrupts
@@ -393,20 +393,6 @@ def test_copies_of_the_data_in_workers(kind, at, persistent):
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("at", [0, 6, 9])
-def test_samplers_that_are_ahead_of_workers(persistent, at):
-    def made():
-        data = {"data": Noisy(21), "sampler": OwnSampler(21), "batch_size": 3}
-        return {**data, "num_workers": 2, "persistent_workers": persistent}
-
-    with isolated_rng(seed=3):
-        batches, positions = record(epochs=3, **made())
-        rest = 7 * (1 + at // 7) - at - 1
-        again, _ = resume_epoch(state=positions[at], count=rest, epochs=2 - at // 7, **made())
-    assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
-
-
 def test_another_order_is_reported():
     def loader(seed):
         sampler = RandomSampler(range(21), generator=torch.Generator().manual_seed(seed))
@@ -529,13 +515,6 @@ def test_unsaved_changes_are_reported_once():
     del loader
 
 
-def test_another_number_of_workers_keeps_the_order():
-    with isolated_rng(seed=3):
-        batches, positions = record(Noisy(21), batch_size=3, shuffle=True)
-        again, _ = resume_epoch(Noisy(21), positions[2], 4, batch_size=3, shuffle=True, num_workers=2)
-    assert [batch[:, 0].tolist() for batch in again] == [batch[:, 0].tolist() for batch in batches[3:7]]
-
-
 def test_a_shorter_loader_is_named():
     with isolated_rng(seed=3):
         _, positions = record(Noisy(21), batch_size=3)
@@ -608,20 +587,6 @@ def test_a_raw_random_state_is_restored(seed, drawn):
             random.random(),
             torch.randn(5).tolist(),
         )
-
-
-def test_a_ring_buffer_holds_the_last_states():
-    with isolated_rng(seed=0):
-        recorded, states = WorkerRngStates(2, prefetch=2), {}
-        for count in range(1, 12):
-            torch.rand(count)
-            states[count] = torch.get_rng_state()
-            recorded.write(1, count)
-        assert [recorded.last_count(worker) for worker in (0, 1)] == [0, 11]
-        assert recorded.read(1, 3)[0] is None
-        for count in (8, 9, 10, 11):
-            restore_rng_state(recorded.read(1, count)[0])
-            assert torch.equal(torch.get_rng_state(), states[count])
 
 
 class _Points(Dataset):

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import AutoResume, cli
@@ -59,19 +58,6 @@ def test_only_its_own_folder_is_touched(tmp_path):
     after = {name: what for name, what in tree(folder).items() if not name.startswith(".auto_resume/")}
     assert after == before
     assert len(CheckpointFolder(folder).manifests()) == 1
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_model_checkpoint_in_the_same_directory(tmp_path):
-    options = {"filename": "000001-{epoch}-{step}", "save_top_k": -1, "save_last": True}
-    whole = ModelCheckpoint(tmp_path / "whole", every_n_train_steps=4, **options)
-    fit(whole, enable_checkpointing=True)
-    guarded = ModelCheckpoint(tmp_path / "runs", every_n_train_steps=4, **options)
-    stop(AutoResume(tmp_path / "runs", keep_last=1), guarded, enable_checkpointing=True)
-    guarded = ModelCheckpoint(tmp_path / "runs", every_n_train_steps=4, **options)
-    fit(AutoResume(tmp_path / "runs", keep_last=1), guarded, enable_checkpointing=True)
-    theirs = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == theirs | {".auto_resume"}
 
 
 # -- the lock

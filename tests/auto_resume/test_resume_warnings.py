@@ -47,21 +47,6 @@ class Centering(Net):
         return {**outputs, "loss": outputs["loss"] * (1 + self.mean)}
 
 
-class Gathering(Net):
-    """Lets gradients add up over four batches, as code from before `accumulate_grad_batches` does; has a count."""
-
-    def __init__(self):
-        super().__init__(dropout=0.2)
-        self.register_buffer("epochs_begun", torch.zeros(()))
-
-    def on_train_epoch_start(self):
-        self.epochs_begun += 1
-
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        if batch_idx % 4 == 0:
-            optimizer.zero_grad()
-
-
 class Strange(Net):
     """Keeps what refers to itself, and what refuses to be looked at."""
 
@@ -138,7 +123,7 @@ class Scheduled(Net):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
-@pytest.mark.parametrize("module", [Centering, Gathering, Strange, LeavesOut, Slow, Scheduled])
+@pytest.mark.parametrize("module", [Centering, Strange, LeavesOut, Slow, Scheduled])
 def test_modules_of_strangers(tmp_path, module):
     resumed_like_undisturbed(tmp_path, module)
 
@@ -220,21 +205,6 @@ def test_what_hooks_of_a_save_draw_changes_nothing(tmp_path):
     whole = fit(Draws())
     guarded = fit(Draws(), AutoResume(tmp_path, every_n_train_steps=2))
     assert same(weights(guarded), weights(whole))
-
-
-def test_a_second_fit_after_one_that_had_ended(tmp_path):
-    def script(name):
-        trainers = []
-        for _ in range(2):
-            trainer, module = fit(AutoResume(tmp_path / name)), None
-            module = trainer.lightning_module
-            trainer.fit_loop.max_epochs = 4
-            trainer.fit(module, trainer.train_dataloader)
-            trainers.append(weights(trainer))
-        return trainers
-
-    first, second = script("a")
-    assert same(first, second)
 
 
 class Full(CSVLogger):

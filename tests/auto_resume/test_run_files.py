@@ -12,12 +12,10 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import AutoResume
-from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.curves import other_files, scalars
 from tests.auto_resume.killing import STOPPED, differences, run
-from tests.auto_resume.test_callback import Hyper, fit, stop, weights
+from tests.auto_resume.test_callback import Hyper, fit, stop
 from tests.contract.checks import Interrupts
-from tests.contract.lab import same
 
 pytestmark = pytest.mark.oldest
 
@@ -338,14 +336,3 @@ class Losing(Hyper):
         outputs = super().training_step(batch, batch_idx)
         self.log("loss", outputs["loss"])
         return outputs
-
-
-def test_same_weights_with_all_of_it(tmp_path):
-    """Loggers and ModelCheckpoint change nothing else."""
-    callbacks = [ModelCheckpoint(tmp_path / "best", monitor="loss")]
-    options = {"module": Losing, "enable_checkpointing": True}
-    bare = fit(*callbacks, **options)
-    with pytest.warns(UserWarning, match="exists and is not empty"):
-        guarded = fit(AutoResume(tmp_path / "runs"), ModelCheckpoint(tmp_path / "best", monitor="loss"), **options)
-    assert same(weights(bare), weights(guarded))
-    assert CheckpointFolder(tmp_path / "runs").manifests()[0].finished

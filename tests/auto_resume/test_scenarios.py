@@ -14,9 +14,7 @@ ELSEWHERE = {  # where it shows more
     "freezing_by_epoch": "just after validation",
     "queue_that_grows": "just after validation",
     "stop_plateau_and_checkpoint": "just before validation",
-    "plateau_of_training_loss": "at an epoch's end",
     "swa_from_an_epoch": "at an epoch's start",
-    "test_of_the_best": "after the fit",
     "averaging_by_epochs": "after the fit",
     "swa_annealed": "after the fit",
     "averaging_by_steps": "after the last step",
@@ -29,7 +27,6 @@ ELSEWHERE = {  # where it shows more
 SEVERAL = {  # (ranks, workers), where that makes a difference
     "kl_annealing": (2, 2),
     "outputs_gathered": (2, 0),
-    "sharpness_aware": (2, 0),
     "data_mapped_from_a_file_that_it_writes_to": (1, 2),
     "swa_from_an_epoch": (2, 0),
     "metric_of_a_callback": (2, 0),

@@ -1,7 +1,6 @@
 """Small tensors that are saved in one block: every one comes back, with memory of its own, and a lie is an error."""
 
 import io
-import random
 from collections import OrderedDict
 
 import pytest
@@ -120,12 +119,3 @@ def test_a_description_of_another_block_is_an_error(place, lie):
     packed["kinds"][0][place] = lie
     with pytest.raises(ValueError, match="small tensors"):
         unpack(packed)
-
-
-def test_many_small_tensors_take_one_record():
-    """As in the replay buffer of an agent."""
-    chance = random.Random(0)
-    rows = [(torch.full((4,), chance.random()), torch.tensor(chance.random()), index) for index in range(500)]
-    packed = through_a_file(pack({"rows": rows}))
-    assert len(tensors(packed)) == 1
-    assert same(unpack(packed)["rows"], rows)

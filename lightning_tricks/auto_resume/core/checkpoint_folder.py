@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import platform
 import re
 import shutil
 import stat
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +25,6 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.file_locks import this_process
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, check_kind, flush_directory, open_file
 from lightning_tricks._shared.host_copies import stage_on_host
-from lightning_tricks._shared.lightning_name import lightning_package
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically, write_flushed
 
 FORMAT = 3  # of the manifests and of what AutoResume adds to a checkpoint; every release reads the one before, too
@@ -62,7 +59,6 @@ class Manifest:
         written: Time of the save, in seconds since the Unix epoch.
         loggers: Positions of the run's loggers, one record each.
         run: What distinguishes this run from others: names -> plain values.
-        versions: Versions of Python and the libraries.
         shards: The files beside the main one: names -> SHA-256 and size.
         format: Format of the checkpoint. Any later one has a `checksum`, too.
     """
@@ -77,7 +73,6 @@ class Manifest:
     written: float
     loggers: Sequence[Mapping[str, Any]] = field(default_factory=list)
     run: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
     shards: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -110,9 +105,8 @@ def load_manifest(checkpoint: Path) -> Manifest:
         is_intact = values.pop("checksum") == _checksum(values)
         if is_intact and values["format"] > FORMAT:
             raise UnusableFolderError(
-                f"{checkpoint} has format {values['format']}, written by lightning_tricks "
-                f"{values['versions'].get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. "
-                "Install that release, or choose another dirpath to start again."
+                f"{checkpoint} has format {values['format']}, and this release knows formats up to {FORMAT}. Install "
+                "a newer release, or choose another dirpath to start again."
             )
         manifest = Manifest(**{known.name: values[known.name] for known in fields(Manifest) if known.name in values})
         is_intact = is_intact and manifest.file == checkpoint.name and all(map(_SHARD_NAME.fullmatch, manifest.shards))
@@ -208,7 +202,7 @@ class CheckpointFolder:
             staged = stage_on_host(dict(checkpoint))
             digest, size = write_flushed(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream))
             known |= {"file": name, "sha256": digest, "bytes": size, "written": time.time()}
-            manifest = Manifest(**known, versions=installed_versions())
+            manifest = Manifest(**known)
             write_flushed(self.writing / _MANIFEST, lambda stream: stream.write(_json(manifest.record())))
             flush_directory(self.writing)
             self.writing.rename(self.private / name)
@@ -268,7 +262,7 @@ class CheckpointFolder:
         """Return what `newest` does, and its main file, open, whose bytes were compared."""
         problems: dict[Path, str] = {}
         found = None
-        for path in self._checkpoints() or self._refuse_old_format():
+        for path in self._checkpoints():
             try:
                 manifest = load_manifest(path)
                 found = manifest, self._open(manifest)
@@ -287,17 +281,6 @@ class CheckpointFolder:
                 problem += f". It was renamed to *{_CORRUPT_SUFFIX}"
             warn(f"the checkpoint {path} cannot be used: {problem}; {used}.")
         return found
-
-    def _refuse_old_format(self) -> list[Path]:
-        """Raise an error if there are checkpoints as releases before format 3 wrote them; else return nothing."""
-        for path in self.path.glob("*.ckpt.json"):
-            with suppress(OSError, *_DAMAGE):
-                if {"sha256", "format"} <= load_json(path).keys():
-                    raise UnusableFolderError(
-                        f"{path.with_suffix('')} was written by an older release, in a format that this one does not "
-                        "read. Choose another dirpath to start again, or finish the run with that release."
-                    )
-        return []
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep`."""
@@ -352,18 +335,6 @@ def load_json(path: Path) -> dict[str, Any]:
     if len(data) > _MAX_JSON_BYTES or not isinstance(values, dict):
         raise ValueError("it is too large, or holds no mapping")
     return values
-
-
-@cache
-def installed_versions() -> Mapping[str, str]:
-    """Return the versions on which exact results depend: of Python, torch, Lightning and this package."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name, package in (("lightning", lightning_package()), ("lightning_tricks", "lightning_tricks")):
-        with suppress(PackageNotFoundError):
-            found[name] = version(package)
-    return found
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

@@ -15,9 +15,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
-from torch import nn
 
-from tests.auto_resume.scenarios.frame import BATCHES, Job, Net, scenario
+from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
 
 class Plateau(Net):
@@ -37,34 +36,6 @@ def stop_plateau_and_checkpoint(job: Job) -> None:
     stops = EarlyStopping("val_loss", patience=2)
     keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss", save_top_k=2, save_last=True)
     job.fit(Plateau(), stops, keeps, LearningRateMonitor(), max_epochs=5)
-
-
-@scenario()
-def plateau_of_training_loss(job: Job) -> None:
-    class Trained(Plateau):
-        monitor = "loss_epoch"
-
-    job.seed()
-    stops = EarlyStopping("loss_epoch", patience=1, check_on_train_epoch_end=True)
-    keeps = ModelCheckpoint(job.folder / "best", monitor="loss_epoch", save_on_train_epoch_end=True)
-    job.fit(Trained(), stops, keeps, max_epochs=4)
-
-
-@scenario()
-def checkpoint_within_epochs(job: Job) -> None:
-    job.seed()
-    keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss", save_top_k=2)
-    each = ModelCheckpoint(job.folder / "each", every_n_train_steps=4, save_top_k=-1)
-    stops = EarlyStopping("val_loss", patience=4)
-    job.fit(Net(), keeps, each, stops, val_check_interval=4)
-
-
-@scenario()
-def test_of_the_best(job: Job) -> None:
-    job.seed()
-    keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss")
-    trainer = job.fit(Net(), keeps)
-    trainer.test(dataloaders=job.held_out(), ckpt_path="best", verbose=False)
 
 
 @scenario()
@@ -160,37 +131,6 @@ def accumulation_by_hand(job: Job) -> None:
 
 
 @scenario()
-def gan(job: Job) -> None:
-    class GAN(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
-            self.critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            first, second = self.optimizers()
-            made = self.generator(torch.randn(len(batch[0]), 4))
-            for optimizer, loss in (
-                (first, lambda: nn.functional.softplus(-self.critic(made)).mean()),
-                (second, lambda: self.critic(made.detach()).mean() - self.critic(batch[0]).tanh().mean()),
-            ):
-                self.toggle_optimizer(optimizer)
-                value = loss()
-                self.manual_backward(value)
-                optimizer.step()
-                optimizer.zero_grad()
-                self.untoggle_optimizer(optimizer)
-                self.log("made" if optimizer is first else "critic", value, on_epoch=True)
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.generator, self.critic)], []
-
-    job.seed()
-    job.fit(GAN())
-
-
-@scenario()
 def logged_from_a_callback(job: Job) -> None:
     class Norms(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -272,22 +212,6 @@ def decay_by_own_callback(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Decays())
-
-
-@scenario()
-def clipped_by_history(job: Job) -> None:
-    class Clipped(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms: list[float] = []
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.norms.append(float(torch.stack([one.grad.norm() for one in self.parameters()]).norm()))
-            limit = sorted(self.norms)[len(self.norms) // 10]
-            torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
-
-    job.seed()
-    job.fit(Clipped(), limit_train_batches=BATCHES - 1)
 
 
 @scenario(ranks=(1, 2))

@@ -58,21 +58,6 @@ class InFirstEpoch(Callback):
 
 
 @scenario()
-def warm_in_the_first_epoch(job: Job) -> None:
-    class Warms(InFirstEpoch):
-        def change(self, trainer: Trainer, module: Any) -> None:
-            module.warm = True
-
-        def change_back(self, trainer: Trainer, module: Any) -> None:
-            module.warm = False
-
-    job.seed()
-    module = Warm()
-    module.warm = False
-    job.fit(module, Warms())
-
-
-@scenario()
 def attribute_of_the_first_epoch(job: Job) -> None:
     class Adds(InFirstEpoch):
         def change(self, trainer: Trainer, module: Any) -> None:
@@ -96,32 +81,6 @@ def body_frozen_in_the_first_epoch(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Freezes())
-
-
-@scenario()
-def statistics_frozen_in_the_first_epoch(job: Job) -> None:
-    class Freezes(InFirstEpoch):
-        def change(self, trainer: Trainer, module: Any) -> None:
-            module.body[1].eval()
-
-        def change_back(self, trainer: Trainer, module: Any) -> None:
-            module.body[1].train()
-
-    job.seed()
-    job.fit(Net(), Freezes())
-
-
-@scenario()
-def accumulation_in_the_first_epoch(job: Job) -> None:
-    class Accumulates(InFirstEpoch):
-        def change(self, trainer: Trainer, module: Any) -> None:
-            trainer.accumulate_grad_batches = 2
-
-        def change_back(self, trainer: Trainer, module: Any) -> None:
-            trainer.accumulate_grad_batches = 1
-
-    job.seed()
-    job.fit(Net(), Accumulates())
 
 
 @scenario()
@@ -151,7 +110,7 @@ def head_left_out_in_the_first_epoch(job: Job) -> None:
     job.fit(Net(), LeavesOut())
 
 
-@scenario()
+@scenario(warning="head.weight")
 def head_pruned_in_the_first_epoch(job: Job) -> None:
     class Prunes(InFirstEpoch):
         def change(self, trainer: Trainer, module: Any) -> None:
@@ -162,57 +121,6 @@ def head_pruned_in_the_first_epoch(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Prunes())
-
-
-@scenario()
-def more_epochs_for_a_while(job: Job) -> None:
-    class Raises(InFirstEpoch):
-        def change(self, trainer: Trainer, module: Any) -> None:
-            trainer.fit_loop.max_epochs = 5
-
-        def change_back(self, trainer: Trainer, module: Any) -> None:
-            trainer.fit_loop.max_epochs = 3
-
-    job.seed()
-    job.fit(Net(), Raises())
-
-
-class Mean:
-    """Has a state of its own."""
-
-    def __init__(self) -> None:
-        self.sum = self.count = 0.0
-
-    def add(self, value: float) -> None:
-        self.sum, self.count = self.sum + value, self.count + 1
-
-    def reset(self) -> None:
-        self.sum = self.count = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"sum": self.sum, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.sum, self.count = state["sum"], state["count"]
-
-
-@scenario()
-def mean_reset_within_an_epoch(job: Job) -> None:
-    class Means(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = Mean()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.mean.add(loss.item())
-            if batch_idx == 2:
-                self.mean.reset()
-            self.log("mean", self.mean.sum / max(self.mean.count, 1))
-            return loss
-
-    job.seed()
-    job.fit(Means())
 
 
 class Augmented(Dataset):
@@ -256,16 +164,6 @@ def noisy_data(job: Job, name: str, *levels: float) -> None:
 @scenario(workers=(0, 2))
 def data_noisy_in_the_first_epoch(job: Job) -> None:
     noisy_data(job, "train_dataloader", 0.5, 0.0)
-
-
-@scenario(workers=(0, 2))
-def data_less_noisy_after_the_first_epoch(job: Job) -> None:
-    noisy_data(job, "train_dataloader", 0.5, 0.25)
-
-
-@scenario(workers=(0, 2))
-def validation_data_noisy_in_the_first_epoch(job: Job) -> None:
-    noisy_data(job, "val_dataloaders", 0.5, 0.0)
 
 
 @scenario(workers=(0, 2))

@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, WeightedRandomSampler
 
-from lightning_tricks import GradientClipping
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
 
@@ -179,15 +178,6 @@ def transform_exchanged(job: Job) -> None:
     job.fit(Net(), Once(act), train=job.loader(Transformed(job.samples(), torch.nn.Tanh()), shuffle=True))
 
 
-@scenario(warning="transform", workers=(0, 2))
-def transform_exchanged_for_a_function(job: Job) -> None:
-    def act(trainer: Trainer, module: Any) -> None:
-        trainer.train_dataloader.dataset.transform = torch.relu
-
-    job.seed()
-    job.fit(Net(), Once(act), train=job.loader(Transformed(job.samples(), torch.tanh), shuffle=True))
-
-
 @scenario()
 def patience_changed(job: Job) -> None:
     stops = EarlyStopping("val_loss", patience=9)
@@ -226,17 +216,6 @@ def scheduler_exchanged(job: Job) -> None:
 
     job.seed()
     job.fit(Rates(), Once(act))
-
-
-@scenario()
-def norm_clipped_later(job: Job) -> None:
-    clips = GradientClipping(5.0)
-
-    def act(trainer: Trainer, module: Any) -> None:
-        clips.max_norm = 0.1
-
-    job.seed()
-    job.fit(Net(), clips, Once(act))
 
 
 @scenario(warning="the hooks of head.weight")

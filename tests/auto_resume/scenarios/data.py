@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from sklearn.datasets import make_classification
 from torch.utils.data import (
     BatchSampler,
     Dataset,
     IterableDataset,
     Sampler,
     SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
     random_split,
 )
@@ -103,14 +100,6 @@ def batch_sampler_with_random(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), train=job.loader(job.samples(), batch_sampler=Buckets()))
-
-
-@scenario(workers=(0, 2))
-def weighted_sampler(job: Job) -> None:
-    job.seed()
-    generator = torch.Generator().manual_seed(9)
-    sampler = WeightedRandomSampler(torch.linspace(0.1, 1, 36).tolist(), 36, generator=generator)
-    job.fit(Net(), train=job.loader(job.samples(), sampler=sampler))
 
 
 @scenario()
@@ -265,12 +254,6 @@ def reloaded_with_generator(job: Job) -> None:
 
 
 @scenario()
-def drawn_in_train_dataloader(job: Job) -> None:
-    job.seed()
-    job.trainer().fit(Net(), datamodule=Reloading(job, None))
-
-
-@scenario()
 def reloaded_every_other_epoch_by_the_epoch(job: Job) -> None:
     class Harder(Reloading):
         def train_dataloader(self):
@@ -322,20 +305,6 @@ def order_set_by_epoch_before_workers_know_it(job: Job) -> None:
     job.fit(Net(), Orders(), train=job.loader(Ordered(job.samples()), shuffle=True, persistent_workers=True))
 
 
-@scenario()
-def collated_with_random(job: Job) -> None:
-    class Mixes:
-        def __init__(self) -> None:
-            self.chance = random.Random(2)
-
-        def __call__(self, samples: list[Any]) -> list[torch.Tensor]:
-            x, y = (torch.stack(part) for part in zip(*samples, strict=True))
-            return [x + self.chance.gauss(0, 0.1), y]
-
-    job.seed()
-    job.fit(Net(), train=job.loader(job.samples(), shuffle=True, collate_fn=Mixes()))
-
-
 @scenario(warning=r"AutoResume: .*\bother\b")
 def second_iterator_of_the_module(job: Job) -> None:
     class Mixed(Net):
@@ -369,13 +338,6 @@ def split_without_seed_in_setup(job: Job) -> None:
             return job.held_out()
 
     job.trainer().fit(Net(), datamodule=Splits())
-
-
-@scenario(warning=OTHER_DATA)
-def made_without_seed(job: Job) -> None:
-    x, y = make_classification(36, 6, n_informative=4, n_classes=3)
-    train = TensorDataset(torch.tensor(x, dtype=torch.float32), torch.tensor(y))
-    job.fit(Net(), train=job.loader(train, shuffle=True))
 
 
 @scenario()

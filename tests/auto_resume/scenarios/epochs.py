@@ -29,21 +29,6 @@ def kl_annealing(job: Job) -> None:
 
 
 @scenario()
-def counted_annealing(job: Job) -> None:
-    class Annealed(Net):
-        weight = 0.0
-
-        def on_train_epoch_start(self) -> None:
-            self.weight += 0.3  # twice is more than once
-
-        def loss(self, batch: Any) -> torch.Tensor:
-            return super().loss(batch) * (1 - self.weight / 2)
-
-    job.seed()
-    job.fit(Annealed())
-
-
-@scenario()
 def noise_drawn_at_epoch_start(job: Job) -> None:
     class Noisy(Net):
         def on_train_epoch_start(self) -> None:
@@ -86,25 +71,6 @@ def dataset_set_epoch(job: Job) -> None:
 
 
 @scenario(workers=(0, 2))
-def sampler_told_by_callback(job: Job) -> None:
-    class Order(Sampler):
-        epoch = 0
-
-        def __len__(self) -> int:
-            return 36
-
-        def __iter__(self):
-            return iter(torch.randperm(36, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-    class Tells(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            trainer.train_dataloader.sampler.epoch = 10 + trainer.current_epoch
-
-    job.seed()
-    job.fit(Net(), Tells(), train=job.loader(job.samples(), sampler=Order()))
-
-
-@scenario(workers=(0, 2))
 def sampler_set_epoch(job: Job) -> None:
     class Order(Sampler):
         epoch = 0
@@ -123,28 +89,6 @@ def sampler_set_epoch(job: Job) -> None:
 
 
 @scenario()
-def curriculum(job: Job) -> None:
-    class Harder(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            data = trainer.train_dataloader.dataset
-            x = data.tensors[0] * (1 + 0.2 * trainer.current_epoch)
-            data.tensors = (x, data.tensors[1])
-
-    job.seed()
-    job.fit(Net(), Harder())
-
-
-@scenario()
-def dropout_by_epoch(job: Job) -> None:
-    class Drops(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            pl_module.body[3].p = 0.1 * (1 + trainer.current_epoch)
-
-    job.seed()
-    job.fit(Net(), Drops())
-
-
-@scenario()
 def freezing_by_epoch(job: Job) -> None:
     class Thawing(Net):
         def on_train_epoch_start(self) -> None:
@@ -152,19 +96,6 @@ def freezing_by_epoch(job: Job) -> None:
 
     job.seed()
     job.fit(Thawing())
-
-
-@scenario()
-def unfrozen_once(job: Job) -> None:
-    class Once(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            if trainer.current_epoch == 1:
-                pl_module.body.requires_grad_(True)
-
-    job.seed()
-    net = Net()
-    net.body.requires_grad_(False)
-    job.fit(net, Once())
 
 
 @scenario()
@@ -180,17 +111,6 @@ def group_added_by_callback(job: Job) -> None:
 
     job.seed()
     job.fit(HeadFirst(), Adds())
-
-
-@scenario()
-def statistics_frozen_by_epoch(job: Job) -> None:
-    class Still(Net):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch >= 1:
-                self.body[1].eval()
-
-    job.seed()
-    job.fit(Still())
 
 
 @scenario()
@@ -225,7 +145,7 @@ def backbone_finetuning(job: Job) -> None:
     job.fit(Tuned(), BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01))
 
 
-@scenario()
+@scenario(warning="the parameter body.0.weight_orig")
 def pruning(job: Job) -> None:
     job.seed()
     net = Net()
@@ -252,19 +172,3 @@ def head_begun_anew(job: Job) -> None:
 
     job.seed()
     job.fit(Anew())
-
-
-@scenario()
-def loss_chosen_by_epoch(job: Job) -> None:
-    class Chooses(Net):
-        def on_train_epoch_start(self) -> None:
-            smoothing = 0.1 * self.current_epoch
-            self.criterion = nn.CrossEntropyLoss(label_smoothing=smoothing)
-
-        def loss(self, batch: Any) -> torch.Tensor:
-            if not hasattr(self, "criterion"):
-                return super().loss(batch)
-            return self.criterion(self(batch[0]), batch[1])
-
-    job.seed()
-    job.fit(Chooses())

@@ -158,7 +158,7 @@ def optimizer_kept_in_an_attribute(job: Job) -> None:
     job.fit(Keeps())
 
 
-@scenario()
+@scenario(warning="the parameter body.0.weight_orig")
 def pruning_of_all_layers(job: Job) -> None:
     job.seed()
     net = Net()

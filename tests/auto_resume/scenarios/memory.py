@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
@@ -104,40 +103,6 @@ def outputs_gathered(job: Job) -> None:
     job.fit(Gathers())
 
 
-class AverageMeter:
-    """As in half of all training scripts."""
-
-    def __init__(self) -> None:
-        self.sum = self.count = self.average = 0.0
-
-    def update(self, value: float, count: int = 1) -> None:
-        self.sum += value * count
-        self.count += count
-        self.average = self.sum / self.count
-
-
-@scenario()
-def average_meter(job: Job) -> None:
-    class Meters(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.meter, self.meters = AverageMeter(), {"norm": AverageMeter()}
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.meter.update(loss.item(), len(batch[0]))
-            self.meters["norm"].update(float(batch[0].norm()))
-            self.log("meter", self.meter.average)
-            return loss / (1 + self.meter.average)
-
-        def on_train_epoch_end(self) -> None:
-            self.log("norm", self.meters["norm"].average)
-            self.meter = AverageMeter()
-
-    job.seed()
-    job.fit(Meters())
-
-
 class Replay:
     """Keeps samples, and gives some of them again."""
 
@@ -185,23 +150,6 @@ def generators_of_the_module(job: Job) -> None:
 
 
 @scenario()
-def average_of_weights_by_hand(job: Job) -> None:
-    class Shadowed(Net):
-        def on_fit_start(self) -> None:
-            self.shadow = {name: value.detach().clone() for name, value in self.named_parameters()}
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            for name, value in self.named_parameters():
-                self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * value.detach()
-
-        def on_train_epoch_end(self) -> None:
-            self.log("shadow", sum(value.norm() for value in self.shadow.values()))
-
-    job.seed()
-    job.fit(Shadowed())
-
-
-@scenario()
 def teacher_in_a_list(job: Job) -> None:
     class Taught(Net):
         def __init__(self) -> None:
@@ -221,24 +169,6 @@ def teacher_in_a_list(job: Job) -> None:
 
     job.seed()
     job.fit(Taught())
-
-
-@scenario()
-def average_of_weights_in_a_callback(job: Job) -> None:
-    class Averages(Callback):
-        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self.average = copy.deepcopy(pl_module.head)
-
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            with torch.no_grad():
-                for own, other in zip(self.average.parameters(), pl_module.head.parameters(), strict=True):
-                    own.lerp_(other, 0.1)
-
-        def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            pl_module.log("average", self.average.weight.norm())
-
-    job.seed()
-    job.fit(Net(), Averages())
 
 
 @scenario()
@@ -266,32 +196,6 @@ def optimizer_of_the_module(job: Job) -> None:
 
     job.seed()
     job.fit(Own())
-
-
-class Climbs(torch.optim.SGD):
-    """Climbs along the gradients of the step before, and descends along those that it finds there."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        moves = [(one, 0.05 * one.grad) for one in self.param_groups[0]["params"] if one.grad is not None]
-        for weight, move in moves:
-            weight += move
-        with torch.enable_grad():
-            loss = closure()
-        for weight, move in moves:
-            weight -= move
-        super().step()
-        return loss
-
-
-@scenario(ranks=(1, 2))
-def sharpness_aware(job: Job) -> None:
-    class Climbing(Net):
-        def configure_optimizers(self) -> Any:
-            return Climbs(self.parameters(), lr=0.05, momentum=0.9)
-
-    job.seed()
-    job.fit(Climbing())
 
 
 @scenario()

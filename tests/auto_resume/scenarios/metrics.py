@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
-from torchmetrics import Accuracy, F1Score, MeanMetric, MeanSquaredError, MetricCollection, Precision, Recall
+from torchmetrics import Accuracy, F1Score, MeanMetric, MetricCollection, Precision, Recall
 from torchmetrics.aggregation import CatMetric, RunningMean
 from torchmetrics.wrappers import (
-    BootStrapper,
     ClasswiseWrapper,
     MetricTracker,
     MinMaxMetric,
-    MultioutputWrapper,
     Running,
 )
 
@@ -97,12 +95,6 @@ def collection_with_groups(job: Job) -> None:
 
 
 @scenario()
-def collection_computed_by_hand(job: Job) -> None:
-    job.seed()
-    job.fit(_Kept(_collection, "values"))
-
-
-@scenario()
 def collection_updated_by_hand(job: Job) -> None:
     class Updates(_Kept):
         def __init__(self) -> None:
@@ -113,12 +105,6 @@ def collection_updated_by_hand(job: Job) -> None:
 
     job.seed()
     job.fit(Updates())
-
-
-@scenario()
-def minimum_and_maximum(job: Job) -> None:
-    job.seed()
-    job.fit(_Kept(lambda: MinMaxMetric(Accuracy(**KIND)), "nothing"))
 
 
 @scenario()
@@ -174,12 +160,6 @@ def tracker(job: Job) -> None:
 
 
 @scenario()
-def classwise(job: Job) -> None:
-    job.seed()
-    job.fit(_Kept(lambda: ClasswiseWrapper(Accuracy(average=None, **KIND), labels=["a", "b", "c"]), "values"))
-
-
-@scenario()
 def classwise_in_a_collection(job: Job) -> None:
     def make() -> MetricCollection:
         return MetricCollection(
@@ -201,25 +181,6 @@ def wrappers_in_a_collection(job: Job) -> None:
 
     job.seed()
     job.fit(_Kept(make, "values"))
-
-
-@scenario()
-def several_outputs(job: Job) -> None:
-    class Regression(_Kept):
-        def __init__(self) -> None:
-            super().__init__(lambda: MultioutputWrapper(MeanSquaredError(), num_outputs=3), "nothing")
-
-        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
-            super().measure(part, scores, nn.functional.one_hot(y, 3).float())
-
-    job.seed()
-    job.fit(Regression())
-
-
-@scenario()
-def bootstrapped(job: Job) -> None:
-    job.seed()
-    job.fit(_Kept(lambda: BootStrapper(Accuracy(**KIND), num_bootstraps=3), "nothing"))
 
 
 @scenario(ranks=(1, 2))
@@ -268,24 +229,3 @@ def metric_logged_by_a_callback(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Logs())
-
-
-@scenario()
-def metrics_in_plain_containers(job: Job) -> None:
-    class Hidden(Measured):
-        def __init__(self) -> None:
-            super().__init__()
-            self.by_part = {"train": Accuracy(**KIND), "val": Accuracy(**KIND)}
-            self.others = [MeanMetric()]
-
-        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
-            self.by_part[part].update(scores, y)
-            self.others[0].update(scores.norm())
-
-        def on_train_epoch_end(self) -> None:
-            self.log("accuracy", self.by_part["train"].compute())
-            self.log("norms", self.others[0].compute())
-            self.by_part["train"].reset()
-
-    job.seed()
-    job.fit(Hidden())

@@ -26,12 +26,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     type_name,
 )
 from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES, MAX_BYTES, ValueDigest, content_digest
-from lightning_tricks.auto_resume.core.attributes.encoding import (
-    EncodeBudget,
-    TooLargeError,
-    encode,
-    is_clock_reading,
-)
+from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, TooLargeError, encode, is_clock_reading
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     STATE_KEY,
     InPlaceOptimizerState,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -26,7 +27,6 @@ from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws
 _DATA_HANDLE_PACKAGES = frozenset(
     {"h5py", "lmdb", "zarr", "PIL", "pandas", "pyarrow", "polars", "cv2", "fsspec", "s3fs", "boto3", "sqlalchemy"}
 )
-_MAX_PATHS = 500  # of a fingerprint
 _MAX_REMEMBERED_BYTES = 2**20  # of one attribute
 DATA_PARTS = ("dataset", "collate_fn")
 
@@ -46,7 +46,7 @@ class ObjectBaselines:
             reference = ref(value)
         get = reference or (lambda: value)
         tracker = AttributeTracker(lambda: {name: get()}, skipped=skipped)
-        digests = _merged_digests(fingerprints({name: value}, skipped=skipped)) if name == "dataset" else {}
+        digests = fingerprints({name: value}, skipped=skipped) if name == "dataset" else {}
         if reference is not None:
             self._known[name, id(value)] = reference, tracker, digests
         return tracker, digests
@@ -156,10 +156,9 @@ class LoaderObjects:
 
 
 def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
-    """Return a digest of each attribute that is the same in every process.
+    """Return a digest of each object's attribute, with what lies in it, that is the same in every process.
 
-    What is not plain data, and random generators, count by their types; of values over 1 MiB, and of containers with
-    more than 10,000 entries, a sample counts.
+    What is not plain data, and random generators, count by their types.
 
     Args:
         roots: Objects by name.
@@ -169,7 +168,10 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
         Path -> digest of 64 bits.
     """
     walk = ObjectWalk.from_roots(roots, skipped)
-    return {path: int(walk.digest(slot.value, same_process=False)) for path, slot in walk.slots.items()}
+    found = defaultdict[str, list[int]](list)
+    for path, slot in walk.slots.items():
+        found[_top(path)].append(int(walk.digest(slot.value, same_process=False)))
+    return {path: int(value_digest(digests), 16) for path, digests in found.items()}
 
 
 def value_digest(batch: Any) -> str:
@@ -329,16 +331,6 @@ def _top(path: str) -> str:
 def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
     """Leave out what reads the data: the first sample opens it again."""
     return {path: kind for path, kind in lost.items() if kind.partition(".")[0] not in _DATA_HANDLE_PACKAGES}
-
-
-def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
-    """Merge the digests of what lies in one attribute; all, if there are more than 500 attributes."""
-    merged: dict[str, list[int]] = {}
-    for path, digest in digests.items():
-        merged.setdefault(_top(path), []).append(digest)
-    if len(merged) > _MAX_PATHS:
-        merged = {"dataset": [*digests.values()]}
-    return {path: int(value_digest(found), 16) for path, found in merged.items()}
 
 
 def changed_values(changes: Mapping[str, Any]) -> dict[str, Any]:
