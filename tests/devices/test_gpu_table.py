@@ -136,6 +136,7 @@ def test_colours_only_where_there_are_colours(printed, monkeypatch):
 
 def test_no_gpus(printed):
     assert printed([]) == "There is a driver, but no GPU.\n"
+    assert json.loads(printed([], "--json")) == []
 
 
 def test_nothing_is_known(printed):

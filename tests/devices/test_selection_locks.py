@@ -12,8 +12,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from lightning_tricks._shared.file_locks import lock_holder
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, Selection, select_gpus
@@ -113,23 +111,22 @@ def test_two_jobs_that_start_at_once_get_two_gpus_and_the_third_is_told_who_has_
     assert select_gpus(2, nvml=nvml(2)).devices == [0, 1]
 
 
-@pytest.mark.parametrize(("jobs", "n", "gpus"), [(4, 1, 1), (4, 1, 3), (3, 2, 2), (4, 2, 3)])
+@pytest.mark.parametrize(("jobs", "n", "gpus"), [(4, 1, 3), (3, 2, 2)])
 def test_no_gpu_ever_has_two_holders_and_all_jobs_get_theirs(jobs, n, gpus, tmp_path):
-    racers = [python(RACE, tmp_path, n, gpus, 15) for _ in range(jobs)]
+    racers = [python(RACE, tmp_path, n, gpus, 10) for _ in range(jobs)]
     for racer in racers:
         racer.stdin.write("\n")
         racer.stdin.flush()
     assert [finish(racer) for racer in racers] == [["done"]] * jobs
 
 
-@pytest.mark.parametrize("end", ["kill", "terminate"])
-def test_the_lock_of_a_killed_job_ends(end):
+def test_the_lock_of_a_killed_job_ends():
     job = python(HOLD)
     assert job.stdout.readline() == "0\n"
     assert select_gpus(nvml=nvml(2)).devices == [1]
     with pytest.raises(NoGpuAvailableError):
         select_gpus(2, nvml=nvml(2))
-    getattr(job, end)()
+    job.kill()
     job.communicate()
     assert select_gpus(2, nvml=nvml(2)).devices == [0, 1]
 
@@ -278,14 +275,6 @@ def test_a_forked_child_selects_for_itself():
     assert not taken(1)
 
 
-@POSIX
-def test_workers_of_a_loader_leave_the_lock_alone():
-    select_gpus(nvml=nvml(1))
-    loader = DataLoader(torch.arange(4), num_workers=2, multiprocessing_context="fork")
-    assert len(list(loader)) == 4
-    assert taken(0)
-
-
 # Folders
 
 
@@ -414,16 +403,6 @@ def test_one_failing_lock_gives_back_those_taken_before(lock_folder, monkeypatch
     with pytest.raises(GpuLockError):
         select_gpus(2, nvml=nvml(2))
     assert not taken(0)
-    assert gpu_locks.LOCKS.held == {}
-
-
-def test_an_interrupted_choice_holds_nothing(monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lightning_tricks.devices.core.select._commit", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        select_gpus(nvml=nvml(1))
     assert gpu_locks.LOCKS.held == {}
 
 

@@ -81,8 +81,8 @@ def check(value, count, uuids=UUIDS):
 
 @pytest.mark.parametrize("count", range(4))
 def test_every_value_of_up_to_three_parts_means_what_cuda_makes_of_it_or_is_an_error(count):
-    for length in (1, 2, 3):
-        for parts in product(PARTS, repeat=length):
+    for length, parts_of_it in ((1, PARTS), (2, PARTS), (3, PARTS[::3])):
+        for parts in product(parts_of_it, repeat=length):
             check(",".join(parts), count)
     check(None, count)
 

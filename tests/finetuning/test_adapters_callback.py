@@ -187,11 +187,3 @@ def test_an_adapter_that_nothing_calls_is_named():
     words = "Adapters: 1 of 2 adapted modules have no effect in training: encoder.read.proj.*use LoRA"
     with pytest.raises(MisconfigurationException, match=words):
         _trainer(adapters).fit(_ReadsWeights(), loader(), loader())
-
-
-def test_a_compiled_module_is_trained_without_the_check():
-    torch._dynamo.reset()
-    module = Classifier()
-    compiled = torch.compile(module, backend="aot_eager")
-    _trainer(Adapters(4, kind="houlsby"), limit_train_batches=2).fit(compiled, loader(), loader())
-    assert all(module.get_parameter(name).abs().sum() > 0 for name in _added(module))

@@ -27,7 +27,6 @@ from lightning_tricks.finetuning import (
     add_lora,
     add_prefixes,
     load_adapter,
-    load_trainable,
     merge,
     save_adapter,
 )
@@ -288,15 +287,3 @@ def test_files_of_adapters_and_weights(way, tmp_path):
         loaded.append(target)
     for each in (plain, other, *loaded):
         torch.testing.assert_close(each(x), model(x))
-
-
-def test_load_trainable_into_compiled_layers_and_out_of_them(fit, tmp_path, monkeypatch):
-    for saved, resumed in ((None, "__init__"), ("__init__", None)):
-        trainer = fit(saved, LoRA(4), TrainableCheckpoint(), epochs=1)
-        trainer.save_checkpoint(tmp_path / "small.ckpt")
-        monkeypatch.setattr(_Late, "way", resumed)
-        module = _Late("adamw")
-        add_lora(module, LoRASettings(4))
-        load_trainable(module, tmp_path / "small.ckpt")
-        names = (_plain(each.state_dict().items()) for each in (module, trainer.lightning_module))
-        torch.testing.assert_close(*names)

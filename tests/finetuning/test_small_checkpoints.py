@@ -88,14 +88,6 @@ def test_what_a_schedule_froze_is_left_out_after_the_fit_as_well(tmp_path):
     assert {name for name, value in saved.items() if value.numel()} == {"net.4.weight", "net.4.bias"}
 
 
-def test_another_scale_is_refused_without_a_trainer_as_well(tmp_path):
-    _fit(_module(), max_epochs=1).save_checkpoint(tmp_path / "small.ckpt")
-    model = _module()
-    add_lora(model, LoRASettings(rank=2, alpha=3.0))
-    with pytest.raises(BaseMismatchError, match=r"of other values \(net\.0\.lora_weight\.scale"):
-        load_trainable(model, tmp_path / "small.ckpt")
-
-
 def test_a_class_without_lora_is_told_so(tmp_path):
     _fit(_module(), max_epochs=1).save_checkpoint(tmp_path / "small.ckpt")
     with pytest.raises(

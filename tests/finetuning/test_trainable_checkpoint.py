@@ -1,14 +1,13 @@
 """TrainableCheckpoint in real runs: what it saves, how that resumes, and what it refuses."""
 
 import logging
-import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -171,18 +170,6 @@ def test_every_file_of_the_trainer_is_small(weights_only, tmp_path):
     assert result == expected
 
 
-def test_files_are_smaller_by_the_ratio_of_parameters(tmp_path):
-    module = Tuned(wide=512)
-    trainer = fit(tmp_path, module, epochs=1)
-    trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
-    torch.save(module.state_dict(), tmp_path / "whole.pt")
-    torch.save(read(tmp_path / "small.ckpt")["state_dict"], tmp_path / "small.pt")
-    tensors = dict(module.state_dict())
-    kept = sum(value.nbytes for name, value in tensors.items() if name not in _FROZEN)
-    sizes = [(tmp_path / f"{name}.pt").stat().st_size for name in ("small", "whole")]
-    assert sizes[0] / sizes[1] == pytest.approx(kept / sum(value.nbytes for value in tensors.values()), abs=0.01)
-
-
 def test_says_once_how_much_it_saves(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         fit(tmp_path, Tuned(), SavesEpochs(tmp_path))
@@ -308,23 +295,6 @@ def test_modules_with_states_and_hooks_of_their_own(kind, tmp_path):
     assert "save_checkpoint" not in vars(resumed.strategy)
 
 
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
-@pytest.mark.parametrize("use_buffers", [True, False])
-def test_averaged_weights(use_buffers, tmp_path):
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
-
-    def average():
-        return averaging.EMAWeightAveraging(decay=0.9, use_buffers=use_buffers)
-
-    whole = fit(tmp_path, Tuned(), average(), without=True)
-    fit(tmp_path, Tuned(), average(), SavesEpochs(tmp_path), epochs=1)
-    path = tmp_path / "epoch=0.ckpt"
-    # Its mean of equal values is another value by rounding
-    assert lacks(path) == {"net.0.1.weight", "net.0.1.bias"}
-    assert Tuned().state_dict().keys() - read(path)["current_model_state"].keys() == _FROZEN
-    assert_same_run(fit(tmp_path, Tuned(), average(), ckpt_path=path), whole)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_with_pretrained_weights_of_checkpoint_remapping(first, tmp_path):
     """The base is what the file brings, also where Lightning resumes or tests, which load no such file."""
@@ -347,33 +317,12 @@ def test_with_pretrained_weights_of_checkpoint_remapping(first, tmp_path):
         alone.test(Tuned(seed=1), loader(), ckpt_path=tmp_path / "epoch=1.ckpt", verbose=False)
 
 
-def test_with_checkpoint_remapping_and_auto_resume(tmp_path):
-    torch.save(Tuned().state_dict(), tmp_path / "pretrained.pt")
-
-    def remapping():
-        return CheckpointRemapping(str(tmp_path / "pretrained.pt"))
-
-    whole = fit(tmp_path, Tuned(seed=1), remapping(), without=True)
-    guard = tmp_path / "guard"
-    with pytest.raises(SystemExit):
-        fit(tmp_path, Tuned(seed=2), remapping(), AutoResume(guard), Interrupts(13))
-    assert {frozenset(lacks(path)) for path in guard.glob(".auto_resume/0*/meta.pt")} == {frozenset(_FROZEN)}
-    assert_same_run(fit(tmp_path, Tuned(seed=3), remapping(), AutoResume(guard)), whole)
-
-
 def assert_same_run_of_other_names(trainer, other):
     names = (each.lightning_module.state_dict() for each in (trainer, other))
     left, right = ({name.replace("_orig_mod.", ""): value for name, value in one.items()} for one in names)
     assert left.keys() == right.keys()
     for name, value in left.items():
         torch.testing.assert_close(value, right[name])
-
-
-def test_compiled_modules(tmp_path):
-    fit(tmp_path, Tuned(compiled=True), epochs=1).save_checkpoint(tmp_path / "compiled.ckpt")
-    assert lacks(tmp_path / "compiled.ckpt") == _FROZEN
-    whole = fit(tmp_path, Tuned())
-    assert_same_run_of_other_names(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "compiled.ckpt"), whole)
 
 
 class LitTuned(TricksMixin, Tuned):
@@ -414,27 +363,6 @@ def test_strategies_that_write_files_of_their_own_are_refused():
     trainer = SimpleNamespace(strategy=FSDPStrategy(), callbacks=[])  # a Trainer with it needs a GPU
     with pytest.raises(MisconfigurationException, match="anything out of the files that FSDPStrategy writes by itself"):
         TrainableCheckpoint().setup(trainer, Tuned(), "fit")
-
-
-def test_a_missing_and_a_damaged_file_are_lightnings_errors(tmp_path):
-    (tmp_path / "damaged.ckpt").write_bytes(b"damaged")
-    with pytest.raises(FileNotFoundError):
-        fit(tmp_path, Tuned(), ckpt_path=tmp_path / "none.ckpt")
-    with pytest.raises(pickle.UnpicklingError):
-        fit(tmp_path, Tuned(), ckpt_path=tmp_path / "damaged.ckpt")
-
-
-def test_a_disk_that_is_full_leaves_the_file_before(tmp_path):
-    class Full(TorchCheckpointIO):
-        def save_checkpoint(self, checkpoint, path, storage_options=None):
-            if checkpoint["epoch"] == 1:
-                raise OSError("No space left on device")
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    with pytest.raises(OSError, match="No space left"):
-        fit(tmp_path, Tuned(), SavesEpochs(tmp_path), plugins=[Full()])
-    whole = fit(tmp_path, Tuned(), without=True)
-    assert_same_run(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
 
 
 def test_async_checkpoint_io(tmp_path):
@@ -493,30 +421,3 @@ def test_ddp(tmp_path):
         assert same(left[key], right[key]), key
     with pytest.raises(ProcessRaisedException, match="BaseMismatchError"):
         fit(tmp_path, OtherBaseOnRankOne(), ckpt_path=tmp_path / "epoch=0.ckpt", **ddp)
-
-
-class Images(EvaluatedNet):
-    def __init__(self):
-        super().__init__(optimization="sgd")
-
-    def build(self):
-        models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
-        with isolated_rng(seed=0):
-            resnet = models.resnet18(num_classes=10)
-        resnet.requires_grad_(False)
-        resnet.fc.requires_grad_(True)
-        self.net = nn.Sequential(nn.Linear(64, 3 * 32 * 32).requires_grad_(False), nn.Unflatten(1, (3, 32, 32)), resnet)
-
-
-def test_resnet18(tmp_path, caplog):
-    with isolated_rng(seed=0):
-        module = Images()
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        trainer = fit(tmp_path, module, epochs=1, limit_train_batches=2)
-        trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
-    assert "TrainableCheckpoint: saves 62 of 124 tensors" in caplog.text
-    assert (tmp_path / "small.ckpt").stat().st_size < 200_000
-    with isolated_rng(seed=0):
-        loaded = Images()
-    load_trainable(loaded, tmp_path / "small.ckpt")
-    assert same(dict(loaded.state_dict()), dict(module.state_dict()))
