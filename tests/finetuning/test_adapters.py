@@ -332,10 +332,7 @@ def test_lora_and_adapters_work_together(lora_first, kind):
     torch.manual_seed(0)
     model, run = encoder()
     plain = run(model).detach()
-    steps = [
-        lambda: add_lora(model, LoRASettings(2)),
-        lambda: add_adapters(model, AdapterSettings(4, kind=kind)),
-    ]
+    steps = [lambda: add_lora(model, LoRASettings(2)), lambda: add_adapters(model, AdapterSettings(4, kind=kind))]
     for step in steps if lora_first else reversed(steps):
         step()
     torch.testing.assert_close(run(model), plain)
