@@ -213,8 +213,6 @@ def _ours(optimizer):
 
 
 SCHEDULERS = {
-    "StepLR": lambda optimizer: lrs.StepLR(optimizer, 1, 0.5),
-    "CosineAnnealingLR": lambda optimizer: lrs.CosineAnnealingLR(optimizer, 3),
     "OneCycleLR": _one_cycle,
     "LambdaLR": lambda optimizer: {"scheduler": lrs.LambdaLR(optimizer, lambda s: 0.9**s), "interval": "step"},
     "SequentialLR": _sequence,
@@ -241,6 +239,7 @@ class EndsAfter(Callback):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("unit", ["epoch", "step"])
+@pytest.mark.sampled(2)
 @pytest.mark.trap("finetuning: resuming after the unfreeze epoch leaves the backbone frozen to the end")
 def test_resume_at_an_epochs_end(scheduler, unit, tmp_path):
     """Of the learning rates, too: LambdaLR, SequentialLR, ... have the groups that the multipliers made."""
@@ -469,7 +468,8 @@ class ShardedValidatedNet(ValidatedNet, ShardedNet):
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
-@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.sampled(2)
 def test_fsdp2_equals_one_process(tmp_path, validates):
     alone = fit(LayerNet(), GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 0.5}))
 
@@ -493,6 +493,7 @@ def test_fsdp2_equals_one_process(tmp_path, validates):
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
 @pytest.mark.parametrize(("epochs", "shards"), [(1, True), (2, False)])
+@pytest.mark.sampled(2)
 def test_fsdp2_resumes(tmp_path, epochs, shards):
     """Torch loads the optimizer's state of exactly those parameters that require gradients, and fails otherwise."""
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -133,21 +133,6 @@ def test_an_early_checkpoint_is_tested_in_the_module_of_the_fit(tied, tmp_path):
     )
     assert lacks(tmp_path / "epoch=0.ckpt", Tuned(tied=tied)) == never
     assert lacks(tmp_path / "epoch=1.ckpt", Tuned(tied=tied)) == never
-
-
-def test_what_trains_without_a_change_is_saved(tmp_path):
-    """A head with a learning rate of 0 has its first random values, which a new module need not have."""
-
-    class Stopped(Tuned):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.0)
-
-    module = Stopped()
-    fit(tmp_path, module).save_checkpoint(tmp_path / "small.ckpt")
-    other = Tuned()
-    nn.init.zeros_(other.net[2].weight)
-    load_trainable(other, tmp_path / "small.ckpt")
-    assert torch.equal(other.net[2].weight, module.net[2].weight)
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
@@ -370,33 +355,6 @@ def test_async_checkpoint_io(tmp_path):
     assert lacks(tmp_path / "epoch=0.ckpt") == _FROZEN
     whole = fit(tmp_path, Tuned(), without=True)
     assert_same_run(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
-
-
-def test_a_finder_of_learning_rates_is_not_disturbed(tmp_path):
-    rates = []
-    for without in (False, True):
-        module = Tuned()
-        module.lr = 0.01
-        finder = LearningRateFinder(num_training_steps=20)
-        trainer = fit(tmp_path, module, finder, SavesEpochs(tmp_path), without=without)
-        rates.append((module.lr, trainer.lightning_module.state_dict()["net.2.bias"].tolist()))
-        assert lacks(tmp_path / "epoch=0.ckpt") == (set() if without else _FROZEN)
-    assert rates[0] == rates[1]
-
-
-def test_an_exception_is_saved_small(tmp_path):
-    class Breaks(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 13:
-                raise ZeroDivisionError
-
-    class Rescues(Callback):
-        def on_exception(self, trainer, *args):
-            trainer.save_checkpoint(tmp_path / "rescued.ckpt")
-
-    with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, Tuned(), Breaks(), Rescues())
-    assert lacks(tmp_path / "rescued.ckpt") == _FROZEN
 
 
 class Silent(Tuned):
