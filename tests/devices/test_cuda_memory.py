@@ -121,11 +121,6 @@ def test_each_stage_is_named_once(tmp_path, told, function, where, words):
     assert ("4x64" in text) == ("outside" not in words)
 
 
-def test_sanity_checking_is_named(tmp_path):
-    run(Hungry("evaluate", 1), CudaMemory(dirpath=tmp_path), num_sanity_val_steps=2)
-    assert "stage sanity_check, epoch 0, batch 1" in (tmp_path / "out_of_memory-rank0.txt").read_text()
-
-
 def test_the_folder_is_the_loggers(tmp_path):
     logger = CSVLogger(tmp_path, name="runs", version=7)
     run(Hungry(), CudaMemory(), logger=logger, log_every_n_steps=1)
@@ -174,14 +169,6 @@ def test_another_error_is_left_alone(tmp_path, error):
     assert callback.report is None
 
 
-def test_ctrl_c_is_no_shortage(tmp_path):
-    with pytest.raises(SystemExit):
-        Trainer(callbacks=[CudaMemory(dirpath=tmp_path)], max_epochs=1, **QUIET).fit(
-            Breaks(KeyboardInterrupt()), loader()
-        )
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_folder_that_cannot_be_written_does_not_replace_the_error(tmp_path, told):
     (tmp_path / "file").write_text("")
     error = run(Hungry(), CudaMemory(dirpath=tmp_path / "file" / "folder"))
@@ -202,16 +189,6 @@ def test_a_failure_in_the_report_does_not_replace_the_error(tmp_path, monkeypatc
         "could not report on the memory that ran out: LookupError('no figures')" in line for _, line in lightning_log
     )
     assert callback._step is None
-
-
-def test_an_interrupted_write_leaves_no_partial_file(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    error = run(Hungry(), CudaMemory(dirpath=tmp_path))
-    assert "can't allocate memory" in str(error)
-    assert not list(tmp_path.iterdir())
 
 
 class Batches(torch.utils.data.Dataset):
@@ -247,19 +224,6 @@ def test_no_batch_is_kept_after_its_step():
         del trainer
         assert not any(reference() for reference in data.references[:-1])
     assert alive[:3] == alive[3:]
-
-
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-def test_an_iterator_over_batches_is_not_looked_into(tmp_path):
-    class Fetches(Hungry):
-        def training_step(self, dataloader_iter):
-            batch, batch_idx, _ = next(dataloader_iter)
-            return super().training_step(batch, batch_idx)
-
-    run(Fetches(), CudaMemory(dirpath=tmp_path))
-    text = (tmp_path / "out_of_memory-rank0.txt").read_text()
-    assert "stage train, epoch 0" in text
-    assert "4x64" not in text
 
 
 def test_on_a_cpu_it_says_once_what_it_leaves_out(lightning_log, tmp_path):

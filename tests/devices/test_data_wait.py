@@ -59,17 +59,6 @@ def test_waiting_is_a_share_of_the_stage(clock):
     assert wait.take("train") == {}, "no time has passed since"
 
 
-def test_first_batches_of_later_epochs_are_told_apart(clock):
-    wait = DataWait(clock=clock)
-    for seconds in (9.0, 5.0, 6.0):
-        wait.enter("train")
-        fetch(wait, clock, "train", seconds)
-        fetch(wait, clock, "train", 0.5)
-        wait.leave("train")
-    assert wait.totals["train"].waited == 5 + 6 + 3 * 0.5
-    assert wait.totals["train"].waited_first == 5 + 6
-
-
 def test_the_start_of_workers_is_a_wait_of_later_epochs(clock):
     wait = DataWait(clock=clock)
     for starting in (7.0, 3.0):

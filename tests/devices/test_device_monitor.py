@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_tricks.devices import device_monitor, monitored_run
+from lightning_tricks.devices import monitored_run
 from lightning_tricks.devices.core import bottleneck, utilization
 from lightning_tricks.devices.core.device_summary import DEFAULT_KEYS
 from lightning_tricks.devices.device_monitor import DeviceMonitor
@@ -177,20 +177,6 @@ def test_the_verdict_is_measured(loading, working, words, monkeypatch):
     assert monitor.summary[0].means["host/data_wait"] == pytest.approx(share)
 
 
-def test_several_loaders_get_no_number_of_workers(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(monitored_run, "DataWait", partial(bottleneck.DataWait, clock=lambda: clock[0]))
-    monitor = DeviceMonitor()
-
-    class Two(Net):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch["a"], batch_idx)
-
-    data = {"a": DataLoader(Slow(clock, 1.0), batch_size=4), "b": loader()}
-    fit(monitor, Works(clock, 0.1), module=Two(), loaders=[data])
-    assert monitor.summary[0].verdict[0].endswith("load in worker processes, or make loading cheaper.")
-
-
 @pytest.fixture
 def on_gpus(monkeypatch):
     """A Trainer on the CPU that the monitor takes for one on two GPUs; CUDA is what this machine lacks."""
@@ -263,18 +249,6 @@ class Samples(Callback):
 
     def on_train_batch_end(self, *args):
         self.monitor._run.sample()
-
-
-def test_means_and_maxima(on_gpus):
-    class Heats(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            on_gpus.gpus[0].utilization = 100 * (batch_idx % 2)
-
-    monitor = DeviceMonitor(keys=["gpu/utilization"], interval=3600)
-    fit(Heats(), Samples(monitor), monitor)
-    assert monitor.summary[0].means["gpu0/utilization"] == 50
-    assert monitor.summary[0].maxima["gpu0/utilization"] == 100
-    assert list(monitor.summary[0].means) == ["gpu0/utilization", "gpu1/utilization"]
 
 
 def test_heat_is_told_once(on_gpus):
@@ -399,16 +373,6 @@ def test_each_rank_tells_about_its_own_gpu(on_gpus, monkeypatch, tmp_path):
     assert {"gpu0/utilization", "gpu1/utilization"} <= rows(logger)[0].keys(), "rank zero logs all"
 
 
-def test_a_table_that_cannot_be_shown_leaves_no_thread(monkeypatch):
-    def fails(ranks):
-        raise OSError("broken pipe")
-
-    monkeypatch.setattr(device_monitor, "device_report", fails)
-    with pytest.raises(BaseException):  # noqa: B017, PT011
-        fit(DeviceMonitor(), Raises(KeyboardInterrupt()))
-    assert not threads()
-
-
 def test_without_nvml_the_host_is_measured(on_gpus):
     on_gpus.init_error = "LIB_RM_VERSION_MISMATCH"
     monitor = DeviceMonitor()
@@ -505,16 +469,6 @@ def test_a_thread_that_fails_does_not_stop_the_run(monkeypatch):
     monitor = DeviceMonitor()
     fit(monitor, Waits())
     assert monitor.summary[0].verdict[-1] == "The measurements ended early: OSError('no such device')."
-
-
-@pytest.mark.parametrize("trainer", [{"logger": False}, {"fast_dev_run": True}, {"barebones": True}])
-def test_trainers_that_do_not_log(trainer):
-    if "barebones" in trainer:
-        runner = Trainer(callbacks=[DeviceMonitor(1)], max_epochs=1, accelerator="cpu", barebones=True)
-        runner.fit(Net(), loader())
-    else:
-        fit(DeviceMonitor(1), **trainer)
-    assert not threads()
 
 
 def test_a_fit_without_epochs(capsys):

@@ -130,14 +130,6 @@ def test_one_of_three_has_no_handle(failing, error, words):
     assert {gpu.driver_version for gpu in gpus} == {"580.65.06"}
 
 
-def test_one_without_pci_info_keeps_its_number():
-    fakes = [FakeGpu(name=f"GPU {number}") for number in range(3)]
-    fakes[2].fails = {"nvmlDeviceGetPciInfo": "UNKNOWN"}
-    gpus = list_gpus(nvml=FakeNvml(fakes))
-    assert [gpu.name for gpu in gpus] == ["GPU 0", "GPU 1", "GPU 2"]
-    assert gpus[2].unreadable == ("PCI bus: Unknown Error",)
-
-
 def test_a_gpu_that_is_unplugged_between_count_and_handle():
     class Unplugged(FakeNvml):
         def nvmlDeviceGetCount(self):  # noqa: N802

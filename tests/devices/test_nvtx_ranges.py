@@ -218,11 +218,6 @@ def test_a_step_that_fetches_its_batch(recorder):
     assert recorder.seen == [["train step", ["forward", waits()], ["backward"], ["optimizer"]]] * 2
 
 
-def test_compiled(recorder):
-    fit(Net(compiled=True), limit_train_batches=2)
-    assert recorder.seen == [waits(), step(*USUAL)] * 2
-
-
 def test_the_optimizer_is_left_as_it_was(recorder):
     trainer = fit()
     (optimizer,) = trainer.optimizers

@@ -169,11 +169,6 @@ def taken(device):
     return finish(python(code)) == ["True"]
 
 
-def test_a_lock_lasts_though_the_selection_is_dropped():
-    assert select_gpus(nvml=nvml(1)).devices == [0]
-    assert taken(0)
-
-
 def test_a_lock_ends_with_release_or_the_with_statement():
     with select_gpus(nvml=nvml(1)) as selection:
         assert isinstance(selection, Selection)
@@ -267,14 +262,6 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent():
     job.communicate("")
 
 
-@POSIX
-def test_a_forked_child_selects_for_itself():
-    assert select_gpus(nvml=nvml(2)).devices == [0]
-    assert in_fork(lambda: select_gpus(nvml=nvml(2)).devices[0]) == 1
-    assert taken(0)
-    assert not taken(1)
-
-
 # Folders
 
 
@@ -311,22 +298,6 @@ def test_a_second_user_meets_the_locks_of_the_first(monkeypatch):
         select_gpus(2, nvml=nvml(2)).release()
 
 
-@POSIX
-@ROOT
-def test_who_cannot_write_to_the_folder_respects_its_locks(monkeypatch):
-    with tempfile.TemporaryDirectory() as root:
-        Path(root).chmod(0o755)
-        monkeypatch.setenv(FOLDER_VARIABLE, f"{root}/locks")
-        select_gpus(nvml=nvml(2))
-        Path(root, "locks").chmod(0o755)
-
-        def as_nobody():
-            become_nobody()
-            return select_gpus(nvml=nvml(2), lock=False).devices[0]
-
-        assert in_fork(as_nobody) == 1
-
-
 def test_a_folder_that_is_another_one_for_each_job_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(FOLDER_VARIABLE, "locks")
@@ -345,18 +316,6 @@ def test_a_symbolic_link_in_the_folder_is_not_followed(lock_folder, tmp_path):
         select_gpus(nvml=nvml(1))
     assert victim.read_text() == "text"
     assert not taken(0)
-
-
-@POSIX
-def test_a_link_in_place_of_the_shared_folder_is_not_followed(tmp_path, monkeypatch):
-    monkeypatch.delenv(FOLDER_VARIABLE)
-    (tmp_path / "target").mkdir()
-    (tmp_path / "link").symlink_to("target")
-    monkeypatch.setattr(gpu_locks, "named_folder", lambda: (tmp_path / "link", False))
-    select_gpus(nvml=nvml(1), lock=False)
-    with pytest.raises(GpuLockError, match="is not a folder"):
-        select_gpus(nvml=nvml(1))
-    assert list((tmp_path / "target").iterdir()) == []
 
 
 @POSIX

@@ -287,23 +287,6 @@ RANK = DeviceSummary(
 )
 
 
-def test_the_table_of_one_rank():
-    expected = """\
-                         Devices in training
-┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┓
-┃ device                     ┃ quantity        ┃     mean ┃      max ┃
-┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━┩
-│ gpu0 NVIDIA H100 80GB HBM3 │ utilization     │     61 % │     99 % │
-│                            │ memory_used_gib │ 31.2 GiB │ 40.0 GiB │
-├────────────────────────────┼─────────────────┼──────────┼──────────┤
-│ host                       │ data_wait       │     12 % │     30 % │
-└────────────────────────────┴─────────────────┴──────────┴──────────┘
-Energy of the GPU: 1.23 kWh.
-Waited for data 3 % of the time: the loader keeps up.
-gpu0 ran below its clock rate."""
-    assert render_text(device_report([RANK])) == expected
-
-
 def test_the_table_of_several_ranks():
     # rank zero measures the other GPU of its machine as well: its energy counts once
     first = replace(RANK, energy={"gpu0": 1.0, "gpu1": 2.0})

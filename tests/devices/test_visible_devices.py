@@ -101,13 +101,6 @@ def test_any_text_means_what_cuda_makes_of_it_or_is_an_error(value, count):
         assert found == expected
 
 
-@given(st.sets(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.data())
-def test_abbreviated_uuids_are_taken_where_they_are_unique(names, data):
-    uuids = tuple(f"GPU-{name}" for name in sorted(names))
-    part = st.sampled_from([uuid[:end] for uuid in uuids for end in range(4, len(uuid) + 1)])
-    check(",".join(data.draw(st.lists(part, min_size=1, max_size=3))), len(uuids), uuids)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_is_accepted_is_what_torch_sees(count, monkeypatch):
     uuids = list(UUIDS[:count])

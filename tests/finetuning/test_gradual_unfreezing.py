@@ -463,34 +463,6 @@ class ShardedNet(LayerNet):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
-class ShardedValidatedNet(ValidatedNet, ShardedNet):
-    pass
-
-
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
-@pytest.mark.parametrize("validates", [True, False])
-@pytest.mark.sampled(2)
-def test_fsdp2_equals_one_process(tmp_path, validates):
-    alone = fit(LayerNet(), GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 0.5}))
-
-    def run():
-        trace = Trace()
-        callbacks = [GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 0.5}), trace]
-        strategy = ModelParallelStrategy(2, tensor_parallel_size=1)
-        trainer = Trainer(max_epochs=3, devices=2, strategy=strategy, callbacks=callbacks, **ON_RANKS)
-        validation = [DataLoader(digits(), batch_size=4)] * validates
-        net = ShardedValidatedNet() if validates else ShardedNet()
-        trainer.fit(net, None, *validation)
-        return trace.rows()
-
-    left, right = _two_ranks(tmp_path, run)
-    assert_same_rows(left, right)
-    for row, before, expected in zip(left[1:], left[:-1], alone[1:], strict=True):
-        assert row["trains"] == expected["trains"]
-        assert _close(row["weights"], expected["weights"])
-        assert moved(before["weights"], row["weights"]) == parts(row), "what is frozen is bit-identical"
-
-
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
 @pytest.mark.parametrize(("epochs", "shards"), [(1, True), (2, False)])
 @pytest.mark.sampled(2)
