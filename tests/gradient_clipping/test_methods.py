@@ -24,7 +24,7 @@ _METHODS = {
     "groups": None,
 }
 _GROUPS = {"net.0.*": 0.2, "re:weight$": AGC(0.02)}
-_RAN_ON_CPU = [name for name, setting in SETTINGS.items() if setting.accelerator == "cpu"]
+_RAN_ON_CPU = [name for name, setting in SETTINGS.items() if not setting.accelerator]
 
 
 class _Watch(Callback):
