@@ -84,17 +84,9 @@ def random_cases(seed: int) -> Iterator[Case]:
 
 
 _NUMBERS = [
-    struct.pack(form, value)
-    for form, value in (
-        ("<B", 0),
-        ("<B", 255),
-        ("<H", 0xFFFF),
-        ("<I", 0xFFFFFFFF),
-        ("<I", 0x7FFFFFFF),
-        ("<I", 1 << 30),
-        ("<Q", 1 << 62),
-        ("<Q", 2**64 - 1),
-    )
+    *(struct.pack("<I", value) for value in (0xFFFFFFFF, 0x7FFFFFFF, 1 << 30)),
+    *(struct.pack("<Q", value) for value in (1 << 62, 2**64 - 1)),
+    *(b"\0", b"\xff", b"\xff\xff"),
 ]
 
 
@@ -155,31 +147,12 @@ def program(chance: random.Random) -> bytes:
     for _ in range(chance.randrange(3, 40)):
         times = chance.choice((1, 1, 1, 1, 2, 60, 60, 5_000, 60_000))
         call = b"c" + "\n".join(chance.choice(_CALLED).rpartition(".")[::2]).encode() + b"\n"
-        grows = [
-            value(),
-            several() + b"t",
-            several() + b"l",
-            several() + b"\x91",
-            b"}(" + value() * 2 + b"u",
-            call + several() + b"tR",
-        ]
-        keeps = [
-            b"\x85",
-            b"2\x86",
-            b"2\x86",
-            b"\x94",
-            value() + b"\x86",
-            b"]" + value() + b"a0",
-            b"2" + value() + b"b0",
-        ]
-        fills = [
-            value() + b"a",
-            several() + b"e",
-            value() * 2 + b"s",
-            b"(" + value() * 4 + b"u",
-            several() + b"\x90",
-            value() + b"b",
-        ]
+        grows = [value(), several() + b"t", several() + b"l", several() + b"\x91"]
+        grows += [b"}(" + value() * 2 + b"u", call + several() + b"tR"]
+        keeps = [b"\x85", b"2\x86", b"2\x86", b"\x94", value() + b"\x86", b"]" + value() + b"a0"]
+        keeps += [b"2" + value() + b"b0"]
+        fills = [value() + b"a", several() + b"e", value() * 2 + b"s", b"(" + value() * 4 + b"u"]
+        fills += [several() + b"\x90", value() + b"b"]
         what = chance.random()
         if what < 0.4 or not height:
             made.append(chance.choice(grows) * times)

@@ -255,29 +255,9 @@ def _overlapping() -> bytes:
     entries = whole[start : whole.rindex(b"PK\x05\x06")]
     for index in range(1000):
         name = f"archive/data/big{index}".encode()
-        entries += (
-            struct.pack(
-                "<4s6H3I5H2I",
-                b"PK\x01\x02",
-                20,
-                20,
-                0,
-                0,
-                0,
-                0,
-                0,
-                1 << 20,
-                1 << 20,
-                len(name),
-                0,
-                0,
-                0,
-                0,
-                0,
-                big.header_offset,
-            )
-            + name
-        )
+        sizes = (1 << 20, 1 << 20, len(name))
+        entries += struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 20, 20, *[0] * 4, 1, *sizes, *[0] * 5, big.header_offset)
+        entries += name
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1004, 1004, len(entries), start, 0)
     return whole[:start] + entries + end
 

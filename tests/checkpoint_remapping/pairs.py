@@ -1,4 +1,4 @@
-"""Load each network of `other_projects` into the same one of another project, and compare outputs.
+"""Load each network of `other_projects` into the same one of another project, and compare them.
 
 `python -m tests.checkpoint_remapping.pairs [WORD]` prints a line for each directed pair (whose name contains the word),
 and counts: right, refused, or WRONG, which is what must never be.
@@ -65,7 +65,7 @@ def model(architecture: str, project: str) -> nn.Module:
 
 
 def unset(architecture: str, project: str) -> nn.Module:
-    """Return a copy whose outputs are no numbers until all of its weights are loaded."""
+    """Return a copy that is not a number until all of its weights are loaded."""
     copy = deepcopy(model(architecture, project))
     with torch.no_grad():
         for name, tensor in copy.state_dict().items():
@@ -82,10 +82,8 @@ def outcome(pair: Pair, container: str) -> tuple[str, str]:
         load_weights(target, CONTAINERS[container](source.state_dict()))
     except CheckpointError as error:
         return REFUSED, str(error)
-    which = ARCHITECTURES[pair.architecture]
-    expected, got = which.outputs(pair.origin, source), which.outputs(pair.target, target)
-    difference = (expected - got).abs().max().item()
-    return (RIGHT if difference < TOLERANCE else WRONG), f"outputs differ by {difference:.2g}"
+    difference = ARCHITECTURES[pair.architecture].difference(pair.origin, source, pair.target, target)
+    return (RIGHT if difference < TOLERANCE else WRONG), f"they differ by {difference:.2g}"
 
 
 def main(word: str = "") -> Counter[str]:
@@ -111,7 +109,7 @@ def _lines(outcomes: dict[str, tuple[str, str]]) -> Iterator[str]:
 
 def _short(reason: str) -> str:
     match = re.search(
-        r"ambiguous which of .*? in the checkpoint|\d+ tensors? (is|are) \w+[^(]*|outputs .*|No tensor", reason
+        r"ambiguous which of .*? in the checkpoint|\d+ tensors? (is|are) \w+[^(]*|they differ .*|No tensor", reason
     )
     return (match.group() if match else reason)[:120]
 

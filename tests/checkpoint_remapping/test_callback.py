@@ -266,16 +266,6 @@ def test_model_checkpoint_keeps_its_work(tmp_path):
     assert resumed.global_step == 40
 
 
-def test_thops_counters_stay_out_of_files():
-    net = Evaluated()
-    net.net.register_buffer("total_ops", torch.zeros(1))
-    fitter = trainer(CheckpointRemapping(clean_on_save=True))
-    fitter.fit(net, loader(), loader())
-    fitter.save_checkpoint("full.ckpt")
-    assert set(torch.load("full.ckpt")["state_dict"]) == set(Evaluated().state_dict())
-    assert "net.total_ops" in net.state_dict()
-
-
 # path=
 
 

@@ -32,8 +32,7 @@ class Aliased(LightningModule):
 def test_all_names_of_a_head_get_the_new_one(name):
     model = Aliased()
     with pytest.warns(
-        UserWarning,
-        match=r"classes, 5, stays in 2 places: hparams\.num_classes, accuracy\.num_classes\.",
+        UserWarning, match=r"classes, 5, stays in 2 places: hparams\.num_classes, accuracy\.num_classes\."
     ):
         new = replace_head(model, 3, name)
     assert model(torch.ones(4, 8)).shape == (4, 3)
@@ -109,8 +108,7 @@ def test_layers_that_feed_the_last_one_are_no_heads(layers):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("googlenet", r"2 places: aux1\.fc2, aux2\.fc2"), ("inception_v3", r"1 place: AuxLogits\.fc")],
+    ("name", "words"), [("googlenet", r"2 places: aux1\.fc2, aux2\.fc2"), ("inception_v3", r"1 place: AuxLogits\.fc")]
 )
 def test_auxiliary_heads_are_named(name, words):
     with torch.device("meta"):

@@ -155,12 +155,6 @@ def test_submodules():
         load_weights(outer, source.state_dict(), submodule="nothing")
 
 
-def test_integers_do_not_become_weights():
-    quantized = small().state_dict() | {"3.weight": torch.ones(5, 16, dtype=torch.int8)}
-    with pytest.raises(CheckpointError, match=r"1 tensor is of other shapes or kinds: 3.weight"):
-        load_weights(small(), quantized)
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -251,7 +245,7 @@ def test_numbers_of_8_bits_without_a_scale_are_weights_and_said():
     load_weights(small(), source.state_dict() | extra, allow_unexpected=["more.*", "3.note"])
 
 
-def _deep(layers=100, width=4):
+def _deep(layers=60, width=4):
     def block():
         return nn.ModuleDict({"cross_attention_queries": nn.Linear(width, width), "norm": nn.LayerNorm(width)})
 
@@ -515,22 +509,6 @@ def test_suggested_patterns_match_these_names_alone(wanted):
     assert {name for name in known if any(pattern.matches(name) for pattern in patterns)} == wanted
 
 
-def test_tied_tensors():
-    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=20)
-    model, other = (randomized(transformers.GPT2LMHeadModel(config)) for _ in range(2))
-    save_weights(model, "w.safetensors")
-    assert len(read_checkpoint("w.safetensors").state_dict) == len(model.state_dict()) - 1
-    nn.init.zeros_(other.lm_head.weight)
-    load_weights(other, "w.safetensors")
-    assert max_output_difference(model, other, {"input_ids": torch.arange(6)[None]}) == 0
-    assert other.lm_head.weight is other.transformer.wte.weight
-    load_weights(other, model.state_dict())
-    untied = dict(model.state_dict())
-    untied["lm_head.weight"] = untied["lm_head.weight"] + 1
-    with pytest.raises(CheckpointError, match=r"transformer.wte.weight and lm_head.weight are one tensor in the model"):
-        load_weights(other, untied)
-
-
 def test_lazy_modules_are_refused():
     with pytest.raises(CheckpointError, match=r"weight, bias have no shape yet: run a batch through the model first"):
         load_weights(nn.LazyLinear(3), nn.Linear(2, 3).state_dict())
@@ -561,22 +539,6 @@ def test_extra_state_and_what_stays_on_meta():
         partial = Scratch()
     report = load_weights(partial, nn.Linear(2, 3).state_dict(), allow_missing="kept")
     assert report.diagnosis.endswith("Still on the meta device, without values: kept.")
-
-
-@pytest.mark.parametrize("tokens", [1, 0])
-def test_positions_are_interpolated(tokens):
-    make = timm.create_model
-    options = {} if tokens else {"class_token": False, "global_pool": "avg"}
-    source = randomized(make("vit_tiny_patch16_224", **options))
-    target = make("vit_tiny_patch16_224", img_size=160, **options)
-    with pytest.raises(CheckpointError, match=r"interpolate=\['pos_embed'\] resizes positions"):
-        load_weights(target, source.state_dict())
-    report = load_weights(target, nn.DataParallel(source).state_dict(), interpolate="pos_embed")
-    assert report.loaded == report.total
-    oracle = timm.layers.resample_abs_pos_embed(source.pos_embed, [10, 10], num_prefix_tokens=tokens)
-    torch.testing.assert_close(target.pos_embed, oracle, rtol=1e-5, atol=1e-6)
-    with pytest.raises(CheckpointError, match="cannot be interpolated: it is not a square grid of positions"):
-        load_weights(nn.Embedding(3, 2), nn.Embedding(4, 3).state_dict(), interpolate="*")
 
 
 def test_a_head_is_not_taken_for_positions():
@@ -620,17 +582,6 @@ def test_tables_of_windows_that_are_not_square_are_those_of_the_model():
     assert load_weights(target, source, interpolate="table").loaded == 1
     oracle = nn.functional.interpolate(source["table"].T.reshape(1, 3, 13, 13), (7, 15), mode="bicubic", antialias=True)
     torch.testing.assert_close(target.table.data, oracle.reshape(3, -1).T)
-
-
-@pytest.mark.parametrize("offset", [0, 10, 300, -100, -1])
-def test_a_cut_file_changes_nothing(offset):
-    target = small()
-    torch.save(small().state_dict(), "w.pt")
-    Path("w.pt").write_bytes(Path("w.pt").read_bytes()[:offset])
-    before = snapshot(target)
-    with pytest.raises(NotACheckpointError):
-        load_weights(target, "w.pt")
-    assert unchanged(target, before)
 
 
 # Saving
@@ -695,9 +646,8 @@ def test_what_is_saved_is_read(shapes):
     ("make", "layer"),
     [
         (lambda: models.resnet18(), "fc"),
-        (lambda: models.vgg11(), "classifier.6"),
+        (lambda: models.vgg11(init_weights=False), "classifier.6"),
         (lambda: models.squeezenet1_0(), "classifier.1"),
-        (lambda: models.convnext_tiny(), "classifier.2"),
         (lambda: timm.create_model("vit_tiny_patch16_224"), "head"),
         (lambda: timm.create_model("mobilenetv3_small_050"), "classifier"),
         (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=1)), "classifier"),
@@ -706,7 +656,8 @@ def test_what_is_saved_is_read(shapes):
     ],
 )
 def test_heads_are_found(make, layer):
-    model = make()
+    with torch.device("meta"):
+        model = make()
     old = model.get_submodule(layer)
     new = replace_head(model, 7)
     assert model.get_submodule(layer) is new is not old
@@ -773,16 +724,6 @@ def test_a_new_convolution_has_all_options_of_the_old_one():
     new = replace_head(model, 8, name="0")
     assert model(image).shape == (1, 8, *expected[2:])
     assert (new.dilation, new.groups, new.padding_mode) == ((2, 2), 2, "reflect")
-
-
-def test_a_new_head_on_old_weights():
-    source = models.resnet18()
-    target = models.resnet18()
-    replace_head(target, 3)
-    with pytest.raises(CheckpointError, match=r"allow_mismatched=\['fc.\*'\]"):
-        load_weights(target, source.state_dict())
-    report = load_weights(target, source.state_dict(), allow_mismatched="fc.*")
-    assert (report.loaded, report.total) == (120, 122)
 
 
 # Comparing

@@ -1,10 +1,7 @@
 """What kinds of boards and drivers do not report, for `FakeGpu(fails=...)` and `FakeNvml(missing=...)`."""
 
 # Values that kinds of boards and drivers do not report: function -> error, for `FakeGpu(fails=...)`
-CONSUMER_BOARD = {
-    "nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED",
-    "nvmlDeviceGetMigMode": "NOT_SUPPORTED",
-}
+CONSUMER_BOARD = {"nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED", "nvmlDeviceGetMigMode": "NOT_SUPPORTED"}
 PASSIVELY_COOLED = {"nvmlDeviceGetFanSpeed": "NOT_SUPPORTED"}
 UNIFIED_MEMORY = {
     "nvmlDeviceGetMemoryInfo": "NOT_SUPPORTED",

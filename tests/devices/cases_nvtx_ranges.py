@@ -58,11 +58,4 @@ def verify(lab: Lab, setting: Setting, callback: type = NvtxRanges) -> None:
             assert names.count(name) >= count
 
 
-CASE = Case(
-    callback=NvtxRanges,
-    arguments={},
-    kind="observer",
-    neutral={},
-    instances=1,
-    verify=verify,
-)
+CASE = Case(callback=NvtxRanges, arguments={}, kind="observer", neutral={}, instances=1, verify=verify)

@@ -13,11 +13,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.devices import CudaMemory, MemoryReport
-from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader, real_fp16
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 
 GIB = 2**30
 
@@ -122,54 +121,6 @@ def test_each_stage_is_named_once(tmp_path, told, function, where, words):
     assert ("4x64" in text) == ("outside" not in words)
 
 
-def test_sanity_checking_is_named(tmp_path):
-    run(Hungry("evaluate", 1), CudaMemory(dirpath=tmp_path), num_sanity_val_steps=2)
-    assert "stage sanity_check, epoch 0, batch 1" in (tmp_path / "out_of_memory-rank0.txt").read_text()
-
-
-class Unlogged(Hungry):
-    """For a Trainer that takes no logged values."""
-
-    def log(self, *args, **kwargs):
-        pass
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"barebones": True}, {**QUIET, "fast_dev_run": 5}, {**QUIET, "accumulate_grad_batches": 4}],
-    ids=["barebones", "fast_dev_run", "accumulation"],
-)
-def test_in_other_trainers(tmp_path, arguments):
-    options = {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path, **arguments}
-    trainer = Trainer(callbacks=[CudaMemory()], **options)
-    with pytest.raises(RuntimeError, match="can't allocate"):
-        trainer.fit(Unlogged(), loader(), loader())
-    assert "4x64" in (tmp_path / "out_of_memory-rank0.txt").read_text()
-
-
-def test_real_fp16(tmp_path):
-    run(Hungry(), CudaMemory(dirpath=tmp_path), plugins=[real_fp16()])
-    assert "precision 16-mixed" in (tmp_path / "out_of_memory-rank0.txt").read_text()
-
-
-def test_manual_optimization_and_several_optimizers(tmp_path):
-    run(Hungry(optimization="manual", hidden=512), CudaMemory(dirpath=tmp_path))
-    assert "exp_avg of net" in (tmp_path / "out_of_memory-rank0.txt").read_text()
-
-
-@pytest.mark.trap("devices: Returning None from a step on one rank hangs the others")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_rank_that_fails_reports_alone(tmp_path, rank):
-    """Without any communication, as the other rank waits in its backward pass; the launcher ends it."""
-    callback = CudaMemory(dirpath=tmp_path)
-    trainer = Trainer(callbacks=[callback], max_epochs=1, strategy="ddp_fork", devices=2, **QUIET)
-    with pytest.raises(ProcessRaisedException, match="can't allocate memory"):
-        trainer.fit(Hungry(rank=rank), loader(), loader())
-    (path,) = tmp_path.iterdir()
-    assert path.name == f"out_of_memory-rank{rank}.txt"
-    assert f"rank {rank} of 2, precision 32-true" in path.read_text()
-
-
 def test_the_folder_is_the_loggers(tmp_path):
     logger = CSVLogger(tmp_path, name="runs", version=7)
     run(Hungry(), CudaMemory(), logger=logger, log_every_n_steps=1)
@@ -199,18 +150,6 @@ def test_a_folder_that_is_not_on_a_disk_is_passed_over(tmp_path, monkeypatch):
     assert (tmp_path / "here" / "out_of_memory-rank0.txt").exists()
 
 
-def test_nothing_is_created_before(tmp_path):
-    Trainer(callbacks=[CudaMemory(dirpath=tmp_path / "never")], max_epochs=1, **QUIET).fit(Net(), loader())
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_files_there_is_advice(tmp_path, told):
-    error = run(Hungry(), CudaMemory(snapshot_on_oom=False))
-    assert "ran out on rank 0" in told(error)
-    assert "Written" not in told(error)
-    assert not list(tmp_path.iterdir())
-
-
 class Breaks(Net):
     def __init__(self, error):
         super().__init__()
@@ -228,14 +167,6 @@ def test_another_error_is_left_alone(tmp_path, error):
     assert not notes(error)
     assert not list(tmp_path.iterdir())
     assert callback.report is None
-
-
-def test_ctrl_c_is_no_shortage(tmp_path):
-    with pytest.raises(SystemExit):
-        Trainer(callbacks=[CudaMemory(dirpath=tmp_path)], max_epochs=1, **QUIET).fit(
-            Breaks(KeyboardInterrupt()), loader()
-        )
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_does_not_replace_the_error(tmp_path, told):
@@ -258,16 +189,6 @@ def test_a_failure_in_the_report_does_not_replace_the_error(tmp_path, monkeypatc
         "could not report on the memory that ran out: LookupError('no figures')" in line for _, line in lightning_log
     )
     assert callback._step is None
-
-
-def test_an_interrupted_write_leaves_no_partial_file(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    error = run(Hungry(), CudaMemory(dirpath=tmp_path))
-    assert "can't allocate memory" in str(error)
-    assert not list(tmp_path.iterdir())
 
 
 class Batches(torch.utils.data.Dataset):
@@ -303,19 +224,6 @@ def test_no_batch_is_kept_after_its_step():
         del trainer
         assert not any(reference() for reference in data.references[:-1])
     assert alive[:3] == alive[3:]
-
-
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-def test_an_iterator_over_batches_is_not_looked_into(tmp_path):
-    class Fetches(Hungry):
-        def training_step(self, dataloader_iter):
-            batch, batch_idx, _ = next(dataloader_iter)
-            return super().training_step(batch, batch_idx)
-
-    run(Fetches(), CudaMemory(dirpath=tmp_path))
-    text = (tmp_path / "out_of_memory-rank0.txt").read_text()
-    assert "stage train, epoch 0" in text
-    assert "4x64" not in text
 
 
 def test_on_a_cpu_it_says_once_what_it_leaves_out(lightning_log, tmp_path):
@@ -625,12 +533,6 @@ def test_a_gpu_that_is_full(gpu, tmp_path, told):
     assert "raise limit=0.5" in told(caught.value)
     records = [given for name, given in (call for call in gpu.calls if isinstance(call, tuple) and call[0] == "record")]
     assert [given.get("enabled", "all") for given in records] == ["all", None]
-
-
-def test_recording_ends_with_the_fit(gpu, tmp_path):
-    fit_on(gpu, tmp_path, callback=Pretends(gpu, record_history=True))
-    records = [call[1] for call in gpu.calls if call[0] == "record"]
-    assert records == [{"stacks": "python", "max_entries": 100_000}, {"enabled": None}]
 
 
 def test_a_shortage_of_the_host_is_no_shortage_of_the_gpu(gpu, tmp_path):

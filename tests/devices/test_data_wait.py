@@ -59,17 +59,6 @@ def test_waiting_is_a_share_of_the_stage(clock):
     assert wait.take("train") == {}, "no time has passed since"
 
 
-def test_first_batches_of_later_epochs_are_told_apart(clock):
-    wait = DataWait(clock=clock)
-    for seconds in (9.0, 5.0, 6.0):
-        wait.enter("train")
-        fetch(wait, clock, "train", seconds)
-        fetch(wait, clock, "train", 0.5)
-        wait.leave("train")
-    assert wait.totals["train"].waited == 5 + 6 + 3 * 0.5
-    assert wait.totals["train"].waited_first == 5 + 6
-
-
 def test_the_start_of_workers_is_a_wait_of_later_epochs(clock):
     wait = DataWait(clock=clock)
     for starting in (7.0, 3.0):
@@ -262,93 +251,60 @@ def loader(num_workers, persistent_workers=False):
     return SimpleNamespace(num_workers=num_workers, persistent_workers=persistent_workers)
 
 
+def waited(seconds, first=0, idle=None, n_batches=50):
+    """What 100 seconds were waited for."""
+    return WaitTotals(seconds=100, waited=seconds, waited_first=first, idle=idle, n_batches=n_batches)
+
+
+_SHORT = WaitTotals(seconds=1, waited=0.4, n_batches=800)  # measured: a worker makes such a run twice as slow
+
+
 @pytest.mark.parametrize(
-    ("wait", "loader", "cores", "words"),
+    ("wait", "loader", "cores", "share", "remedy"),
     [
+        (waited(43, first=40), loader(0), 1, 43, "try num_workers=1, now 0."),
         (
-            WaitTotals(seconds=100, waited=43, waited_first=40, n_batches=50),
-            loader(0),
-            1,
-            "Waited for data 43 % of the time: the loader is the bottleneck; try num_workers=1, now 0.",
+            _SHORT, loader(0), 8, 40,
+            "loading a batch takes only 0.5 ms, which worker processes would not make faster; use larger batches, or "
+            "take each batch out of tensors in memory at once.",
+        ),
+        (waited(80), loader(0), 2, 80,
+         "try num_workers=2, now 0 (4 would keep up, on 2 cores: make loading cheaper, too)."),
+        (
+            waited(50), loader(4), 4, 50,
+            "4 workers on 4 cores are not enough, so make loading cheaper: decoded, smaller or cached data, fewer "
+            "augmentations.",
         ),
         (
-            WaitTotals(seconds=1, waited=0.4, n_batches=800),  # measured: a worker makes such a run twice as slow
-            loader(0),
-            8,
-            "Waited for data 40 % of the time: the loader is the bottleneck; loading a batch takes only 0.5 ms, which "
-            "worker processes would not make faster; use larger batches, or take each batch out of tensors in memory "
-            "at once.",
+            waited(50, first=40), loader(4), 16, 50,
+            "most of it was at the start of epochs, where the workers start anew; try persistent_workers=True.",
         ),
+        (waited(50, first=10), loader(4), 16, 50, "try num_workers=8, now 4."),
+        (waited(50, first=40), loader(4, True), 16, 50, "try num_workers=8, now 4."),
+        (waited(10, n_batches=10), None, 16, 10, "load in worker processes, or make loading cheaper."),
+        (waited(60, idle=50), loader(0), 8, 50, "try num_workers=2, now 0."),
+    ],
+)  # fmt: skip
+def test_the_bottleneck_in_words(wait, loader, cores, share, remedy):
+    words = f"Waited for data {share} % of the time: the loader is the bottleneck; {remedy}"
+    assert judge_wait(wait, [loader] if loader else [], cores) == [words]
+
+
+@pytest.mark.parametrize(
+    ("wait", "words"),
+    [
+        (waited(3), ["Waited for data 3 % of the time: the loader keeps up."]),
+        (waited(5, idle=2), ["Waited for data 2 % of the time: the loader keeps up."]),
         (
-            WaitTotals(seconds=100, waited=80, n_batches=50),
-            loader(0),
-            2,
-            "Waited for data 80 % of the time: the loader is the bottleneck; try num_workers=2, now 0 (4 would keep "
-            "up, on 2 cores: make loading cheaper, too).",
+            waited(10, idle=2),
+            ["The host waited for data 10 % of the time, and the GPU had work meanwhile: the loader keeps up."],
         ),
-        (
-            WaitTotals(seconds=100, waited=50, n_batches=50),
-            loader(4),
-            4,
-            "Waited for data 50 % of the time: the loader is the bottleneck; 4 workers on 4 cores are not enough, so "
-            "make loading cheaper: decoded, smaller or cached data, fewer augmentations.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=50, waited_first=40, n_batches=50),
-            loader(4),
-            16,
-            "Waited for data 50 % of the time: the loader is the bottleneck; most of it was at the start of epochs, "
-            "where the workers start anew; try persistent_workers=True.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=50, waited_first=10, n_batches=50),
-            loader(4),
-            16,
-            "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=8, now 4.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=50, waited_first=40, n_batches=50),
-            loader(4, True),
-            16,
-            "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=8, now 4.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=10, n_batches=10),
-            None,
-            16,
-            "Waited for data 10 % of the time: the loader is the bottleneck; load in worker processes, or make loading "
-            "cheaper.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=3, n_batches=50),
-            loader(0),
-            8,
-            "Waited for data 3 % of the time: the loader keeps up.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=10, idle=2, n_batches=50),
-            loader(0),
-            8,
-            "The host waited for data 10 % of the time, and the GPU had work meanwhile: the loader keeps up.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=5, idle=2, n_batches=50),
-            loader(0),
-            8,
-            "Waited for data 2 % of the time: the loader keeps up.",
-        ),
-        (
-            WaitTotals(seconds=100, waited=60, idle=50, n_batches=50),
-            loader(0),
-            8,
-            "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=2, now 0.",
-        ),
-        (WaitTotals(seconds=100, waited=90, n_batches=9), loader(0), 8, ""),
-        (WaitTotals(), None, 8, ""),
+        (waited(90, n_batches=9), []),
+        (WaitTotals(), []),
     ],
 )
-def test_the_bottleneck_in_words(wait, loader, cores, words):
-    assert "".join(judge_wait(wait, [loader] if loader else [], cores)) == words
+def test_no_bottleneck_in_words(wait, words):
+    assert judge_wait(wait, [loader(0)], 8) == words
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,6 @@ def test_processes_stand_below(printed):
     assert "Command" not in printed([FakeGpu()])
 
 
-def test_a_narrow_terminal_keeps_the_figures(printed):
-    lines = printed(_ALL, width=60).splitlines()
-    assert "79.2/80.0 GiB" in lines[3]
-    assert max(map(len, lines)) <= 60
-
-
 def test_colours_only_where_there_are_colours(printed, monkeypatch):
     assert "\x1b[" not in printed(_ALL)
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -136,6 +130,7 @@ def test_colours_only_where_there_are_colours(printed, monkeypatch):
 
 def test_no_gpus(printed):
     assert printed([]) == "There is a driver, but no GPU.\n"
+    assert json.loads(printed([], "--json")) == []
 
 
 def test_nothing_is_known(printed):

@@ -10,11 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks
 from lightning_tricks.devices.core.memory_report import MemoryReport
-from lightning_tricks.devices.core.out_of_memory import (
-    advise,
-    describe_batch,
-    requested_bytes,
-)
+from lightning_tricks.devices.core.out_of_memory import advise, describe_batch, requested_bytes
 
 GIB = 2**30
 

@@ -1,10 +1,7 @@
 """Opening NVML, reading what there is, and saying why not."""
 
-import sys
-
 import pytest
 
-from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices import NvmlUnavailableError, list_gpus
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
@@ -36,20 +33,6 @@ def test_the_real_module_without_a_driver_says_the_same():
     else:
         pynvml.nvmlShutdown()
         pytest.skip("this machine has a driver")
-
-
-@pytest.mark.parametrize(("module", "package"), [("pynvml", "nvidia-ml-py"), ("psutil", "psutil")])
-def test_a_missing_package_is_named_with_its_extra(module, package, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=rf'needs {package}, from the extra .*pip install "nvidia-ml-py'):
-        import_extra(module, "devices", f"This needs {package}")
-
-
-def test_what_a_package_itself_misses_is_not_taken_for_the_package(monkeypatch, tmp_path):
-    (tmp_path / "half_installed.py").write_text("import nowhere_to_be_found")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
-        import_extra("half_installed", "devices", "This needs half-installed")
 
 
 def test_it_is_shut_down_as_often_as_it_is_started():
@@ -91,18 +74,3 @@ def test_a_device_that_is_gone_is_not_read_any_further(error):
     (found,) = list_gpus(nvml=nvml)
     assert found.error
     assert nvml.calls[-2:] == ["nvmlDeviceGetName", "nvmlShutdown"]
-
-
-@pytest.mark.parametrize("value", [0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF])
-def test_not_available_is_none(value):
-    gpus = list_gpus(nvml=FakeNvml([FakeGpu(ecc_errors=value), FakeGpu(ecc_errors=value - 1)]))
-    assert [gpu.ecc_errors for gpu in gpus] == [None, value - 1]
-
-
-def test_text_that_is_no_utf8_is_kept_as_far_as_it_is():
-    class Odd(FakeNvml):
-        @staticmethod
-        def nvmlDeviceGetName(handle):  # noqa: N802
-            return b"NVIDIA \xff42".decode()  # as pynvml does
-
-    assert list_gpus(nvml=Odd([FakeGpu()]))[0].name == "NVIDIA \ufffd42"

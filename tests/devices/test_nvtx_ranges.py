@@ -1,13 +1,10 @@
 """`NvtxRanges`: which ranges each way to train opens, and that each one is closed."""
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Trainer
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.devices.nvtx_ranges import NvtxRanges, RangeStack
@@ -126,22 +123,6 @@ def test_manual_optimization_with_two_optimizers(recorder):
     assert recorder.seen == [waits(), step(*phases)] * 2
 
 
-class Alternates(Net):
-    """Does two backward passes before one step."""
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()[0]
-        for _ in range(2):
-            self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-        optimizer.step()
-
-
-def test_several_backward_passes(recorder):
-    fit(Alternates(optimization="manual"), limit_train_batches=1)
-    phases = ("forward", "backward", "forward", "backward", "forward", "optimizer", "forward")
-    assert recorder.seen == [waits(), step(*phases)]
-
-
 class Skips(Net):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 0 else super().training_step(batch, batch_idx)
@@ -237,11 +218,6 @@ def test_a_step_that_fetches_its_batch(recorder):
     assert recorder.seen == [["train step", ["forward", waits()], ["backward"], ["optimizer"]]] * 2
 
 
-def test_compiled(recorder):
-    fit(Net(compiled=True), limit_train_batches=2)
-    assert recorder.seen == [waits(), step(*USUAL)] * 2
-
-
 def test_the_optimizer_is_left_as_it_was(recorder):
     trainer = fit()
     (optimizer,) = trainer.optimizers
@@ -251,15 +227,6 @@ def test_the_optimizer_is_left_as_it_was(recorder):
     with pytest.raises(ZeroDivisionError):
         fit(module, val=True)
     assert not optimizer._optimizer_step_post_hooks
-
-
-def test_fitted_twice_and_pickled_in_between(recorder):
-    callback = Ranges()
-    for _ in range(2):
-        trainer = Trainer(callbacks=[callback], max_epochs=1, limit_train_batches=2, **QUIET)
-        trainer.fit(Net(), loader())
-        callback = pickle.loads(pickle.dumps(callback))
-    assert recorder.seen == [waits(), step(*USUAL)] * 4
 
 
 def test_nothing_without_cuda(recorder, monkeypatch):

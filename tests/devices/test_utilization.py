@@ -59,12 +59,6 @@ def test_utilization_is_never_negative(monkeypatch):
     assert load.measure()["host/cpu_utilization"] == 0
 
 
-def test_without_psutil_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "psutil", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs psutil, from the extra 'devices': pip install .*\"psutil"):
-        HostUtilization()
-
-
 def gpu_load(gpu, **arguments):
     nvml = FakeNvml([gpu])
     nvml.nvmlInit()
@@ -164,14 +158,6 @@ def test_a_gpu_that_is_lost_is_measured_no_more():
     assert load.measure() == {}
 
 
-def test_a_gpu_that_is_lost_from_the_start_is_not_measured():
-    gpu = FakeGpu(fails={"nvmlDeviceGetName": "GPU_IS_LOST"})
-    load = gpu_load(gpu)
-    assert (load.problem, load.product) == ("GPU is lost", None)
-    gpu.fails = {}
-    assert load.measure() == {}
-
-
 def test_cuda_devices_are_found_by_uuid(monkeypatch):
     slices = [FakeMigSlice("MIG-c5f9"), FakeMigSlice("MIG-d6a0")]
     gpus = [
@@ -208,12 +194,6 @@ def test_names_of_quantities():
     for wrong in ("gpu/fan", 3, None):
         with pytest.raises(TypeError, match=r"keys must be 'default' or a list of gpu/utilization, .*, got"):
             check_keys(wrong)
-
-
-@pytest.mark.trap("devices: DeviceStatsMonitor dumps more than 100 keys; people ask for a few readable ones with units")
-def test_the_default_is_few_keys_and_each_has_a_unit():
-    assert len(DEFAULT_KEYS) == 8
-    assert all(quantity.unit for quantity in QUANTITIES.values())
 
 
 def test_the_recorder_keeps_stages_apart_and_gives_each_value_once():
@@ -295,20 +275,6 @@ def test_the_last_measurement_is_that_of_the_end():
     assert (measured, released) == ([0], [1])
 
 
-def test_the_thread_ends_with_an_error_and_keeps_it():
-    raised = threading.Event()
-
-    def sample():
-        raised.set()
-        raise OSError("no such device")
-
-    sampler = BackgroundSampler(sample, 1e-4)
-    sampler.start()
-    assert raised.wait(60)
-    sampler.stop()
-    assert str(sampler.error) == "no such device"
-
-
 RANK = DeviceSummary(
     rank=0,
     node=0,
@@ -319,23 +285,6 @@ RANK = DeviceSummary(
     energy={"gpu0": 1.234},
     verdict=["Waited for data 3 % of the time: the loader keeps up.", "gpu0 ran below its clock rate."],
 )
-
-
-def test_the_table_of_one_rank():
-    expected = """\
-                         Devices in training
-┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┓
-┃ device                     ┃ quantity        ┃     mean ┃      max ┃
-┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━┩
-│ gpu0 NVIDIA H100 80GB HBM3 │ utilization     │     61 % │     99 % │
-│                            │ memory_used_gib │ 31.2 GiB │ 40.0 GiB │
-├────────────────────────────┼─────────────────┼──────────┼──────────┤
-│ host                       │ data_wait       │     12 % │     30 % │
-└────────────────────────────┴─────────────────┴──────────┴──────────┘
-Energy of the GPU: 1.23 kWh.
-Waited for data 3 % of the time: the loader keeps up.
-gpu0 ran below its clock rate."""
-    assert render_text(device_report([RANK])) == expected
 
 
 def test_the_table_of_several_ranks():

@@ -17,24 +17,7 @@ from lightning_tricks.devices.core.scoring import Usage, usage_of
 from lightning_tricks.devices.core.visible_devices import VisibleDevice, visible_devices
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-b")
-PARTS = (
-    "0",
-    "1",
-    "2",
-    "3",
-    " 1",
-    "01",
-    "-1",
-    "",
-    "abc",
-    "1x",
-    "GPU-aa11",
-    "GPU-aa",
-    "GPU-b",
-    " GPU-b",
-    "GPU-",
-    "GPU-c",
-)
+PARTS = "0|1|2|3| 1|01|-1||abc|1x|GPU-aa11|GPU-aa|GPU-b| GPU-b|GPU-|GPU-c".split("|")  # noqa: SIM905  # also nothing
 
 
 def machine(count, uuids=UUIDS):
@@ -81,8 +64,8 @@ def check(value, count, uuids=UUIDS):
 
 @pytest.mark.parametrize("count", range(4))
 def test_every_value_of_up_to_three_parts_means_what_cuda_makes_of_it_or_is_an_error(count):
-    for length in (1, 2, 3):
-        for parts in product(PARTS, repeat=length):
+    for length, parts_of_it in ((1, PARTS), (2, PARTS), (3, PARTS[::3])):
+        for parts in product(parts_of_it, repeat=length):
             check(",".join(parts), count)
     check(None, count)
 
@@ -99,13 +82,6 @@ def test_any_text_means_what_cuda_makes_of_it_or_is_an_error(value, count):
         assert not whole
     else:
         assert found == expected
-
-
-@given(st.sets(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.data())
-def test_abbreviated_uuids_are_taken_where_they_are_unique(names, data):
-    uuids = tuple(f"GPU-{name}" for name in sorted(names))
-    part = st.sampled_from([uuid[:end] for uuid in uuids for end in range(4, len(uuid) + 1)])
-    check(",".join(data.draw(st.lists(part, min_size=1, max_size=3))), len(uuids), uuids)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

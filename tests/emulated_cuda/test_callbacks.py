@@ -30,6 +30,7 @@ def test_promise(case, check, tmp_path):
         check(case, Lab(tmp_path, case.net, accelerator="cuda"))  # asserts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_run_has_the_bits_of_the_cpu(case, tmp_path):
     (on_cpu,) = Lab(tmp_path / "cpu", case.net).fit([case.make()])
@@ -40,6 +41,7 @@ def test_a_run_has_the_bits_of_the_cpu(case, tmp_path):
         assert same(getattr(on_device, what), getattr(on_cpu, what)), f"{what} differ"
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_keeps_the_bits_where_tensors_are_made_on_the_device(case, tmp_path):
     (on_cpu,) = Lab(tmp_path / "cpu", case.net).fit([case.make()])

@@ -21,13 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`lr_scheduler.step"),
 ]
 _ON_DEVICE = {"accelerator": "cuda", "devices": 1, "max_epochs": 4}
-_OTHERS = {
-    "Voting": {},
-    "Bagging": {},
-    "Fusion": {},
-    "SnapshotEnsemble": {},
-    "Stacking": {"cv": 2},
-}
+_OTHERS = {"Voting": {}, "Bagging": {}, "Fusion": {}, "SnapshotEnsemble": {}, "Stacking": {"cv": 2}}
 
 
 def _make(name, kind="Classifier", make=CNN):

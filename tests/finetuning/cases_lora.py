@@ -50,10 +50,7 @@ CASE = Case(
     why_no_neutral="a change of rank 0 would learn nothing",
     of_one_fit=("report",),
     instances=1,
-    when_idle={
-        "target_modules": ["net.4"],
-        "modules_to_save": [],
-    },  # AdamW reads one value for each tensor
+    when_idle={"target_modules": ["net.4"], "modules_to_save": []},  # AdamW reads one value for each tensor
     waits={"configure_and_adapt": 1},
     verify=verify,
 )

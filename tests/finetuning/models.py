@@ -60,7 +60,9 @@ def swin():
 def torchvision_vit():
     from torchvision.models import VisionTransformer
 
-    return VisionTransformer(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32)
+    model = VisionTransformer(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32)
+    nn.init.normal_(model.heads.head.weight)  # zero at first
+    return model
 
 
 def timm_vit():

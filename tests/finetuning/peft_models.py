@@ -112,19 +112,11 @@ ARCHITECTURES = {  # -> how the model is made, its input
     "embeddings": (Embeddings, TOKENS),
     "BERT": (_transformers("BertForSequenceClassification", "BertConfig", **_VOCABULARY, **_SIZES), TOKENS),
     "GPT-2": (_transformers("GPT2LMHeadModel", "GPT2Config", **_VOCABULARY, **_GPT2), TOKENS),
-    "Llama": (
-        _transformers("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=1, **_VOCABULARY, **_SIZES),
-        TOKENS,
-    ),
+    "Llama": (_transformers("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=1, **_VOCABULARY, **_SIZES), TOKENS),
     "T5": (_transformers("T5EncoderModel", "T5Config", **_VOCABULARY, **_T5), TOKENS),
     "Mixtral": (
         _transformers(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            num_key_value_heads=1,
-            num_local_experts=2,
-            **_VOCABULARY,
-            **_SIZES,
+            "MixtralForCausalLM", "MixtralConfig", num_key_value_heads=1, num_local_experts=2, **_VOCABULARY, **_SIZES
         ),
         TOKENS,
     ),

@@ -146,12 +146,3 @@ def test_a_batch_that_the_module_skips_is_not_judged():
     assert starts == [0, 0, 1]
     assert callback.on_train_batch_start is None
     assert "forward" not in vars(module.net[0])
-
-
-def test_a_compiled_module_is_not_watched():
-    torch._dynamo.reset()
-    module = EvaluatedNet(compiled=True)
-    Trainer(callbacks=[_Watched("net._orig_mod.0")], max_epochs=1, limit_train_batches=2, **QUIET).fit(
-        module, loader(), loader()
-    )
-    assert "forward" not in vars(module.net._orig_mod[0])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.finetuning import Adapters, AdapterSettings, LoRASettings, add_adapters, add_lora, merge
 from tests.contract.lab import same
-from tests.finetuning.models import called
+from tests.finetuning.models import IMAGES, TOKENS, bert, called, gpt2, output, swin, timm_vit, torchvision_vit
 
 KINDS = ["houlsby", "pfeiffer", "parallel"]
 
@@ -30,28 +30,6 @@ def encoder_decoder():
     return model, lambda model: model(_randn(5, 2, 8), _randn(3, 2, 8))
 
 
-def torchvision_vit():
-    from torchvision.models import VisionTransformer
-
-    model = VisionTransformer(8, 4, 2, 2, 8, 16, num_classes=3)
-    nn.init.normal_(model.heads.head.weight)  # zero at first
-    return model, lambda model: model(_randn(2, 3, 8, 8))
-
-
-def torchvision_swin():
-    from torchvision.models.swin_transformer import SwinTransformer
-
-    model = SwinTransformer([2, 2], 8, [1, 1], [2, 2], [2, 2], stochastic_depth_prob=0.0, num_classes=3)
-    return model, lambda model: model(_randn(2, 3, 8, 8))
-
-
-def timm_vit():
-    from timm.models.vision_transformer import VisionTransformer
-
-    model = VisionTransformer(8, 4, embed_dim=8, depth=2, num_heads=2, num_classes=3)
-    return model, lambda model: model(_randn(2, 3, 8, 8))
-
-
 def timm_swin():
     from timm.models.swin_transformer import SwinTransformer
 
@@ -59,34 +37,6 @@ def timm_swin():
         16, 2, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4, num_classes=3, drop_path_rate=0.0
     )
     return model, lambda model: model(_randn(2, 3, 16, 16))
-
-
-def bert():
-    from transformers import BertConfig, BertModel
-
-    model = BertModel(
-        BertConfig(
-            vocab_size=30,
-            hidden_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-    return model, lambda model: model(torch.arange(6).view(2, 3)).last_hidden_state
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2Model
-
-    model = GPT2Model(
-        GPT2Config(
-            vocab_size=30, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        )
-    )
-    return model, lambda model: model(torch.arange(6).view(2, 3)).last_hidden_state
 
 
 def llama():
@@ -98,16 +48,27 @@ def llama():
     return model, lambda model: model(torch.arange(6).view(2, 3)).last_hidden_state
 
 
-MODELS = {  # the sublayers with an adapter: (attentions, feed-forward networks)
-    encoder: (2, 2),
-    encoder_decoder: (3, 2),
-    torchvision_vit: (2, 2),
-    torchvision_swin: (2, 2),
-    timm_vit: (2, 2),
-    timm_swin: (2, 2),
-    bert: (2, 2),
-    gpt2: (2, 2),
-    llama: (2, 2),
+def _called_with(build, inputs):
+    """A model of `models.py`, and what runs it."""
+
+    def make():
+        return build(), lambda model: output(model, inputs)
+
+    return make
+
+
+torchvision_swin = _called_with(swin, torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)))
+gpt2_of_transformers = _called_with(gpt2, TOKENS)
+MODELS = {  # how a model is made, and the sublayers with an adapter: (attentions, feed-forward networks)
+    "encoder": (encoder, (2, 2)),
+    "encoder and decoder": (encoder_decoder, (3, 2)),
+    "ViT of torchvision": (_called_with(torchvision_vit, IMAGES), (2, 2)),
+    "Swin of torchvision": (torchvision_swin, (2, 2)),
+    "ViT of timm": (_called_with(timm_vit, IMAGES), (2, 2)),
+    "Swin of timm": (timm_swin, (2, 2)),
+    "BERT": (_called_with(bert, TOKENS), (2, 2)),
+    "GPT-2": (gpt2_of_transformers, (2, 2)),
+    "Llama": (llama, (2, 2)),
 }
 
 
@@ -124,19 +85,19 @@ def _wake(model, seed=2):
 
 
 @pytest.mark.trap("finetuning: Swin's proj is never called, TransformerEncoderLayer's linear2 not in evaluation")
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_adapter_is_reached_and_evaluation_equals_training(kind, make):
+def test_every_adapter_is_reached_and_evaluation_equals_training(kind, name):
     torch.manual_seed(0)
+    make, (attentions, feed_forwards) = MODELS[name]
     model, run = make()
     model.requires_grad_(False)  # torch chooses other kernels for weights that are trained
     names = dict(model.state_dict())
     with torch.no_grad():
         before = run(model.train())
-    report = add_adapters(model, AdapterSettings(4, kind=kind, modules_to_save=[]))
+    report = add_adapters(model, AdapterSettings(8, kind=kind, modules_to_save=[]))
     with torch.no_grad():
         assert torch.equal(run(model), before), "a new adapter changes the output"
-    attentions, feed_forwards = MODELS[make]
     assert len(report.layers) == feed_forwards + (attentions if kind == "houlsby" else 0)
     assert same({name: value for name, value in model.state_dict().items() if ".adapter." not in name}, names)
 
@@ -335,7 +296,7 @@ def test_initial_values_come_from_the_generator():
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize(("make", "kind"), [(encoder, "houlsby"), (gpt2, "parallel")])
+@pytest.mark.parametrize(("make", "kind"), [(encoder, "houlsby"), (gpt2_of_transformers, "parallel")])
 def test_a_compiled_model_has_its_adapters(make, kind):
     torch._dynamo.reset()
     model, run = make()
@@ -371,10 +332,7 @@ def test_lora_and_adapters_work_together(lora_first, kind):
     torch.manual_seed(0)
     model, run = encoder()
     plain = run(model).detach()
-    steps = [
-        lambda: add_lora(model, LoRASettings(2)),
-        lambda: add_adapters(model, AdapterSettings(4, kind=kind)),
-    ]
+    steps = [lambda: add_lora(model, LoRASettings(2)), lambda: add_adapters(model, AdapterSettings(4, kind=kind))]
     for step in steps if lora_first else reversed(steps):
         step()
     torch.testing.assert_close(run(model), plain)

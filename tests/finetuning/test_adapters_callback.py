@@ -74,8 +74,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "setting"), [("houlsby", "bf16"), ("pfeiffer", "fp32"), ("parallel", "fp16"), ("prefix", "DDP")]
+)
 def test_only_what_was_added_and_the_head_are_trained(method, setting, tmp_path):
     module, callback = Classifier(), METHODS[method]()
     base = copy.deepcopy(module.state_dict())
@@ -107,7 +108,7 @@ def test_it_is_evaluated_as_it_was_trained(method):
     assert not torch.allclose(changed, trained, atol=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["houlsby", "prefix"])
 def test_what_a_module_has_is_not_added_again(method):
     module, callback = Classifier(), METHODS[method]()
     trainer = _trainer(callback)
@@ -123,22 +124,6 @@ def test_what_a_module_has_is_not_added_again(method):
     other = PrefixTuning(4) if method == "prefix" else Adapters(5)
     with pytest.raises(MisconfigurationException, match="already, in other"):
         _trainer(other).fit(module, loader(), loader())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_checkpoint_resumes_and_is_tested(method, tmp_path):
-    whole, half, resumed = Classifier(), Classifier(), Classifier()
-    for module, epochs, path in ((whole, 2, None), (half, 1, None), (resumed, 2, tmp_path / "1.ckpt")):
-        trainer = _trainer(METHODS[method](), max_epochs=epochs)
-        trainer.fit(module, loader(), loader(), ckpt_path=path)
-        if path is None:
-            trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
-    for name, value in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], value), name
-    data = {"dataloaders": loader(), "verbose": False}
-    (first,) = _trainer(METHODS[method]()).test(Classifier(), ckpt_path=tmp_path / "2.ckpt", **data)
-    (second,) = _trainer().test(whole, **data)
-    assert first == second
 
 
 @pytest.mark.parametrize("others", ["before", "after"])
@@ -187,11 +172,3 @@ def test_an_adapter_that_nothing_calls_is_named():
     words = "Adapters: 1 of 2 adapted modules have no effect in training: encoder.read.proj.*use LoRA"
     with pytest.raises(MisconfigurationException, match=words):
         _trainer(adapters).fit(_ReadsWeights(), loader(), loader())
-
-
-def test_a_compiled_module_is_trained_without_the_check():
-    torch._dynamo.reset()
-    module = Classifier()
-    compiled = torch.compile(module, backend="aot_eager")
-    _trainer(Adapters(4, kind="houlsby"), limit_train_batches=2).fit(compiled, loader(), loader())
-    assert all(module.get_parameter(name).abs().sum() > 0 for name in _added(module))

@@ -1,7 +1,6 @@
 """Added parameters and checkpoints of modules that are compiled: in whichever way, before or after."""
 
 import itertools
-import shutil
 import warnings
 from functools import partial
 
@@ -27,7 +26,6 @@ from lightning_tricks.finetuning import (
     add_lora,
     add_prefixes,
     load_adapter,
-    load_trainable,
     merge,
     save_adapter,
 )
@@ -115,20 +113,6 @@ def test_compiled_before_or_after(order, trick, way):
         for each in (model, plain):
             merge(each)
         torch.testing.assert_close(model(x), plain(x))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("trick", _TRICKS)
-@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-def test_compiled_by_inductor(trick):
-    torch._dynamo.reset()
-    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2))
-    plain, model = _Encoder(), torch.compile(_Encoder())
-    for each in (plain, model):
-        _TRICKS[trick](each)
-        _disturb(each)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
 def test_attention_that_is_compiled_alone_gets_its_prefix():
@@ -237,17 +221,6 @@ def test_checkpoints_load_in_either_direction(saved, resumed, saver, kind, fit, 
     _assert_same_run(trainer, fit(None, _adaptation(kind)))
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(None, "setup"), ("setup", None), ("setup", "setup")])
-def test_files_with_the_prefix_load_too(saved, resumed, fit, tmp_path):
-    """What Lightning writes by itself has the names of the module."""
-    fit(saved, LoRA(4), epochs=1).save_checkpoint(tmp_path / "a.ckpt")
-    assert any("_orig_mod" in name for name in torch.load(tmp_path / "a.ckpt")["state_dict"]) == (saved is not None)
-    for callback in (CheckpointRemapping(), TrainableCheckpoint()):
-        if saved == resumed or isinstance(callback, CheckpointRemapping):
-            trainer = fit(resumed, LoRA(4), callback, ckpt_path=tmp_path / "a.ckpt")
-            _assert_same_run(trainer, fit(None, LoRA(4)))
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("others", [list, *_SAVERS.values()], ids=["alone", *_SAVERS])
 @pytest.mark.parametrize(("saved", "resumed"), _PAIRS)
@@ -288,15 +261,3 @@ def test_files_of_adapters_and_weights(way, tmp_path):
         loaded.append(target)
     for each in (plain, other, *loaded):
         torch.testing.assert_close(each(x), model(x))
-
-
-def test_load_trainable_into_compiled_layers_and_out_of_them(fit, tmp_path, monkeypatch):
-    for saved, resumed in ((None, "__init__"), ("__init__", None)):
-        trainer = fit(saved, LoRA(4), TrainableCheckpoint(), epochs=1)
-        trainer.save_checkpoint(tmp_path / "small.ckpt")
-        monkeypatch.setattr(_Late, "way", resumed)
-        module = _Late("adamw")
-        add_lora(module, LoRASettings(4))
-        load_trainable(module, tmp_path / "small.ckpt")
-        names = (_plain(each.state_dict().items()) for each in (module, trainer.lightning_module))
-        torch.testing.assert_close(*names)

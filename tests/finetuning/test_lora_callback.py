@@ -11,11 +11,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.version import Version
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
     CheckpointRemapping,
-    GradientClipping,
     LoRA,
     OptimizerSpec,
     Tricks,
@@ -24,7 +23,7 @@ from lightning_tricks import (
     isolated_rng,
 )
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
-from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork, full, loader, real_fp16
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork, full, loader
 from tests.finetuning.models import encoder_layer
 
 
@@ -142,24 +141,6 @@ def test_in_tricks(tmp_path):
     assert all(value.requires_grad == ("lora_" in name) for name, value in loaded.named_parameters())
 
 
-class _Divided(Net):
-    """Each batch of four is divided among the ranks."""
-
-    def train_dataloader(self):
-        rank, ranks = self.trainer.global_rank, self.trainer.world_size
-        sampler = DistributedSampler(digits(), ranks, rank, shuffle=False)
-        return DataLoader(digits(), batch_size=4 // ranks, sampler=sampler)
-
-
-def _weights_of_ranks(folder, **options):
-    folder.mkdir()
-    with isolated_rng(seed=0):
-        module = _Divided()
-    torch.manual_seed(0)
-    _trainer(LoRA(4), _Saver(folder), use_distributed_sampler=False, **options).fit(module)
-    return [torch.load(file) for file in sorted(folder.glob("*.pt"))]
-
-
 class _Saver(Callback):
     def __init__(self, folder):
         self.folder = folder
@@ -167,16 +148,6 @@ class _Saver(Callback):
     def on_train_end(self, trainer, pl_module):
         state = {name: full(value) for name, value in pl_module.state_dict().items()}
         torch.save(state, self.folder / f"{trainer.global_rank}.pt")
-
-
-def test_two_ranks_are_one_process(tmp_path):
-    (one,) = _weights_of_ranks(tmp_path / "one")
-    two = _weights_of_ranks(tmp_path / "two", strategy="ddp_fork", devices=2)
-    assert len(two) == 2
-    for rank in two:
-        for name, value in one.items():
-            torch.testing.assert_close(rank[name], value, rtol=1e-4, atol=1e-5, msg=name)
-            assert torch.equal(rank[name], two[0][name])
 
 
 @pytest.mark.parametrize("is_added_before", [False, True])
@@ -238,18 +209,6 @@ def test_sharded_ranks_are_one_process(tmp_path):
     for rank in two:
         for name, value in one.items():
             torch.testing.assert_close(rank[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16", "bf16-true"])
-def test_in_other_precisions_evaluation_sees_the_change(precision):
-    module, options = Built("init"), {"precision": precision}
-    if precision == "fp16":
-        options = {"plugins": [real_fp16()]}
-    before = _trainer(**options).test(module, loader(), verbose=False)[0]["loss"]
-    trainer = _trainer(LoRA(4), GradientClipping(1.0), **options)
-    trainer.fit(module, loader(), loader())
-    after = trainer.test(module, loader(), verbose=False)[0]["loss"]
-    assert after < before * 0.95
 
 
 def test_what_does_not_fit_is_said_before_training():

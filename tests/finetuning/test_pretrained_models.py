@@ -3,15 +3,11 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
-    GradientClipping,
     GradualUnfreezing,
-    LoRA,
     OptimizerSpec,
     TrainableCheckpoint,
     count_flops,
@@ -122,27 +118,3 @@ def test_what_other_tricks_see_of_an_adapted_model():
     assert {group["lr"] for group in groups} == {0.1, 1.0}
     disturb(model)
     assert isinstance(merge(model).blocks[0].mlp.fc1, nn.Linear)
-
-
-def test_clipping_by_group_with_lora():
-    module = _Classifier(timm_vit())
-    clipping = GradientClipping(1.0, groups={"*.lora_*": 0.1})
-    _trainer(LoRA(2, target_modules="*.fc1", modules_to_save="model.head"), clipping).fit(module, _loader())
-    assert any(value.abs().sum() > 0 for name, value in module.state_dict().items() if name.endswith(".B"))
-
-
-class _PartlyUsed(_Classifier):
-    def __init__(self):
-        super().__init__(nn.ModuleDict({"used": nn.Linear(3 * 256, 4), "unused": nn.Linear(4, 4)}))
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.model["used"](batch[0].flatten(1)), batch[1])
-
-
-@pytest.mark.trap("finetuning: DDP's error of unused parameters names nobody")
-def test_layers_that_the_loss_does_not_need_are_named():
-    words = r"2 trainable parameters got no gradient: model\.unused\.lora_weight\.A, model\.unused\.lora_weight\.B"
-    with pytest.warns(UserWarning, match=words):
-        _trainer(LoRA(2), max_epochs=1).fit(_PartlyUsed(), _loader())
-    with pytest.raises((MisconfigurationException, ProcessRaisedException), match=rf"on rank \d, {words}"):
-        _trainer(LoRA(2), max_epochs=1, strategy="ddp_fork", devices=2).fit(_PartlyUsed(), _loader())

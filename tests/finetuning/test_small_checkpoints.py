@@ -1,15 +1,12 @@
 """LoRA and TrainableCheckpoint together: small files that resume exactly, alone and by AutoResume."""
 
-import copy
-
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks import AutoResume, GradualUnfreezing, LoRA, TrainableCheckpoint, isolated_rng
+from lightning_tricks import GradualUnfreezing, LoRA, TrainableCheckpoint, isolated_rng
 from lightning_tricks.finetuning import BaseMismatchError, LoRASettings, add_lora, load_trainable, merge
-from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, EvaluatedNet, loader, same
+from tests.contract.lab import QUIET, EvaluatedNet, loader
 
 
 def _module(seed=0):
@@ -22,30 +19,6 @@ def _fit(module, *callbacks, ckpt_path=None, seed=1, **options):
     trainer = Trainer(callbacks=[LoRA(2), TrainableCheckpoint(), *callbacks], **{**QUIET, "max_epochs": 3, **options})
     trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
     return trainer
-
-
-def test_a_run_resumes_from_a_small_file(tmp_path):
-    whole = _module()
-    whole.shape = (64, 0.0)  # a plain resume restores no random state
-    whole.build()
-    plain = copy.deepcopy(whole)
-    _fit(whole)
-    first, second = copy.deepcopy(plain), copy.deepcopy(plain)
-    _fit(first, max_epochs=1).save_checkpoint(tmp_path / "small.ckpt")
-    _fit(second, ckpt_path=tmp_path / "small.ckpt", seed=2)
-    assert same(dict(second.state_dict()), dict(whole.state_dict()))
-    saved = torch.load(tmp_path / "small.ckpt", weights_only=True)["state_dict"]
-    trained = sum(value.numel() for name, value in first.named_parameters() if value.requires_grad)
-    assert sum(value.numel() for value in saved.values()) == trained < 0.2 * sum(p.numel() for p in plain.parameters())
-
-
-def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
-    whole, first, second = _module(), _module(), _module()
-    _fit(whole)
-    with pytest.raises(SystemExit):
-        _fit(first, AutoResume(tmp_path / "run"), Interrupts(13))
-    _fit(second, AutoResume(tmp_path / "run"), seed=5)
-    assert same(dict(second.state_dict()), dict(whole.state_dict()))
 
 
 def test_evaluation_and_merging_from_a_small_file(tmp_path):
@@ -86,14 +59,6 @@ def test_what_a_schedule_froze_is_left_out_after_the_fit_as_well(tmp_path):
     trainer.save_checkpoint(tmp_path / "small.ckpt")
     saved = torch.load(tmp_path / "small.ckpt", weights_only=True)["state_dict"]
     assert {name for name, value in saved.items() if value.numel()} == {"net.4.weight", "net.4.bias"}
-
-
-def test_another_scale_is_refused_without_a_trainer_as_well(tmp_path):
-    _fit(_module(), max_epochs=1).save_checkpoint(tmp_path / "small.ckpt")
-    model = _module()
-    add_lora(model, LoRASettings(rank=2, alpha=3.0))
-    with pytest.raises(BaseMismatchError, match=r"of other values \(net\.0\.lora_weight\.scale"):
-        load_trainable(model, tmp_path / "small.ckpt")
 
 
 def test_a_class_without_lora_is_told_so(tmp_path):

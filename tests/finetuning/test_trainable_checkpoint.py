@@ -1,14 +1,13 @@
 """TrainableCheckpoint in real runs: what it saves, how that resumes, and what it refuses."""
 
 import logging
-import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -136,21 +135,6 @@ def test_an_early_checkpoint_is_tested_in_the_module_of_the_fit(tied, tmp_path):
     assert lacks(tmp_path / "epoch=1.ckpt", Tuned(tied=tied)) == never
 
 
-def test_what_trains_without_a_change_is_saved(tmp_path):
-    """A head with a learning rate of 0 has its first random values, which a new module need not have."""
-
-    class Stopped(Tuned):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.0)
-
-    module = Stopped()
-    fit(tmp_path, module).save_checkpoint(tmp_path / "small.ckpt")
-    other = Tuned()
-    nn.init.zeros_(other.net[2].weight)
-    load_trainable(other, tmp_path / "small.ckpt")
-    assert torch.equal(other.net[2].weight, module.net[2].weight)
-
-
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_every_file_of_the_trainer_is_small(weights_only, tmp_path):
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_last=True, save_weights_only=weights_only)
@@ -169,18 +153,6 @@ def test_every_file_of_the_trainer_is_small(weights_only, tmp_path):
     (result,) = trainer.test(Tuned(), loader(), ckpt_path=tmp_path / "epoch=1.ckpt", verbose=False)
     (expected,) = trainer.test(trainer.lightning_module, loader(), verbose=False)
     assert result == expected
-
-
-def test_files_are_smaller_by_the_ratio_of_parameters(tmp_path):
-    module = Tuned(wide=512)
-    trainer = fit(tmp_path, module, epochs=1)
-    trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
-    torch.save(module.state_dict(), tmp_path / "whole.pt")
-    torch.save(read(tmp_path / "small.ckpt")["state_dict"], tmp_path / "small.pt")
-    tensors = dict(module.state_dict())
-    kept = sum(value.nbytes for name, value in tensors.items() if name not in _FROZEN)
-    sizes = [(tmp_path / f"{name}.pt").stat().st_size for name in ("small", "whole")]
-    assert sizes[0] / sizes[1] == pytest.approx(kept / sum(value.nbytes for value in tensors.values()), abs=0.01)
 
 
 def test_says_once_how_much_it_saves(tmp_path, caplog):
@@ -308,23 +280,6 @@ def test_modules_with_states_and_hooks_of_their_own(kind, tmp_path):
     assert "save_checkpoint" not in vars(resumed.strategy)
 
 
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
-@pytest.mark.parametrize("use_buffers", [True, False])
-def test_averaged_weights(use_buffers, tmp_path):
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
-
-    def average():
-        return averaging.EMAWeightAveraging(decay=0.9, use_buffers=use_buffers)
-
-    whole = fit(tmp_path, Tuned(), average(), without=True)
-    fit(tmp_path, Tuned(), average(), SavesEpochs(tmp_path), epochs=1)
-    path = tmp_path / "epoch=0.ckpt"
-    # Its mean of equal values is another value by rounding
-    assert lacks(path) == {"net.0.1.weight", "net.0.1.bias"}
-    assert Tuned().state_dict().keys() - read(path)["current_model_state"].keys() == _FROZEN
-    assert_same_run(fit(tmp_path, Tuned(), average(), ckpt_path=path), whole)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_with_pretrained_weights_of_checkpoint_remapping(first, tmp_path):
     """The base is what the file brings, also where Lightning resumes or tests, which load no such file."""
@@ -347,33 +302,12 @@ def test_with_pretrained_weights_of_checkpoint_remapping(first, tmp_path):
         alone.test(Tuned(seed=1), loader(), ckpt_path=tmp_path / "epoch=1.ckpt", verbose=False)
 
 
-def test_with_checkpoint_remapping_and_auto_resume(tmp_path):
-    torch.save(Tuned().state_dict(), tmp_path / "pretrained.pt")
-
-    def remapping():
-        return CheckpointRemapping(str(tmp_path / "pretrained.pt"))
-
-    whole = fit(tmp_path, Tuned(seed=1), remapping(), without=True)
-    guard = tmp_path / "guard"
-    with pytest.raises(SystemExit):
-        fit(tmp_path, Tuned(seed=2), remapping(), AutoResume(guard), Interrupts(13))
-    assert {frozenset(lacks(path)) for path in guard.glob(".auto_resume/0*/meta.pt")} == {frozenset(_FROZEN)}
-    assert_same_run(fit(tmp_path, Tuned(seed=3), remapping(), AutoResume(guard)), whole)
-
-
 def assert_same_run_of_other_names(trainer, other):
     names = (each.lightning_module.state_dict() for each in (trainer, other))
     left, right = ({name.replace("_orig_mod.", ""): value for name, value in one.items()} for one in names)
     assert left.keys() == right.keys()
     for name, value in left.items():
         torch.testing.assert_close(value, right[name])
-
-
-def test_compiled_modules(tmp_path):
-    fit(tmp_path, Tuned(compiled=True), epochs=1).save_checkpoint(tmp_path / "compiled.ckpt")
-    assert lacks(tmp_path / "compiled.ckpt") == _FROZEN
-    whole = fit(tmp_path, Tuned())
-    assert_same_run_of_other_names(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "compiled.ckpt"), whole)
 
 
 class LitTuned(TricksMixin, Tuned):
@@ -416,59 +350,11 @@ def test_strategies_that_write_files_of_their_own_are_refused():
         TrainableCheckpoint().setup(trainer, Tuned(), "fit")
 
 
-def test_a_missing_and_a_damaged_file_are_lightnings_errors(tmp_path):
-    (tmp_path / "damaged.ckpt").write_bytes(b"damaged")
-    with pytest.raises(FileNotFoundError):
-        fit(tmp_path, Tuned(), ckpt_path=tmp_path / "none.ckpt")
-    with pytest.raises(pickle.UnpicklingError):
-        fit(tmp_path, Tuned(), ckpt_path=tmp_path / "damaged.ckpt")
-
-
-def test_a_disk_that_is_full_leaves_the_file_before(tmp_path):
-    class Full(TorchCheckpointIO):
-        def save_checkpoint(self, checkpoint, path, storage_options=None):
-            if checkpoint["epoch"] == 1:
-                raise OSError("No space left on device")
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    with pytest.raises(OSError, match="No space left"):
-        fit(tmp_path, Tuned(), SavesEpochs(tmp_path), plugins=[Full()])
-    whole = fit(tmp_path, Tuned(), without=True)
-    assert_same_run(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
-
-
 def test_async_checkpoint_io(tmp_path):
     fit(tmp_path, Tuned(), SavesEpochs(tmp_path), plugins=[AsyncCheckpointIO()])
     assert lacks(tmp_path / "epoch=0.ckpt") == _FROZEN
     whole = fit(tmp_path, Tuned(), without=True)
     assert_same_run(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
-
-
-def test_a_finder_of_learning_rates_is_not_disturbed(tmp_path):
-    rates = []
-    for without in (False, True):
-        module = Tuned()
-        module.lr = 0.01
-        finder = LearningRateFinder(num_training_steps=20)
-        trainer = fit(tmp_path, module, finder, SavesEpochs(tmp_path), without=without)
-        rates.append((module.lr, trainer.lightning_module.state_dict()["net.2.bias"].tolist()))
-        assert lacks(tmp_path / "epoch=0.ckpt") == (set() if without else _FROZEN)
-    assert rates[0] == rates[1]
-
-
-def test_an_exception_is_saved_small(tmp_path):
-    class Breaks(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 13:
-                raise ZeroDivisionError
-
-    class Rescues(Callback):
-        def on_exception(self, trainer, *args):
-            trainer.save_checkpoint(tmp_path / "rescued.ckpt")
-
-    with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, Tuned(), Breaks(), Rescues())
-    assert lacks(tmp_path / "rescued.ckpt") == _FROZEN
 
 
 class Silent(Tuned):
@@ -493,30 +379,3 @@ def test_ddp(tmp_path):
         assert same(left[key], right[key]), key
     with pytest.raises(ProcessRaisedException, match="BaseMismatchError"):
         fit(tmp_path, OtherBaseOnRankOne(), ckpt_path=tmp_path / "epoch=0.ckpt", **ddp)
-
-
-class Images(EvaluatedNet):
-    def __init__(self):
-        super().__init__(optimization="sgd")
-
-    def build(self):
-        models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
-        with isolated_rng(seed=0):
-            resnet = models.resnet18(num_classes=10)
-        resnet.requires_grad_(False)
-        resnet.fc.requires_grad_(True)
-        self.net = nn.Sequential(nn.Linear(64, 3 * 32 * 32).requires_grad_(False), nn.Unflatten(1, (3, 32, 32)), resnet)
-
-
-def test_resnet18(tmp_path, caplog):
-    with isolated_rng(seed=0):
-        module = Images()
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        trainer = fit(tmp_path, module, epochs=1, limit_train_batches=2)
-        trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
-    assert "TrainableCheckpoint: saves 62 of 124 tensors" in caplog.text
-    assert (tmp_path / "small.ckpt").stat().st_size < 200_000
-    with isolated_rng(seed=0):
-        loaded = Images()
-    load_trainable(loaded, tmp_path / "small.ckpt")
-    assert same(dict(loaded.state_dict()), dict(module.state_dict()))

@@ -33,18 +33,6 @@ def test_equals_the_trainers_own_clipping(lab, algorithm):
     assert_same_run(ours, theirs)
 
 
-@pytest.mark.trap("gradient_clipping: fp16 with a fused optimizer sees scaled gradients")
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_fp16_fused_clips_like_fp16(lab, accumulate):
-    arguments = {"accumulate_grad_batches": accumulate}
-    (fused,) = lab.fit([GradientClipping(0.5)], SETTINGS["fp16 fused"], **arguments)
-    (plain,) = lab.fit([GradientClipping(0.5)], SETTINGS["fp16"], **arguments)
-    assert len(fused.steps) == len(plain.steps)
-    for one, other in zip(fused.steps, plain.steps, strict=True):
-        assert one.before == pytest.approx(other.before, rel=2e-2)
-        assert one.after == pytest.approx(other.after, rel=2e-2)
-
-
 class _SkipsBatches(Net):
     """Returns None for some batches, as people do when a batch has nothing to learn from."""
 
@@ -137,22 +125,6 @@ def test_warns_when_the_trainer_clips_too(lab):
     lab.fit([GradientClipping(math.inf)], gradient_clip_val=0.1)
 
 
-class _StepsRawOptimizers(Net):
-    def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        for optimizer in self.optimizers(use_pl_optimizer=False):
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers(use_pl_optimizer=False):
-            optimizer.step()
-
-
-@pytest.mark.trap("gradient_clipping: no hook under use_pl_optimizer=False")
-def test_refuses_raw_optimizers(lab):
-    with pytest.raises(MisconfigurationException, match=r"cannot clip optimizer 0: .*past Lightning.*use_pl_optimizer"):
-        lab.fit([GradientClipping(0.5)], module=_StepsRawOptimizers("manual"), probe=False)
-
-
 class _StepsOneRawOptimizer(Net):
     def training_step(self, batch, batch_idx):
         loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -167,17 +139,6 @@ class _StepsOneRawOptimizer(Net):
 def test_names_the_raw_optimizer(lab):
     with pytest.raises(MisconfigurationException, match="cannot clip optimizer 1:"):
         lab.fit([GradientClipping(0.5)], module=_StepsOneRawOptimizer("manual"), probe=False)
-
-
-class _GoesPastLightning(Net):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        optimizer_closure()
-        optimizer.optimizer.step()
-
-
-def test_refuses_an_optimizer_step_that_goes_past_lightning(lab):
-    with pytest.raises(MisconfigurationException, match="cannot clip optimizer 0:"):
-        lab.fit([GradientClipping(0.5)], module=_GoesPastLightning(), probe=False)
 
 
 class _StepsOnlyTheFirst(Net):
@@ -291,14 +252,6 @@ def test_refuses_a_second_one_from_the_module(lab):
         lab.fit([], module=Twice(), probe=False)
 
 
-def test_refuses_a_subclass_beside_it(lab):
-    class Stricter(GradientClipping):
-        pass
-
-    with pytest.raises(MisconfigurationException, match="2 GradientClipping callbacks and needs one"):
-        lab.fit([Stricter(0.1), GradientClipping(0.5)])
-
-
 class _Logging:
     """A Trainer with a CSVLogger, and what it wrote."""
 
@@ -324,12 +277,6 @@ def test_logs_layers_at_the_loggers_interval():
         assert row["grad_norm/post_clip"] == pytest.approx(min(0.5, row["grad_norm/pre_clip"]), rel=1e-4)
 
 
-def test_logs_nothing_when_off():
-    logging = _Logging([GradientClipping(0.5, log=False)])
-    logging.trainer.fit(logging.net, loader())
-    assert not logging.trainer.callback_metrics
-
-
 @pytest.mark.trap("gradient_clipping: prog_bar=True costs a host read each step")
 def test_reads_the_host_only_when_the_logger_does():
     counts = []
@@ -339,20 +286,6 @@ def test_reads_the_host_only_when_the_logger_does():
             logging.trainer.fit(logging.net, loader())
         counts.append(reads.count)
     assert counts[1] - counts[0] == 2 * 4 + 1, "two values at each of the logger's four steps, and one at the end"
-
-
-class _PoisonsItsLoss(Net):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * math.nan if batch_idx == 3 and self.global_rank == 1 else loss
-
-
-@pytest.mark.trap("gradient_clipping: a NaN on rank 1 reaches all ranks through the all-reduce")
-def test_ranks_see_the_same_nan(lab):
-    ranks = lab.fit([GradientClipping(0.5)], SETTINGS["DDP"], module=_PoisonsItsLoss())
-    assert len(ranks) == 2
-    for rank in ranks:
-        assert [math.isnan(step.before) for step in rank.steps[:4]] == [False, False, False, True]
 
 
 def test_counts_no_overflow_as_clipped(lab):

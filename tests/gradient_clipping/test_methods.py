@@ -24,7 +24,7 @@ _METHODS = {
     "groups": None,
 }
 _GROUPS = {"net.0.*": 0.2, "re:weight$": AGC(0.02)}
-_RAN_ON_CPU = [name for name, setting in SETTINGS.items() if setting.accelerator == "cpu"]
+_RAN_ON_CPU = [name for name, setting in SETTINGS.items() if not setting.accelerator]
 
 
 class _Watch(Callback):
@@ -114,7 +114,7 @@ def _check(kind, method, before, after, tolerance):
 @pytest.mark.parametrize(
     "method", [ClipValue(math.inf), AGC(math.inf), PercentileClip(100), ZScoreClip(z=math.inf)], ids=str
 )
-@pytest.mark.parametrize("setting", ["fp32", "fp16 fused", "FSDP2"])
+@pytest.mark.parametrize("setting", ["fp16 fused", "FSDP2"])
 def test_neutral_values_are_absence(lab, method, setting):
     chosen = SETTINGS[setting]
     assert_same_run(lab.fit([GradientClipping(method=method)], chosen), lab.fit_bare(chosen))
@@ -129,15 +129,6 @@ def test_thresholds_are_restored_by_a_resume(lab, method):
     (resumed,) = lab.fit([second], ckpt_path=lab.folder / "one.ckpt")
     assert same(resumed.weights, long.weights)
     assert same(second.state_dict(), whole.state_dict())
-
-
-@pytest.mark.parametrize("units", [0, 1, 2])
-def test_one_clipped_unit_is_a_clipping(units):
-    weight = torch.nn.Parameter(torch.ones(3, 4))
-    weight.grad = torch.full((3, 4), 1e-6)
-    weight.grad[:units] = 1.0
-    method = AGC(0.01)
-    assert method.clip_([weight], weight.grad.norm(), 2.0, method.new_threshold()).was_clipped.item() == (units > 0)
 
 
 @pytest.mark.parametrize("method", [m for m in _METHODS.values() if m], ids=str)
@@ -272,14 +263,6 @@ def test_pickles_in_the_middle_of_a_fit(lab):
     pickles = Pickles()
     lab.fit([GradientClipping(groups=_GROUPS, on_nonfinite="skip"), pickles], module=Net(hidden=512))
     assert max(pickles.sizes) < 16_384
-
-
-def test_pickles_with_methods_and_groups(lab):
-    callback = GradientClipping(method=PercentileClip(20), groups=_GROUPS, on_nonfinite="skip")
-    lab.fit([callback])
-    copy = pickle.loads(pickle.dumps(callback))
-    assert same(copy.state_dict()["counts"], callback.state_dict()["counts"])
-    lab.fit([copy])
 
 
 def test_says_what_a_resume_with_another_method_drops(lab):

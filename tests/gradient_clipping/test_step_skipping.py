@@ -52,7 +52,7 @@ def _train(make, bad_steps, with_skips=True):
     return parameters, optimizer
 
 
-@pytest.mark.parametrize("bad_steps", [{0}, {0, 1}, {2}, {1, 2, 5}], ids=str)
+@pytest.mark.parametrize("bad_steps", [{0, 1}, {1, 2, 5}], ids=str)
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_a_loop_that_skips_is_a_loop_without_those_batches(name, bad_steps):
     (weights, optimizer), (expected, other) = (_train(_OPTIMIZERS[name], bad_steps, skips) for skips in (True, False))
@@ -60,19 +60,6 @@ def test_a_loop_that_skips_is_a_loop_without_those_batches(name, bad_steps):
     assert same(optimizer.state_dict(), other.state_dict())
     assert not hasattr(optimizer, "found_inf")
     assert not optimizer._optimizer_step_post_hooks
-
-
-def test_restores_what_an_optimizer_counts_in_its_groups():
-    class Counts(torch.optim.SGD):
-        """As schedule-free optimizers do."""
-
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["k"] = group.get("k", 0) + 1
-            return super().step(closure)
-
-    _, optimizer = _train(lambda p: Counts(p, lr=0.1), {1, 3})
-    assert optimizer.param_groups[0]["k"] == 4
 
 
 class _Poisons(Net):
@@ -121,7 +108,8 @@ class _State(Callback):
 
 
 @pytest.mark.trap("gradient_clipping: no skip on NaN in Lightning; zeroing gradients still moves weights")
-@pytest.mark.parametrize("setting", [n for n, s in SETTINGS.items() if s.accelerator == "cpu" and n != "LBFGS"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("setting", [n for n, s in SETTINGS.items() if not s.accelerator and n != "LBFGS"])
 def test_skips_in_every_setting(lab, setting):
     chosen = SETTINGS[setting]
     # with accumulation both bad batches spoil a step: of batches 0 to 3, and 4 to 7
@@ -140,9 +128,16 @@ def test_skips_in_every_setting(lab, setting):
     assert all(same(rank.weights, ranks[0].weights) for rank in ranks)
 
 
-@pytest.mark.parametrize("layer", ["net.0.weight", "net.4.bias"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("setting", ["fp32", "bf16 fused", "FSDP2"])
+@pytest.mark.parametrize(
+    ("setting", "value", "layer"),
+    [
+        ("fp32", math.nan, "net.0.weight"),
+        ("fp32", -math.inf, "net.4.bias"),
+        ("bf16 fused", math.inf, "net.4.bias"),
+        ("FSDP2", math.nan, "net.4.bias"),
+        ("FSDP2", math.inf, "net.0.weight"),
+    ],
+)
 def test_one_bad_value_anywhere_is_enough(lab, setting, value, layer):
     class Spoils(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
@@ -184,21 +179,12 @@ def test_ranks_agree_on_gradients_that_nobody_reduces(lab):
     assert len(ranks) == 2
 
 
-@pytest.mark.parametrize("net", [{"optimization": "fused"}, {"optimization": "fused", "dropout": 0.1}], ids=str)
-def test_fused_optimizers_skip_without_a_host_read(lab, net):
+@pytest.mark.parametrize(("setting", "net"), [("fp32", {"optimization": "fused", "dropout": 0.1}), ("fp16", {})])
+def test_fused_optimizers_and_scalers_skip_without_a_host_read(lab, setting, net):
     counts = []
     for callbacks in ([], [GradientClipping(on_nonfinite="skip")]):
         with HostReads() as reads:
-            lab.fit(callbacks, module=_Poisons(**net), probe=False)
-        counts.append(reads.count)
-    assert counts[1] <= counts[0] + 2, "two at the end of the fit, to say how many steps were clipped and skipped"
-
-
-def test_a_scaler_skips_without_another_host_read(lab):
-    counts = []
-    for callbacks in ([], [GradientClipping(on_nonfinite="skip")]):
-        with HostReads() as reads:
-            lab.fit(callbacks, SETTINGS["fp16"], module=_Poisons(), probe=False)
+            lab.fit(callbacks, SETTINGS[setting], module=_Poisons(**net), probe=False)
         counts.append(reads.count)
     assert counts[1] <= counts[0] + 2, "two at the end of the fit, to say how many steps were clipped and skipped"
 
@@ -352,33 +338,6 @@ def test_a_scheduler_that_counts_epochs_is_not_held(lab, optimization):
     module = ByEpoch(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), (3, 9), optimization)  # 9 is the last batch
     lab.fit([GradientClipping(on_nonfinite="skip", hold_lr_on_skip=True), watch], module=module, probe=False)
     assert [lr for lr, _ in watch.seen] == [0.01] * 10 + [0.005] * 10
-
-
-class _Wraps(torch.optim.Optimizer):
-    """An optimizer around another one, as many are written: without `Optimizer.__init__`, and so without hooks."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
-
-    def step(self, closure=None):
-        return self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none=True):
-        self.optimizer.zero_grad(set_to_none)
-
-    def state_dict(self):
-        return self.optimizer.state_dict()
-
-
-def test_skips_steps_of_an_optimizer_without_hooks(lab):
-    class Wrapped(_Poisons):
-        def configure_optimizers(self):
-            return _Wraps(super().configure_optimizers())
-
-    state = _State()
-    lab.fit([GradientClipping(on_nonfinite="skip"), state], module=Wrapped(), max_epochs=1)
-    assert state.unchanged == [batch in _Poisons.bad for batch in range(10)]
 
 
 def test_a_second_fit_sees_no_trace(lab):

@@ -3,16 +3,20 @@
 import math
 
 import pytest
-import timm
 import torch
-import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.utils.agc import adaptive_clip_grad as timm_agc
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from lightning_tricks import AGC, ClipValue
-from lightning_tricks.gradient_clipping import ClipNorm, adaptive_clip_grad_, clip_grad_value_, gradient_norms
+from lightning_tricks.gradient_clipping import (
+    ClipNorm,
+    adaptive_clip_grad_,
+    clip_grad_norm_,
+    clip_grad_value_,
+    gradient_norms,
+)
 from lightning_tricks.gradient_clipping.core.clip_state import ClipGroups, ClipState
 from lightning_tricks.gradient_clipping.core.unit_clipping import _clip_units_foreach_, _clip_units_one_by_one_
 from tests.contract.lab import HostReads, fork
@@ -61,28 +65,6 @@ def test_the_kernels_of_an_accelerator_clip_units_as_those_of_a_cpu(shapes):
     assert is_clipped.sum() == is_clipped_alone.sum() > 0
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torchvision.models.resnet18(num_classes=10),
-        lambda: timm.create_model("vit_tiny_patch16_224", num_classes=10),
-        lambda: torch.nn.LSTM(8, 16, num_layers=2, bidirectional=True),
-    ],
-    ids=["resnet18", "vit", "lstm"],
-)
-def test_agc_equals_timm_on_real_models(make):
-    results = []
-    for clip in (adaptive_clip_grad_, timm_agc):
-        torch.manual_seed(0)
-        net = make()
-        for parameter in net.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        clip(net.parameters(), 0.01)
-        results.append([p.grad for p in net.parameters()])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-
-
 @settings(deadline=None, derandomize=True)
 @given(shapes=_shapes, scale=st.floats(1e-3, 1e3), factor=st.floats(1e-3, 1.0))
 def test_agc_bounds_each_unit_and_twice_is_once(shapes, scale, factor):
@@ -117,19 +99,6 @@ def test_agc_spoils_only_the_unit_that_is_not_finite():
     assert weight.grad[2].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_agc_in_half_precision(dtype):
-    halves = _parameters([(4, 6), (5,), (2, 3, 3, 3)], 10.0, dtype=dtype)
-    singles = [torch.nn.Parameter(p.detach().float()) for p in halves]
-    for single, half in zip(singles, halves, strict=True):
-        single.grad = half.grad.float()
-    adaptive_clip_grad_(halves)
-    adaptive_clip_grad_(singles)
-    for single, half in zip(singles, halves, strict=True):
-        assert half.grad.dtype == dtype
-        torch.testing.assert_close(half.grad.float(), single.grad, rtol=1e-2, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_agc_takes_norms_in_a_precision_that_holds_them(dtype):
     value = 3e4 if dtype == torch.float16 else 1e100  # norms overflow where they are taken in fewer bits
@@ -157,26 +126,6 @@ def test_value_equals_torch(shapes, scale, value):
     clip_grad_value_(ours, value)
     torch.nn.utils.clip_grad_value_(theirs, value)
     assert all(torch.equal(our.grad, their.grad) for our, their in zip(ours, theirs, strict=True))
-
-
-def test_a_hundred_steps_equal_timm_and_torch():
-    for ours, theirs in (
-        (lambda p: adaptive_clip_grad_(p, 0.05), lambda p: timm_agc(p, 0.05)),
-        (lambda p: clip_grad_value_(p, 0.02), lambda p: torch.nn.utils.clip_grad_value_(p, 0.02)),
-    ):
-        nets = []
-        for clip in (ours, theirs):
-            torch.manual_seed(0)
-            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-            for _ in range(100):
-                optimizer.zero_grad()
-                net(torch.randn(4, 8)).square().mean().backward()
-                clip(list(net.parameters()))
-                optimizer.step()
-            nets.append(list(net.parameters()))
-        for our, their in zip(*nets, strict=True):
-            torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("clip", [adaptive_clip_grad_, lambda p: clip_grad_value_(p, 0.1)], ids=["agc", "value"])
@@ -220,21 +169,25 @@ def test_refuses_bad_values(arguments):
         adaptive_clip_grad_([], **arguments)
 
 
-def test_shards_are_clipped_as_the_whole(tmp_path):
-    whole = _parameters([(5, 3), (1,), (6, 2), (7,), (1, 4), (3, 2)], 10.0)
+_WAYS = {
+    "agc": lambda parameters: adaptive_clip_grad_(parameters, 0.1),
+    "value": lambda parameters: clip_grad_value_(parameters, 0.5),
+    "norm": lambda parameters: [clip_grad_norm_(parameters, 1.0)],
+    "largest": lambda parameters: [clip_grad_norm_(parameters, 0.1, math.inf)],
+}
+
+
+@pytest.mark.trap("gradient_clipping: the norm is a DTensor; mixed DTensor and plain or two meshes: group by mesh")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_of_two_meshes_and_plain_tensors_are_clipped_as_the_whole(dtype, tmp_path):
+    whole = _parameters([(5, 3), (1,), (6, 2), (7,), (3,), (3, 2)], 10.0, dtype=dtype)
 
     def run(rank):
         torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
         line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
-        places = [
-            (line, [Shard(0)]),
-            (line, [Shard(0)]),  # the second rank has nothing of it
-            (square, [Shard(1), Replicate()]),
-            (line, [Shard(0)]),
-            (line, [Shard(0)]),
-            None,
-        ]
-        for kind in ("agc", "value"):
+        shard = (line, [Shard(0)])  # of the second tensor the second rank has nothing
+        places = [shard, shard, (square, [Shard(1), Replicate()]), shard, (line, [Replicate()]), None]
+        for kind, clip in _WAYS.items():
             parameters = []
             for parameter, place in zip(whole, places, strict=True):
                 tensors = [parameter.detach().clone(), parameter.grad.clone()]
@@ -242,19 +195,20 @@ def test_shards_are_clipped_as_the_whole(tmp_path):
                     tensors = [distribute_tensor(tensor, *place) for tensor in tensors]
                 parameters.append(torch.nn.Parameter(tensors[0]))
                 parameters[-1].grad = tensors[1]
-            done = adaptive_clip_grad_(parameters, 0.1) if kind == "agc" else clip_grad_value_(parameters, 0.5)
+            done = clip(parameters)
             clipped = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]
             torch.save({"done": done and tuple(done), "clipped": clipped}, tmp_path / f"{kind}{rank}.pt")
 
     fork(run, 2)
-    for kind, clip in (("agc", lambda p: adaptive_clip_grad_(p, 0.1)), ("value", lambda p: clip_grad_value_(p, 0.5))):
+    rounding = 1e-5 if dtype == torch.float32 else 1e-2
+    for kind, clip in _WAYS.items():
         copies = [torch.nn.Parameter(p.detach()) for p in whole]
         for copy, parameter in zip(copies, whole, strict=True):
             copy.grad = parameter.grad.clone()
         done = clip(copies)
         for rank in range(2):
             seen = torch.load(tmp_path / f"{kind}{rank}.pt")
-            torch.testing.assert_close(seen["clipped"], [p.grad for p in copies], rtol=1e-5, atol=0)
+            torch.testing.assert_close(seen["clipped"], [p.grad for p in copies], rtol=rounding, atol=0)
             if done:
                 torch.testing.assert_close(seen["done"], tuple(done), rtol=1e-5, atol=0)
 

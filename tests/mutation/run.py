@@ -48,7 +48,7 @@ NOT_RUN = (
 )
 SLOW = (
     "FSDP2 or compile or real_fp16 or test_outputs_agree or test_the_order_of_a_file_does_not_matter"
-    " or test_other_words_never_mislead or test_a_thousand_tensors"
+    " or test_other_words_never_mislead"
 )
 
 # Whose tests meet what lies below the rooms

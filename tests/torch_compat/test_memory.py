@@ -37,8 +37,7 @@ def test_a_storage_is_told_from_others_and_not_copied():
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize(
-    ("layout", "count"),
-    [(torch.strided, 0), (torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)],
+    ("layout", "count"), [(torch.strided, 0), (torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)]
 )
 def test_parts_of_sparse_tensors(layout, count):
     tensor = torch.eye(4)

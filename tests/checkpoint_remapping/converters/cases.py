@@ -154,10 +154,7 @@ def replacements(function: Any) -> list[tuple[str, str]]:
 
 
 def undone(
-    convert: Callable[[State, nn.Module], State],
-    pairs: Sequence[tuple[str, str]],
-    fused: Rules = (),
-    first: Rules = (),
+    convert: Callable[[State, nn.Module], State], pairs: Sequence[tuple[str, str]], fused: Rules = (), first: Rules = ()
 ) -> Callable[[State, nn.Module], State]:
     """Return the undoing of a function that replaces parts of names.
 

@@ -288,10 +288,7 @@ CONVERTERS = [
         lambda script, config: script.create_rename_keys(config, hf_prefix="data2vec_vision."),
     ),
     _table(
-        "PVT",
-        _model("PvtForImageClassification", **{**_SEGFORMER, "image_size": 64}),
-        "pvt.pvt_to_pytorch",
-        _read_kv,
+        "PVT", _model("PvtForImageClassification", **{**_SEGFORMER, "image_size": 64}), "pvt.pvt_to_pytorch", _read_kv
     ),
     _table("PVT v2", _model("PvtV2ForImageClassification", **_SEGFORMER), "pvt_v2.pvt_v2_to_pytorch", _read_kv),
     _table(
@@ -486,10 +483,7 @@ CONVERTERS = [
         ),
         "swiftformer.swiftformer_original_to_hf",
         "create_rename_keys",
-        first=(
-            (r"^swiftformer\.encoder\.network\.(\d+)\.blocks\.", r"network.\1."),
-            (r"^swiftformer\.encoder\.", ""),
-        ),
+        first=((r"^swiftformer\.encoder\.network\.(\d+)\.blocks\.", r"network.\1."), (r"^swiftformer\.encoder\.", "")),
         mapping="create_rename_keys",
     ),
     _names(

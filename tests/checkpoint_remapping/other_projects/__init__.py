@@ -1,10 +1,10 @@
-"""The same networks under the names of several projects, each pair with equal outputs."""
+"""The same networks under the names of several projects: by outputs, or tensor by tensor."""
 
-from tests.checkpoint_remapping.other_projects import encoders, language, misleading, multimodal, small
-from tests.checkpoint_remapping.other_projects.wording import Architecture
+from tests.checkpoint_remapping.other_projects import language, multimodal, names
+from tests.checkpoint_remapping.other_projects.wording import Architecture, Named
 
-ARCHITECTURES: dict[str, Architecture] = {
-    name: architecture
-    for topic in (language, encoders, multimodal, small, misleading)
-    for name, architecture in topic.ARCHITECTURES.items()
+ARCHITECTURES: dict[str, Architecture | Named] = {
+    **language.ARCHITECTURES,
+    **multimodal.ARCHITECTURES,
+    **names.ARCHITECTURES,
 }
