@@ -8,8 +8,8 @@ worker, the position in the epoch's order, partial epoch means of `self.log`, st
 differ between ranks, a validation that is due.
 
 Caveats: a resume is exact on the same machine with the same number of ranks and workers. With other numbers the run
-resumes as well, and a warning says what is no longer exact. Models may be sharded by `ModelParallelStrategy` (FSDP2 and
-tensor parallel); FSDP1 and DeepSpeed raise an error.
+resumes as well: each sample of the epoch is still read once, and a warning says what is no longer exact. Models may be
+sharded by `ModelParallelStrategy` (FSDP2 and tensor parallel); FSDP1 and DeepSpeed raise an error.
 
 Source: files are written as databases do it (write beside, flush, rename, flush the directory); exit status 75 is
 EX_TEMPFAIL of sysexits.h.

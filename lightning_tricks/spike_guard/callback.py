@@ -153,7 +153,10 @@ class SpikeGuard(TrickCallback):
             name = type(trainer.strategy).__name__
             raise MisconfigurationException(f"SpikeGuard does not see the steps of {name}: use DDP or FSDP2.")
         if self.mode == "skip" and not pl_module.automatic_optimization:
-            raise _unskippable("manual optimization, where an optimizer may step before another one sees the spike")
+            raise _unskippable(
+                "manual optimization, where an optimizer may step before another one sees the spike",
+                ', and return the loss, or a dict with "loss", from training_step, or give monitor="grad_norm"',
+            )
         self._forget()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -380,8 +383,8 @@ class SpikeGuard(TrickCallback):
         rank_zero_warn(said)
 
 
-def _unskippable(what: str) -> MisconfigurationException:
-    return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind".')
+def _unskippable(what: str, needs: str = "") -> MisconfigurationException:
+    return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind"{needs}.')
 
 
 def _infinite_weights(trainer: Trainer) -> Tensor:

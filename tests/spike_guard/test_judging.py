@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_tricks import MetricsMonitor, SpikeGuard, multiclass_metrics
@@ -154,3 +155,11 @@ def test_loggers_get_nothing_of_a_step_that_is_left_out(mode, tmp_path):
     options = {"logger": Kept(), "log_every_n_steps": 1, "max_epochs": 1}
     run(tmp_path / "run", loader(Rows(12, {5}, math.nan)), [guard], **options)
     assert steps == [step for step in range(12) if step != 5]
+
+
+def test_refusal_of_manual_optimization_says_what_rewind_needs(tmp_path):
+    words = (
+        r'manual optimization.*: use "rewind", and return the loss, .* from training_step, or give monitor="grad_norm"'
+    )
+    with pytest.raises(MisconfigurationException, match=words):
+        run(tmp_path / "run", loader(Rows(4)), [SpikeGuard()], module=lambda: Noisy(automatic=False))

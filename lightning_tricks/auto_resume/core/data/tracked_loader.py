@@ -36,6 +36,7 @@ from lightning_tricks.auto_resume.core.signals import StopRequest
 
 POSITION_KEY = "place"  # of a loader's position in its state; part of the format of checkpoints
 MOVED_KEY = "moved"  # of a position: whether it is one of another loader than the one that had it; never saved
+LEFT_KEY = "left"  # the indices of the batches that follow a position, where a sampler does not give them; never saved
 _TRACKER_ATTRIBUTE = "_lightning_tricks_place"  # the attribute of a tracked iterator that knows its position
 
 
@@ -215,6 +216,7 @@ class IteratorTracker:
         draws: Watches what the sampler, or an iterable dataset in this process, draws.
         order: Digest of the indices.
         first_digest: Digest of the first batch; empty before it, and where batches are made from indices.
+        rest: What was left of the epoch when another number of ranks went on with it; None in an epoch of its own.
     """
 
     def __init__(self, tracked: TrackedDataLoader, at_creation: Mapping[str, Any]) -> None:
@@ -227,6 +229,7 @@ class IteratorTracker:
         self.draws = GlobalDraws()
         self.order = OrderDigest()
         self.first_digest = ""
+        self.rest: Mapping[str, Any] | None = None
 
     def create(self) -> tuple[Any, DeferredSampler | None]:
         """Let the loader create an iterator whose workers record their states, and wait for work at a sampler.
@@ -302,6 +305,7 @@ class IteratorTracker:
         - "order" and "first": digests of the indices so far and of the first batch, empty where they are not known.
         - "ended": whether the data were asked for more than they had.
         - "objects": what changed in the objects that the loader reads from; see `LoaderObjects.changes`.
+        - "rest": what was left of the epoch when the number of ranks changed, None where it did not; see `EpochRest`.
         - "shares": among how many ranks the samples are shared out.
         """
         batches = private.num_yielded(iterator) - num_prefetched
@@ -325,11 +329,13 @@ class IteratorTracker:
             "first": self.first_digest,
             "ended": ended,
             "objects": self.tracked.objects.changes(report_unsaved=not self.replays_data),
+            "rest": self.rest,
             "shares": num_shares(self.tracked.loader),
         }
 
     def _restart(self, iterator: Any) -> None:
         """Start the next iteration of a persistent iterator, in the place of its own method."""
+        self.rest = None
         self._record_start()
         private.reset_without_prefetching(iterator, self.tracked.loader)
         self.workers.start_iteration()  # while they are idle, as they have no indices yet
@@ -381,6 +387,9 @@ def _resume_iterator(tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> An
         if deferred is not None and loader.num_workers:
             # persistent workers: the epoch is a later one than the first, and its order is drawn at its start
             deferred.iterator = iter(deferred.sampler)
+    if deferred is not None and LEFT_KEY in saved:
+        tracker.rest = saved["rest"]
+        deferred.iterator = iter([*([[]] * saved["batches"]), *saved[LEFT_KEY]])
     tracker.track(iterator, deferred)
     _skip_batches(tracker, iterator, saved)
     _report_differences(tracker, saved)
