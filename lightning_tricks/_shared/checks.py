@@ -40,7 +40,7 @@ def check_number(
     if type(value) is float and above < value <= at_most:
         return value  # in a step, a moment counts
     limits = [f"> {above:g}"] * (above > -math.inf) + [f"<= {at_most:g}"] * (at_most < math.inf)
-    must = f"{name} must be a number{' ' * bool(limits)}{' and '.join(limits)}{f' ({note})' if note else ''}"
+    must = f"{name} must be a number {' and '.join(limits)}".rstrip() + (f" ({note})" if note else "")
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
     number = float(value)

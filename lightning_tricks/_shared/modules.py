@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
-from lightning_tricks._shared.text import list_names
+from lightning_tricks._shared.text import counted, list_names
 from lightning_tricks._torch_compat.modules import compiled_module
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 and activation checkpointing
@@ -133,4 +133,4 @@ def describe_without_gradient(names: Sequence[str], rank: int | None = None) -> 
         'on rank 1, 1 trainable parameter got no gradient: head.bias'
     """
     place = "" if rank is None else f"on rank {rank}, "
-    return f"{place}{len(names)} trainable parameter{'s' * (len(names) != 1)} got no gradient: {list_names(names, 10)}"
+    return f"{place}{counted(len(names), 'trainable parameter')} got no gradient: {list_names(names, 10)}"

@@ -41,6 +41,16 @@ def list_names(names: Iterable[str], most: int = 4) -> str:
     return (", ".join(names[:most]) or "nothing") + more
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Examples:
+        >>> counted(1, "tensor"), counted(1200, "tensor")
+        ('1 tensor', '1,200 tensors')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def format_shape(shape: Iterable[int]) -> str:
     """Return a shape with its sizes joined by "x".
 

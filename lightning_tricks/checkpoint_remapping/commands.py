@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_tricks import checkpoint_remapping  # its names load what they need
 from lightning_tricks._shared.checks import file_argument, path_argument
 from lightning_tricks._shared.console import errors_of_use, make_console
-from lightning_tricks._shared.text import format_bytes, format_shape, format_si
+from lightning_tricks._shared.text import counted, format_bytes, format_shape, format_si
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,7 @@ def _lines(checkpoint: checkpoint_remapping.Checkpoint, tensors: Mapping[str, Te
 
 def _sum(tensors: list[Tensor]) -> str:
     size = format_bytes(sum(tensor.nbytes for tensor in tensors))
-    words = f"{len(tensors)} tensor{'s' * (len(tensors) != 1)}"
+    words = counted(len(tensors), "tensor")
     return f"{words}, {format_si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
 
 

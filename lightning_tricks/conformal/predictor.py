@@ -18,6 +18,7 @@ from lightning_tricks._shared.calibration import placed
 from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
 from lightning_tricks._shared.modules import eval_mode, explained_arguments
 from lightning_tricks._shared.tensors import outside_inference_mode
+from lightning_tricks._shared.text import counted
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.conformal.functional import check_alpha, group_quantiles, quantiles_of
 
@@ -162,7 +163,7 @@ class ConformalPredictor(LightningModule):
         """
         inputs = batch if isinstance(batch, list | tuple) else [batch]
         if not 0 <= len(inputs) - self._inputs <= 1:
-            wanted = f"{self._inputs} input{'s' * (self._inputs > 1)} as in calibration, and perhaps a target"
+            wanted = f"{counted(self._inputs, 'input')} as in calibration, and perhaps a target"
             raise ValueError(f"a batch must hold {wanted}, got {len(inputs)} elements: change the loader.")
         return self.forward(*map(self._as_input, inputs[: self._inputs]))
 

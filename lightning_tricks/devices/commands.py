@@ -108,7 +108,7 @@ def _print_choice(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
         text = selection.cuda_visible_devices
         if arguments.format == "devices":
             numbers = selection.devices if isinstance(selection.devices, list) else [selection.devices]
-            text = ",".join(map(str, numbers)) + "," * (len(numbers) == 1)  # "1" would mean one GPU
+            text = ",".join(map(str, numbers)) + ("," if len(numbers) == 1 else "")  # "1" would mean one GPU
         write_output(f"{text}\n")
     return 0
 

@@ -233,9 +233,10 @@ class GradientClipping(TrickCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many steps were clipped."""
+        has_several = len(self._states) > 1
         counts = [
-            f"{part.clipped:,} of {part.steps:,} steps{f' of optimizer {part.optimizer}' * (len(self._states) > 1)}"
-            f" clipped{f', {part.skipped:,} skipped' * bool(part.skipped)}"
+            f"{part.clipped:,} of {part.steps:,} steps{f' of optimizer {part.optimizer}' if has_several else ''}"
+            f" clipped{f', {part.skipped:,} skipped' if part.skipped else ''}"
             for part in self.report_parts(trainer)
         ]
         if counts:

@@ -223,8 +223,9 @@ class PredictionWriter(TrickCallback):
             )
         write_predictions(Path(self.path), self._format, parts, loaders)
         remove_parts(self._folder)
-        said = f"{len(parts):,}{f' of {samples:,}' * bool(samples)} samples to {self.path}"
-        said += f", without {parts.repeated:,} that were repeated" * bool(parts.repeated)
+        said = f"{len(parts):,}{f' of {samples:,}' if samples else ''} samples to {self.path}"
+        if parts.repeated:
+            said += f", without {parts.repeated:,} that were repeated"
         if is_lossy := parts.repeated and len(parts) < samples:
             said += ". Samples get lost where ranks shuffle differently, or some are drawn twice: use shuffle=False"
         (rank_zero_warn if is_lossy else rank_zero_info)(f"PredictionWriter: wrote the predictions of {said}.")

@@ -17,7 +17,7 @@ from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningM
 from lightning_tricks._lightning_compat.hyperparameters import initial_hyperparameters
 from lightning_tricks._lightning_compat.loaders import ends_with_shortest_loader
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._shared.text import describe_error
+from lightning_tricks._shared.text import counted, describe_error
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 from lightning_tricks.auto_resume.core.configuration import (
@@ -77,7 +77,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
 
 
 def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    yield "strategy", f"{type(trainer.strategy).__name__}, {trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
+    yield "strategy", f"{type(trainer.strategy).__name__}, {counted(trainer.world_size, 'rank')}"
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield "device", name

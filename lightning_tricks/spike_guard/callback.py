@@ -30,6 +30,7 @@ from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
 from lightning_tricks._shared.rng import capture_rng_state
 from lightning_tricks._shared.tensors import local_part, tensors_in
+from lightning_tricks._shared.text import counted
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.core.band import RobustBand
@@ -210,7 +211,7 @@ class SpikeGuard(TrickCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were left out."""
         left_out, batches = self._counts["left_out"], self._counts["batches"]
-        spikes = "1 spike" if len(self.spikes) == 1 else f"{len(self.spikes):,} spikes"
+        spikes = counted(len(self.spikes), "spike")
         self.say(f"left out {left_out:,} of {batches:,} batches, for {spikes}")
         super().on_fit_end(trainer, pl_module)
 

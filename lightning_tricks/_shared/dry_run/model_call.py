@@ -132,7 +132,7 @@ def _describe(value: Any) -> str:
     if len(shapes) == 1 and not isinstance(value, Mapping | list | tuple):
         return f"tensor {shapes[0]}"
     if shapes:
-        return f"{type(value).__name__} of {', '.join(shapes[:4])}{', ...' * (len(shapes) > 4)}"
+        return f"{type(value).__name__} of {', '.join(shapes[:4])}{', ...' if len(shapes) > 4 else ''}"
     return repr(value) if isinstance(value, int | float | str | type(None)) else type(value).__name__
 
 
@@ -197,7 +197,7 @@ def _advice_for_other_types(model: nn.Module, values: tuple[Any, ...], is_step: 
     inner = [part for value in values if isinstance(value, list | tuple) for part in value]
     for value in (*values, *inner):
         if type(value).__module__.partition(".")[0] == "numpy":
-            dtype = ", dtype=torch.float32" * (getattr(getattr(value, "dtype", None), "kind", "") == "f")
+            dtype = ", dtype=torch.float32" if getattr(getattr(value, "dtype", None), "kind", "") == "f" else ""
             return f"a numpy array is not a tensor. Give torch.as_tensor(array{dtype})."
         if isinstance(value, DataLoader | Dataset):
             loader = "loader" if isinstance(value, DataLoader) else "DataLoader(dataset)"

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.modules import names_of_modules
-from lightning_tricks._shared.text import list_names
+from lightning_tricks._shared.text import counted, list_names
 from lightning_tricks._torch_compat.modules import compiled_module, own_modules
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
@@ -72,7 +72,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         others = [*_other_layers(layers, names, old), *_other_counts(names, classes)]
         if others:
             said.append(
-                f"the old number of classes, {classes}, stays in {len(others)} place{'s' * (len(others) != 1)}: "
+                f"the old number of classes, {classes}, stays in {counted(len(others), 'place')}: "
                 f"{list_names(others)}. Change that, too, if it is for the same classes."
             )
         if said:
@@ -91,7 +91,7 @@ def _find_head(model: nn.Module, layers: Sequence[nn.Module], names: _Names) -> 
         example = " or ".join(f"name={names[part][0]!r}" for part in options[-4:])
         raise CheckpointError(
             f"the last layer, {names[last][0]} ({type(last).__name__}), is not known to be a head: "
-            f"name the layer that outputs the scores{', such as ' * bool(example)}{example}."
+            f"name the layer that outputs the scores{f', such as {example}' if example else ''}."
         )
     if rivals:
         listed = list_names([names[part][0] for part in (*rivals, last)], most=8)

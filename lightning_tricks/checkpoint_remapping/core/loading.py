@@ -348,8 +348,9 @@ class LoadPlan:
             others = f" {others[:1].upper()}{others[1:]}." if others else ""
             raise NothingLoadedError(f"No tensor of {self.source} fits {model}: {found.diagnosis}{others}")
         if problems:
-            is_adapted = any(".lora_" in f".{name}" for name in unexpected)
-            remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. " * is_adapted
+            remedy = ""
+            if any(".lora_" in f".{name}" for name in unexpected):
+                remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. "
             raise CheckpointError(
                 f"{self.source} does not fit {model}, which was not modified. {remedy}{'; '.join(problems)}. "
                 f"{len(self.loaded)} of {found.total} tensors would load: {found.diagnosis}"
@@ -385,7 +386,7 @@ def _number_kind(tensor: torch.Tensor) -> tuple[str, torch.layout]:
 
 
 def _describe_kind(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype) + f" ({tensor.layout})" * (tensor.layout != torch.strided)
+    return str(tensor.dtype) + ("" if tensor.layout == torch.strided else f" ({tensor.layout})")
 
 
 def _with_names_of_header(checkpoint: Checkpoint, model_names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -434,7 +435,8 @@ def _patterns_for(argument: str, names: Sequence[str], known: Sequence[str]) -> 
     patterns = suggested_patterns(names, known, most=_MOST_PATTERNS)
     shown = _fitting(patterns, 120)
     left = {name for name in names if not any(Pattern(pattern).matches(name) for pattern in patterns[:shown])}
-    return f"{argument}={patterns[:shown]}" + f" with patterns for {len(left):,} more" * bool(left)
+    more = f" with patterns for {len(left):,} more" if left else ""
+    return f"{argument}={patterns[:shown]}{more}"
 
 
 def _list_shortly(texts: Sequence[str], width: int) -> str:

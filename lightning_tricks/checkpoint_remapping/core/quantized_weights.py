@@ -56,7 +56,7 @@ def find_codes(
 def describe_codes(codes: Mapping[str, list[str]], file: Mapping[str, torch.Tensor]) -> str:
     """Return the sentences about codes, with the remedy."""
     name, beside = next(iter(codes.items()))
-    more = f", as of {len(codes) - 1:,} more" * (len(codes) > 1)
+    more = f", as of {len(codes) - 1:,} more" if len(codes) > 1 else ""
     return (
         f"It holds codes of quantized weights: {name} is {file[name].dtype}, and {list_names(beside, 3)} beside it "
         f"says what its numbers mean{more}. Dequantize them with the library that wrote the file (in transformers, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.text import format_bytes, printable
+from lightning_tricks._shared.text import counted, format_bytes, printable
 from lightning_tricks.devices.core.gpu import Gpu, MigSlice
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def gpu_remarks(gpu: Gpu) -> Iterator[str]:
     if gpu.display_active:
         yield f"{name} drives a display."
     if gpu.ecc_errors:
-        yield f"{name} had {gpu.ecc_errors:,} uncorrected memory error{'s' * (gpu.ecc_errors > 1)} since its start."
+        yield f"{name} had {counted(gpu.ecc_errors, 'uncorrected memory error')} since its start."
     for part in gpu.mig_slices:
         yield f"{name}, MIG slice {part.index}: {part.uuid}"
     if gpu.mig_mode and not gpu.mig_slices:
@@ -83,7 +83,7 @@ def _new_table(*columns: str, left: Sequence[str] = (), cut_off: str = "", **opt
 def _gpu_table(gpus: Sequence[Gpu], wide: bool) -> Table:
     driver = next((gpu.driver_version for gpu in gpus if gpu.driver_version), "unknown")
     columns = ("GPU", "Name", "Memory", *[""] * wide, "Util", "Temp", "Power", "State")
-    title = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}, driver {driver}"
+    title = f"{counted(len(gpus), 'GPU')}, driver {driver}"
     drop = ("", "Power", "Temp", "State")
     table = _new_table(*columns, left=("Name", "", "State"), cut_off="Name", drop=drop, title=title)
     for gpu in gpus:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._shared.checks import did_you_mean
 from lightning_tricks._shared.modules import names_of_parameters
 from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.text import counted
 from lightning_tricks._torch_compat.modules import has_forward_pre_hook, remove_forward_pre_hook
 
 
@@ -35,7 +36,7 @@ class ParameterCount:
         return cls(len(sizes), sum(sizes))
 
     def __str__(self) -> str:
-        return f"{self.values:,} values in {self.tensors:,} tensor{'s' * (self.tensors != 1)}"
+        return f"{self.values:,} values in {counted(self.tensors, 'tensor')}"
 
 
 @dataclass(frozen=True)

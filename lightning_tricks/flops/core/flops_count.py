@@ -209,7 +209,7 @@ def _columns(count: FlopsCount) -> list[tuple[str, Callable[[FlopsRow], str]]]:
     columns: list[tuple[str, Callable[[FlopsRow], str]]] = [
         ("module", lambda row: row.name or "(model)"),
         ("class", lambda row: row.kind),
-        ("params", lambda row: format_si(row.params) + " (frozen)" * (row.params > 0 == row.trainable_params)),
+        ("params", lambda row: format_si(row.params) + (" (frozen)" if row.params > 0 == row.trainable_params else "")),
         ("MACs", lambda row: "no rule" if not row.has_rule and not row.macs else format_si(row.macs)),
         ("share", lambda row: f"{row.share:.1%}"),
         ("other FLOPs", lambda row: format_si(row.other_flops)),
@@ -240,7 +240,7 @@ def _visible_rows(count: FlopsCount, depth: int | None) -> list[FlopsRow]:
 
 def _format_shapes(shapes: Shapes) -> str:
     text = ", ".join(format_shape(shape) or "scalar" for shape in shapes[:2])
-    return text + ", ..." * (len(shapes) > 2)
+    return text + (", ..." if len(shapes) > 2 else "")
 
 
 def _to_markdown(count: FlopsCount) -> str:

@@ -58,7 +58,7 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
     found = {file.with_suffix(STACKS_SUFFIX): read_record(file) for file in path.glob(f"rank*{RECORD_SUFFIX}")}
     ranks = [{**rank, **_last_stacks(file, rank.get("thread", 0))} for file, rank in found.items()]
     if not ranks:
-        earlier = f" Those of an earlier start are in {path / PREVIOUS}." * (path / PREVIOUS).is_dir()
+        earlier = f" Those of an earlier start are in {path / PREVIOUS}." if (path / PREVIOUS).is_dir() else ""
         raise FileNotFoundError(
             f"{folder} has no rank*{RECORD_SUFFIX}: HangWatch removes them where nothing stood still.{earlier}"
         )
@@ -97,14 +97,16 @@ def _differing_keys(ranks: list[dict[str, Any]]) -> list[str]:
 
 def _ranks(numbers: Iterable[int]) -> str:
     numbers = sorted(numbers)
-    return f"rank{'s' * (len(numbers) > 1)} {list_names(map(str, numbers), 8)}"
+    return f"{'ranks' if len(numbers) > 1 else 'rank'} {list_names(map(str, numbers), 8)}"
 
 
 def _describe(rank: dict[str, Any]) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(rank["moved"]))
-    place = f"batch {rank['batch']} of " * (rank["batch"] >= 0) + f"epoch {rank['epoch']}, step {rank['step']}"
+    place = f"epoch {rank['epoch']}, step {rank['step']}"
+    if rank["batch"] >= 0:
+        place = f"batch {rank['batch']} of {place}"
     frame = f", in {_own_frame(rank['frames'])}" if rank["frames"] else ""
-    logged = f", last logged {rank['key']!r}" * bool(rank["key"])
+    logged = f", last logged {rank['key']!r}" if rank["key"] else ""
     earlier = f"; before, {rank['lasted']}, in {_own_frame(rank['earlier'])}" if rank["earlier"] else ""
     return f"  rank {rank['rank']}: {when} {rank['hook']}, {place}{frame}{logged}{earlier}"
 

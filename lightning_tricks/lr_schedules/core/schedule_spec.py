@@ -149,7 +149,7 @@ class ScheduleSpec:
         if warmup + decay > until:
             shares = all(isinstance(d, float) for d in (self.warmup, *[self.decay] * (self.kind == "wsd")))
             raise (ValueError if shares else RunTooShortError)(
-                f"warmup={self.warmup!r}{f' and decay={self.decay!r}' * (self.kind == 'wsd')} "
+                f"warmup={self.warmup!r}{f' and decay={self.decay!r}' if self.kind == 'wsd' else ''} "
                 f"are longer than the schedule: {warmup + decay:g} > {until:g} {self.interval}s."
             )
         step_size = count("step_size") if self.step_size else None

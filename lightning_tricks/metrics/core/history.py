@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 from lightning_tricks._shared.report_parts import ClassValues, ConfusionMatrix, Reliability, ReportPart
 from lightning_tricks._shared.tensors import read_numbers
+from lightning_tricks._shared.text import counted
 from lightning_tricks.metrics.core.counts import reliability_curve
 from lightning_tricks.metrics.core.metric_table import per_class_names
 
@@ -170,7 +171,7 @@ class History:
             few = [f"{name} {_format(value)}" for name, value in last[prefix].items() if name not in unsaid]
             said.append(f"{prefix} {', '.join(few[:_MOST_SAID])}")
         more = len(evaluated) - len(said)
-        others = [f"{more} more loader{'s' * (more > 1)}"] if more > 0 else []
+        others = [counted(more, "more loader")] if more > 0 else []
         return "; ".join([*said, *others])
 
     def last_values(self) -> dict[str, dict[str, float]]:

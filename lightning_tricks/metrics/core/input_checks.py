@@ -31,7 +31,7 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
         if missing:
             keys = ", ".join(repr(key) for key in group.members) or "the curves"
             raise ValueError(
-                f"{keys} need{'s' * (len(group.members) == 1)} {_listed(missing)}, but got "
+                f"{keys} {'needs' if len(group.members) == 1 else 'need'} {_listed(missing)}, but got "
                 f"{_listed(inputs) or 'nothing'}. Return a dict with it from the step, or give "
                 "output_transform=(outputs, batch, stage) -> dict."
             )

@@ -90,7 +90,7 @@ def clipped_steps(record: RunRecord) -> Iterator[Finding]:
             )
         elif not part.clipped and norms and part.max_norm > 10 * max(norms):
             largest = format_number(max(norms))
-            whose = f" of optimizer {part.optimizer}" * (len(parts) > 1)
+            whose = f" of optimizer {part.optimizer}" if len(parts) > 1 else ""
             yield note(f"No step{whose} was clipped: {limit} is far above the largest logged norm, {largest}.")
 
 
@@ -253,7 +253,7 @@ def resumes(record: RunRecord) -> Iterator[Finding]:
     if not count:
         return
     steps = ", ".join(f"{resume.step:,}" for resume in record.resumes[-5:])
-    times = "once, at step" if count == 1 else f"{count:,} times, {'last ' * (count > 5)}at steps"
+    times = "once, at step" if count == 1 else f"{count:,} times, {'last at' if count > 5 else 'at'} steps"
     said = f"The run was resumed {times} {steps}"
     lost = list(dict.fromkeys(name for resume in record.resumes for name in resume.not_restored))
     if lost:
@@ -282,7 +282,7 @@ def uncommitted_changes(record: RunRecord) -> Iterator[Finding]:
     if not tracked:
         return
     files = "1 file differs" if len(tracked) == 1 else f"{len(tracked):,} files differ"
-    where = ": the differences are in the section Code" * bool(git.diff)
+    where = ": the differences are in the section Code" if git.diff else ""
     yield note(f"{files} from commit {git.commit[:10]}{where}.")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_choice
-from lightning_tricks._shared.text import printable
+from lightning_tricks._shared.text import counted, printable
 from lightning_tricks.run_report.core.curves import best_point, metric_curves, sign_of_better, split_key, watched
 from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
 from lightning_tricks.run_report.core.record import Point, RunRecord
@@ -73,9 +73,7 @@ class Overview:
         from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 
         order = {1: "the highest first", -1: "the lowest first", 0: "the highest last value first"}[self.sign]
-        title = f"{len(self.runs):,} run{'s' * (len(self.runs) > 1)}" + (
-            f", by {printable(self.key)}, {order}" if self.key else ""
-        )
+        title = counted(len(self.runs), "run") + (f", by {printable(self.key)}, {order}" if self.key else "")
         columns = self._columns()
         table = FittingTable(
             title=Text(title),

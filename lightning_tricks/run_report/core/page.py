@@ -287,9 +287,9 @@ def throughput(record: RunRecord) -> Facts:
     uses = record.parts_of(DeviceUse)
     for use in uses:
         if use.data_wait is not None:
-            rank = f" of rank {use.rank}" * (len(uses) > 1)
+            rank = f" of rank {use.rank}" if len(uses) > 1 else ""
             facts.append((f"share of the time{rank} waiting for data", format_percent(use.data_wait / 100)))
-    verdicts = [f"{f'Rank {use.rank}: ' * (len(uses) > 1)}{said}" for use in uses for said in use.verdict]
+    verdicts = [f"Rank {use.rank}: {said}" if len(uses) > 1 else said for use in uses for said in use.verdict]
     if facts and not uses:
         verdicts = ["With a DeviceMonitor, it is said here what training waited for."]
     return Facts(title="Throughput", facts=facts, sentences=verdicts)

@@ -234,7 +234,7 @@ class RunRecord:
     def describe_steps(self, part: ClippedSteps) -> str:
         """Return the steps of an optimizer in words, which say so where they are not those of the axes."""
         kind = "optimizer steps" if 0 < self.step < part.steps else "steps"
-        whose = f" of optimizer {part.optimizer}" * (len(self.parts_of(ClippedSteps)) > 1)
+        whose = f" of optimizer {part.optimizer}" if len(self.parts_of(ClippedSteps)) > 1 else ""
         return f"{part.steps:,} {kind}{whose}"
 
     def add_parts(self, parts: Iterable[ReportPart]) -> None:

@@ -249,7 +249,7 @@ def _reading(left: float, right: float, middle: float, lines: Sequence[str]) -> 
 
 
 def _curve(line: Line, points: Sequence[Point], x: Scale, y: Scale) -> str:
-    kinds = f"c{line.color}{' faint' * line.is_faint}{f' d{line.dash}' * bool(line.dash)}"
+    kinds = f"c{line.color}{' faint' if line.is_faint else ''}{f' d{line.dash}' if line.dash else ''}"
     parts = []
     finite = [point for point in points if math.isfinite(point.value)]
     if any(point.low != point.high for point in finite):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.text import list_names
+from lightning_tricks._shared.text import counted, list_names
 from lightning_tricks.run_report.core.numbers import format_seconds, format_time
 from lightning_tricks.run_report.core.record_file import PAGE_MARK
 
@@ -44,7 +44,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "breakable": _breakable,
         "names": list_names,
-        "plural": lambda count, word: f"{count:,} {word}{'s' * (count > 1)}",
+        "plural": counted,
         "seconds": format_seconds,
         "thousands": "{:,}".format,
         "time": format_time,

@@ -57,7 +57,8 @@ class Placeholder:
         return self  # chains of objects may be long
 
     def __repr__(self) -> str:
-        return f"<placeholder of {self.name}{' at ' * bool(self.location)}{self.location}>"
+        place = f" at {self.location}" if self.location else ""
+        return f"<placeholder of {self.name}{place}>"
 
 
 def describe_value(value: Any, longest: int = 80) -> str:
@@ -65,7 +66,7 @@ def describe_value(value: Any, longest: int = 80) -> str:
     if isinstance(value, Placeholder | Global):
         return str(value) if isinstance(value, Global) else value.name
     if isinstance(value, str | bytes | bytearray):
-        return repr(value[:longest]) + "..." * (len(value) > longest)
+        return repr(value[:longest]) + ("..." if len(value) > longest else "")
     if isinstance(value, torch.Tensor):
         return f"<tensor of {format_shape(value.shape) or 'one number'}, {value.dtype}>"
     plain = value is None or isinstance(value, bool | float | complex | torch.dtype | torch.device)

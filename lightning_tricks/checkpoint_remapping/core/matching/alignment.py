@@ -202,7 +202,8 @@ class Alignment:
             shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
             table.add_row(FoldedName(mismatch.source), FoldedName(mismatch.target), f"MISMATCHED: {shapes}")
         for name in self.missing:
-            table.add_row("", FoldedName(name), "MISSING" + ", the model computes it itself" * (name in self.computed))
+            state = "MISSING, the model computes it itself" if name in self.computed else "MISSING"
+            table.add_row("", FoldedName(name), state)
         for name in self.unexpected:
             table.add_row(FoldedName(name), "", "UNEXPECTED")
         return table
@@ -259,7 +260,7 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
     targets = [name for match in suggested for name in match.targets]
     patterns = suggested_patterns(targets, known=())  # which may match what is evidence too
     rules = _first_rules(alignment, suggested)
-    more = [" and others" * (len(found) > _MOST_SHOWN) for found in (patterns, rules)]
+    more = [" and others" if len(found) > _MOST_SHOWN else "" for found in (patterns, rules)]
     count = "1 tensor has" if len(targets) == 1 else f"{len(targets)} tensors of the model have"
     return (
         f"{count} a likely match, which may be wrong: {suggested[0].reason}. If they are right, "

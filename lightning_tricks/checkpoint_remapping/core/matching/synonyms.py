@@ -136,7 +136,8 @@ def describe_orders(pairs: Iterable[tuple[str, str]]) -> str:
         one, other = map(_order_of_tensor, (source, target))
         if one != other:
             usual = _SPECIAL[one or other][1]
-            rotary = "if the model has rotary embeddings, " * (NEIGHBORS in (one, other))  # names alone do not say it
+            is_rotary = NEIGHBORS in (one, other)  # names alone do not say whether the model is
+            rotary = "if the model has rotary embeddings, " if is_rotary else ""
             one, other = one or usual, other or usual
             return f"{rotary}{source} has {one}, {target} has {other}: {remedy(one, other)}"
     return ""
