@@ -12,9 +12,9 @@ from lightning_tricks import AutoResume, Tricks, TricksMixin, isolated_rng
 from tests.contract.lab import same
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.emulated_cuda.test_callbacks import After, Before
-from tests.ensembles.nets import CNN, MLP, diabetes, few, fit
+from tests.ensembles.nets import CNN, MLP, Stops, diabetes, few, fit
 from tests.ensembles.nets import digits as digits_for_ensembles
-from tests.ensembles.test_families import ADAM, FAMILIES, _Stops, made
+from tests.ensembles.test_families import ADAM, FAMILIES, made
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -68,7 +68,7 @@ def test_an_ensemble_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
         with isolated_rng(seed=0):
             fit(whole, train, test, **_ON_DEVICE)
         with isolated_rng(seed=0), pytest.raises(RuntimeError, match="stopped"):
-            fit(first, train, test, **_ON_DEVICE, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), _Stops(6)])
+            fit(first, train, test, **_ON_DEVICE, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), Stops(6)])
         fit(second, train, test, **_ON_DEVICE, callbacks=[AutoResume(tmp_path)])
         assert same(dict(second.state_dict()), dict(whole.state_dict()))
 
@@ -117,6 +117,6 @@ def test_a_preset_trains_and_is_resumed(preset, precision, tmp_path):
         whole, first, second = make("whole"), make("stopped"), make("stopped")
         fit(whole, train, test, **options)
         with pytest.raises(RuntimeError, match="stopped"):
-            fit(first, train, test, **options, callbacks=[_Stops(6)])
+            fit(first, train, test, **options, callbacks=[Stops(6)])
         fit(second, train, test, **options)
         assert same(dict(second.state_dict()), dict(whole.state_dict()))
