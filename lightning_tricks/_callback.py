@@ -192,11 +192,17 @@ class TrickCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the run; overrides call it at their end."""
-        self._close()
+        try:
+            self._close()
+        finally:
+            super().teardown(trainer, pl_module, stage)  # of another callback that a subclass extends as well
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the run, as the Trainer then calls no `teardown`; overrides call it at their end."""
-        self._close()
+        try:
+            self._close()
+        finally:
+            super().on_exception(trainer, pl_module, exception)
 
     def _print_block(self, trainer: Trainer, title: str) -> None:
         tricks = callbacks_of_type(trainer, TrickCallback)

@@ -166,6 +166,8 @@ class RunReport(TrickCallback):
                 if writer.folder == folder and writer.reopen(rows_id):
                     self._writer = writer
                     self._observe(trainer)
+                else:
+                    self._installed.close()  # another run may write there while this test runs
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the page of the fit and of the test."""

@@ -12,8 +12,20 @@ from tests.contract.cases import CASES
 from tests.contract.lab import QUIET, Net, loader
 
 
-class Installs(TrickCallback):
-    """Installs three things, and raises where it is told to."""
+class Ends(Callback):
+    """Counts how many runs have ended."""
+
+    ended = 0
+
+    def teardown(self, trainer, pl_module, stage):
+        self.ended += 1
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.ended += 1
+
+
+class Installs(TrickCallback, Ends):
+    """Installs three things, and raises where it is told to; another callback that it extends is told of the end."""
 
     def __init__(self, fails_in=()):
         super().__init__()
@@ -56,12 +68,13 @@ class Installs(TrickCallback):
 )
 def test_all_is_undone_and_the_run_forgotten(fails_in, raised, undone):
     callback = Installs(fails_in)
-    for _ in range(2):  # the same one
+    for number in range(2):  # the same one
         callback.undone.clear()
         trainer = Trainer(callbacks=[callback], max_epochs=1, **QUIET)
         with pytest.raises(RuntimeError, match=raised) if raised else nullcontext():
             trainer.fit(Net(), loader())
         assert callback.undone[:3] == undone
+        assert callback.ended > number
         assert callback.module is None
         if ("setup", 1) not in fails_in:
             assert callback.copy.module is None
@@ -81,4 +94,4 @@ def test_overrides_call_the_base(hook):
     owners = {base for kind in kinds for base in kind.__mro__ if hook in vars(base) and base is not Callback}
     assert TrickCallback in owners
     silent = [owner.__name__ for owner in owners if f"super().{hook}(" not in inspect.getsource(vars(owner)[hook])]
-    assert silent == ["TrickCallback"]
+    assert silent == ([] if hook in ("teardown", "on_exception") else ["TrickCallback"])
