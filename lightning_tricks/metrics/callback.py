@@ -16,8 +16,16 @@ from lightning_tricks._lightning_compat.logged_values import drop_reset_values, 
 from lightning_tricks._lightning_compat.own_samples import OwnSamples
 from lightning_tricks._shared.checks import check_choices, check_count
 from lightning_tricks._shared.report_parts import Facts, ReportPart
+from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.metrics.core.history import EpochRecord, History
-from lightning_tricks.metrics.core.logged_keys import STAGES, BestKeys, LoggedKeys, check_prefix, value_names
+from lightning_tricks.metrics.core.logged_keys import (
+    STAGES,
+    BestKeys,
+    LoggedKeys,
+    check_prefix,
+    unsure_names,
+    value_names,
+)
 from lightning_tricks.metrics.core.metric_table import (
     is_number,
     output_numbers,
@@ -138,7 +146,7 @@ class MetricsMonitor(StepsCallback):
             )
         self._seldom_plotted = seldom_plotted_keys(metrics)
         self._parts = class_names or output_numbers(metrics)  # classes, or outputs, that have values of their own
-        self._keys = LoggedKeys(value_names(metrics, class_names), prefix, tuple(stages))
+        self._keys = LoggedKeys(value_names(metrics, class_names), prefix, tuple(stages), unsure_names(metrics))
         self._best_keys = BestKeys(self._keys, best or {})
         self.results: dict[str, Tensor] = {}
         self._history = History()
@@ -209,7 +217,9 @@ class MetricsMonitor(StepsCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn of keys that others have logged after this callback, in the epoch that has ended."""
-        self._collisions.warn(pl_module, (), keys_logged_by_others(trainer, self._name, include_reset=True))
+        others = keys_logged_by_others(trainer, self._name, include_reset=True)
+        self._collisions.check_ranks(gather_objects(others))
+        self._collisions.warn(pl_module, (), others)
 
     on_train_end = on_validation_end = on_test_end = on_train_epoch_start
 
@@ -229,8 +239,9 @@ class MetricsMonitor(StepsCallback):
         dataloader = self._epoch.of_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=batch_idx != 0)
         if not dataloader.has_seen_batch:
             dataloader.has_seen_batch = True
-            with self._errors(""):
-                self._best_keys.check_loaders(stage, loader_names(trainer, stage))
+            if self._function == "fit":
+                with self._errors(""):
+                    self._best_keys.check_loaders(stage, loader_names(trainer, stage))
             if trainer.world_size > 1:
                 refuse_unordered(self._name, stage, dataloader.suite.ordered_keys)
         returned = self._transform(outputs, batch, stage)
@@ -272,7 +283,7 @@ class MetricsMonitor(StepsCallback):
             dataloader.load([])
         if stage == "train":
             self._epoch.load_partial_state({})
-        if dataloaders:
+        if dataloaders and self._function == "fit":
             with self._errors(""):
                 self._best_keys.check_logged(stage, self.results)
 

@@ -58,6 +58,17 @@ class Collisions:
                 "stage (stages=...), or give the monitor another prefix, such as prefix='monitor'."
             )
 
+    def check_ranks(self, ranks: Sequence[Mapping[str, str]]) -> None:
+        """Raise a MetricsError for a key that some ranks have logged alone after the monitor, which all have logged."""
+        for key in sorted(self._own):
+            hooks = [of_rank[key] for of_rank in ranks if key in of_rank]
+            if 0 < len(hooks) < len(ranks):
+                raise MetricsError(
+                    f"{self._name}: {hooks[0]} logged {key!r} on {len(hooks)} of {len(ranks)} ranks, over the value of "
+                    "the monitor, so that callbacks would see another value on each rank. Log it on all ranks, or "
+                    "rename it."
+                )
+
 
 def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the keys that are logged on any of the ranks: key -> hook."""

@@ -68,8 +68,9 @@ def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified:
         [[0, 1], [2, 3]]
     """
     if not isinstance(cv, list):
-        y = None if targets is None else targets.numpy()
-        splitter = _splitter(cv, stratified and y is not None) if isinstance(cv, int) else cv
+        is_number, stratified = isinstance(cv, int), stratified and targets is not None
+        y = None if targets is None or (is_number and not stratified) else targets.numpy()
+        splitter = _splitter(cv, stratified) if is_number else cv
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The least populated class")  # it may have no row in a fold

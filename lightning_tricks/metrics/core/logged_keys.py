@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchmetrics import Metric
+
 from lightning_tricks._shared.checks import check_choice, did_you_mean
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.metrics.core.history import History
@@ -39,19 +41,22 @@ class LoggedKeys:
             names that start with that of the metric.
         prefix: The first part of each key, or None.
         stages: The measured ones of "train", "val" and "test".
+        unsure: Those of `names` of metrics that may have several values, which have longer names.
     """
 
     names: Sequence[str]
     prefix: str | None
     stages: Sequence[str]
+    unsure: Collection[str] = ()
 
     def key(self, folder: str, name: str) -> str:
         """Return the key of a value, where `folder` is the stage, with several loaders "<stage>/<name or number>"."""
         return "/".join(part for part in (self.prefix, folder, name) if part is not None)
 
     def expected(self, stage: str, loaders: Sequence[str] = ("",)) -> set[str]:
-        """Return the keys that a stage is to log, except that of its loss, given the names of its loaders."""
-        return {self.key(folder, name) for folder in folders_of(stage, loaders) for name in self.names}
+        """Return the keys that a stage is sure to log, except that of its loss, given the names of its loaders."""
+        names = [name for name in self.names if name not in self.unsure]
+        return {self.key(folder, name) for folder in folders_of(stage, loaders) for name in names}
 
     def may_contain(self, name: str) -> bool:
         """Whether there may be a value of that name."""
@@ -144,3 +149,20 @@ def value_names(metrics: Any, class_names: Sequence[str] | None = None) -> list[
         names += of_classes if entry.is_per_class else names_of_values(entry.metric) or [entry.key]
     refuse_name_conflict(names)
     return names
+
+
+def unsure_names(metrics: Any) -> list[str]:
+    """Return the names of metrics whose value need not be one number under that name: several, or a dict of one's own.
+
+    Args:
+        metrics: As for `MetricSuite`.
+    """
+    return [entry.key for entry in metric_entries(metrics) if not _is_one_number(entry.metric)]
+
+
+def _is_one_number(metric: Metric) -> bool:
+    of = type(metric).__module__
+    is_known = of.startswith(("torchmetrics.", "lightning_tricks.")) and not of.startswith("torchmetrics.wrappers")
+    choices = [getattr(metric, name, "") for name in ("average", "reduction", "multidim_average", "multioutput")]
+    has_several = getattr(metric, "num_outputs", 1) > 1 or {None, "none", "samplewise", "raw_values"} & {*choices}
+    return is_known and not has_several
