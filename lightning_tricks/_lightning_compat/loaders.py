@@ -255,6 +255,15 @@ def load_loader_states(trainer: Trainer) -> None:
 
 
 @needs_private("AutoResume")
+def given_train_loaders(trainer: Trainer) -> list[Any]:
+    """Return the training loaders that were given to `fit`; none if the module or a datamodule creates them."""
+    source: Any = trainer.fit_loop._data_source
+    if source.is_module() or source.instance is None:
+        return []
+    return list(_combined(source.instance).flattened)
+
+
+@needs_private("AutoResume")
 def set_num_batches_done(trainer: Trainer, count: int, at_end: bool) -> None:
     """Set how many batches of the epoch are done, before it begins; all of them if it has no more."""
     if at_end and trainer.fit_loop.max_batches != float("inf"):

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_tricks._lightning_compat.flavor import (
     import_lightning,
     rank_zero_info,
 )
+from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.patterns import as_patterns, strip_compile_prefix
 from lightning_tricks._shared.text import describe_error, list_names
@@ -47,7 +49,8 @@ from lightning_tricks.auto_resume.parts import Part, Phase, SavedState, Settings
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 
 _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
-_LOADERS = "train_dataloader"  # how the training loaders are called
+# The training loaders as they are given to `fit`, and as the Trainer uses them
+_GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
 _MOST_LINES = 20
 _OBSERVERS = (
     *("BasePredictionWriter", "BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "LearningRateFinder"),
@@ -154,13 +157,16 @@ class RunConfiguration(Part):
         """Return what this start changes of what trains, as far as it is known, with names as users see them."""
         if self._before is None:
             return []
+        loaders = _IN_USE if self._has_loaders else _GIVEN
+        are_known = self._has_loaders or all(_has_given(one) for one in (self._before, self._now))
         found, states = [], {*numbered(self.trainer.optimizers), *self._schedule_labels()}
         for change in self._before.changes_to(self._now):
-            is_unknown = _is_of_loaders(change) and not self._has_loaders
+            label = change.label.partition("[")[0]
+            is_other = label in (_GIVEN, _IN_USE) and (label != loaders or not are_known)
             is_extended = bool(self.extended) and change.name.removeprefix("Trainer.") in _LIMITS
             is_state = change.name.startswith(("optimizer ", "scheduler ")) or change.label in states
-            if not (is_unknown or is_extended or (self._before.exchanged and is_state)):
-                found.append(change)
+            if not (is_other or is_extended or (self._before.exchanged and is_state)):
+                found.append(replace(change, name=change.name.replace(_GIVEN, _IN_USE)))
         return found
 
     def _schedule_labels(self) -> list[str]:
@@ -242,6 +248,7 @@ class RunConfiguration(Part):
         found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
         self._now.groups, self._created = found.groups, [*map(id, optimizers)]
         self._now.add(found)
+        self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
         self._refuse_late_parameters()
         self._decide()
@@ -288,8 +295,8 @@ class RunConfiguration(Part):
         Returns:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
-        self._now.forget(_LOADERS)  # a fit may create others for a later stage
-        self._now.add(describe_loaders(loaders, _LOADERS))
+        self._now.forget(_IN_USE)  # a fit may create others for a later stage
+        self._now.add(describe_loaders(loaders, _IN_USE))
         if self._has_loaders:  # those that are reloaded are the fit's
             return None
         self._has_loaders = True
@@ -298,7 +305,7 @@ class RunConfiguration(Part):
         changes = [one for one in self._differences() if _is_of_loaders(one) and self._reason(one) != "ranks"]
         if not (changes and resumes):
             return None
-        sizes = [change for change in changes if change.name == f"{_LOADERS}.batch_size"]
+        sizes = [change for change in changes if change.name == f"{_IN_USE}.batch_size"]
         if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
             return 1.0
         return float(sizes[0].now / sizes[0].before)
@@ -362,8 +369,12 @@ def _is_place(value: Any) -> bool:
     return Path(*path.parts[: 1 + path.is_absolute()]).is_dir()
 
 
+def _has_given(configuration: Configuration) -> bool:
+    return any(name.startswith(_GIVEN) for name in configuration.values)
+
+
 def _is_of_loaders(change: Change) -> bool:
-    return change.name.startswith((f"{_LOADERS}.", f"{_LOADERS}["))
+    return change.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))
 
 
 def _listed(changes: Sequence[Change], separator: str) -> str:

@@ -397,12 +397,13 @@ CODE = "the code of {} differs from that of the first start"
 EDITS = {
     "lr": Edit({"lr": 0.01}, refused=("SGD.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)),
     "two changes at once": Edit(
-        {"lr": 0.01, "dropout": 0.5, "build": _freeze},
+        {"lr": 0.01, "loader": {"batch_size": 8, "shuffle": True}, "dropout": 0.5, "build": _freeze},
         refused=(
             "net.2.p: 0.2 -> 0.5",
             "net.0.requires_grad: True -> False",
             "SGD.lr: 0.1 -> 0.01",
             r"SGD.groups: 'parameters: 4 .*' -> 'parameters: 2 .*'",
+            "train_dataloader.batch_size: 4 -> 8",
         ),
     ),
     "decay of one group": Edit(

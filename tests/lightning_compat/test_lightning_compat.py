@@ -607,16 +607,33 @@ def test_checkpoint_contents_changed(tmp_path):
     assert not {"dump_checkpoint", "restore_model"} & vars(trainer._checkpoint_connector).keys()
 
 
-@pytest.mark.parametrize("at_end", [False, True])
-def test_the_number_of_batches_that_are_done(at_end):
-    class Sets(fit_observer.FitObserver):
+def test_given_train_loaders_and_the_number_of_their_batches():
+    class Looks(fit_observer.FitObserver):
+        def on_optimizers_created(self):
+            seen.append(loaders.given_train_loaders(trainer))
+
         def before_epoch_iterators(self):
             loaders.set_num_batches_done(trainer, 2, at_end)
 
-    trainer = Trainer(max_epochs=1, **QUIET)
-    with fit_observer.observe_fit(trainer, Sets()):
-        trainer.fit(Net(), loader())
-    assert trainer.global_step == (0 if at_end else BATCHES - 2)
+    class Own(Net):
+        def train_dataloader(self):
+            return plain
+
+    class OfTwo(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"] if isinstance(batch, dict) else batch[0], batch_idx)
+
+    plain, other = loader(), loader()
+    given = ((plain,), ({"a": plain, "b": other},), (CombinedLoader([plain, other]),), ())
+    for at_end, data in itertools.product((False, True), given):
+        seen: list = []
+        trainer = Trainer(max_epochs=1, **QUIET)
+        net = Own() if not data else Net() if data == given[0] else OfTwo()
+        with fit_observer.observe_fit(trainer, Looks()):
+            trainer.fit(net, *data)
+        expected = [] if not data else [plain] if data == given[0] else [plain, other]
+        assert [id(one) for one in seen[0]] == [id(one) for one in expected]
+        assert trainer.global_step == (0 if at_end else BATCHES - 2)
 
 
 def test_skip_train_batches():

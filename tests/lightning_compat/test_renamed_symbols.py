@@ -83,6 +83,7 @@ def _state(trainer):
         ("iterator", "_consumed", loaders.restarted_loaders),
         ("iterator", "_consumed", lambda trainer: loaders.mark_restarted_loaders(trainer, [True])),
         ("fit", "_combined_loader_states_to_load", loaders.load_loader_states),
+        ("fit", "_data_source", loaders.given_train_loaders),
         ("fit", "_data_fetcher", loaders.train_iterators),
         ("epoch", "batch_progress", fit.num_batches_done),
         ("validation", "_restarting", fit.skip_sanity_check),
