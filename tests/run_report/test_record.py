@@ -83,6 +83,7 @@ def test_row_that_was_not_written_whole_is_left_out(tmp_path):
         (RUN_FILE, lambda text: "[" * 100_000, "nested too deeply"),
         (RUN_FILE, lambda text: text.replace('"yes"', '"yes", ' * 99_999 + '"yes"'), "a list of 100,000 entries"),
         (VALUES_FILE, lambda text: text.replace('"step": 0', '"step": "0"'), "damaged in line 1: step must be int"),
+        (VALUES_FILE, lambda text: text.replace('"step": 0', f'"step": {10**400}'), "step must be below .* 1,329 bits"),
         (VALUES_FILE, lambda text: text.replace('"a": 1.0', '"a": [1.0]'), "damaged in line 1"),
         (VALUES_FILE, lambda text: text.replace('"kind": "step"', '"kind": "stop"'), "damaged in line 1"),
         (VALUES_FILE, lambda text: text.replace('"count": 2', '"count": 0'), "damaged in line 2"),

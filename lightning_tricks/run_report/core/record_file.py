@@ -192,6 +192,8 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _checked(hint: Any, value: Any, name: str) -> Any:
+    if type(value) is int and abs(value) >= 1 << 63:  # Python counts on, and then no float holds it
+        raise TypeError(f"{name} must be below 2**63 in size, got a number of {value.bit_length():,} bits")
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _first_fitting(arguments, value, name)
