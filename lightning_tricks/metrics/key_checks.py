@@ -31,6 +31,7 @@ class Collisions:
     def __init__(self, name: str) -> None:
         self._name = name
         self._own: set[str] = set()
+        self._logged: set[str] = set()  # those of them that were not left to others
         self._warned: set[str] = set()
 
     def warn(self, pl_module: LightningModule, own: Collection[str], others: Mapping[str, str]) -> None:
@@ -42,6 +43,7 @@ class Collisions:
             others: What others have logged, before or after that: key -> hook, or source.
         """
         self._own.update(own)
+        self._logged.update(key for key in own if key not in others)
         new = sorted((self._own & others.keys()) - self._warned)
         self._warned.update(new)
         for hook in dict.fromkeys(others[key] for key in new):
@@ -60,7 +62,7 @@ class Collisions:
 
     def check_ranks(self, ranks: Sequence[Mapping[str, str]]) -> None:
         """Raise a MetricsError for a key that some ranks have logged alone after the monitor, which all have logged."""
-        for key in sorted(self._own):
+        for key in sorted(self._logged):
             hooks = [of_rank[key] for of_rank in ranks if key in of_rank]
             if 0 < len(hooks) < len(ranks):
                 raise MetricsError(

@@ -188,9 +188,14 @@ def test_ranks_agree_on_what_is_logged(hook):
     key = "train/acc" if "train" in hook else "val/acc"
 
     def run(rank):
-        for logs in (0, None):
+        for logs in (1, 0, None):
             module = Logs(rank=logs, **{hook: {"name": key}})
-            words = told(trainer(MetricsMonitor(ACC), strategy="ddp", devices=2, max_epochs=2), fits(module))
+            fitter = trainer(MetricsMonitor(ACC), strategy="ddp", devices=2, max_epochs=2)
+            if logs is not None and "epoch_end" in hook:  # after the monitor has logged it, on this rank alone
+                with pytest.raises(MetricsError, match=f"{hook} logged '{key}' on 1 of 2 ranks, over the value"):
+                    told(fitter, fits(module))
+                continue
+            words = told(fitter, fits(module))
             assert len(words) == (rank == 0), words
 
     fork(run, 2)
@@ -262,8 +267,18 @@ def test_an_ensemble_leaves_its_accuracy_to_the_monitor():
 
     for monitors, wanted in (([], "val/acc"), ([MetricsMonitor(multiclass_metrics(10), plots=False)], "val/f1")):
         fitter = trainer(*monitors)
-        fitter.fit(VotingClassifier(MLP, 2, seed=0), DataLoader(digits(), 20), DataLoader(digits(), 20))
+        ensemble = VotingClassifier(MLP, 2, seed=0)
+        fitter.fit(ensemble, DataLoader(digits(), 20), DataLoader(digits(), 20))
         assert {"val/acc", "val/loss", wanted} <= fitter.callback_metrics.keys()
+
+
+def test_a_metric_of_several_values_promises_no_key():
+    class Own(tm.MulticlassAccuracy):
+        pass
+
+    for metric, sure in ((None, set()), ("none", set()), ("micro", {"val/acc"})):
+        assert MetricsMonitor({"acc": tm.MulticlassAccuracy(4, average=metric)}).logged_keys("val") == sure
+    assert MetricsMonitor({"acc": Own(4)}).logged_keys("val") == set()
 
 
 class Answers(Logs):
@@ -383,6 +398,13 @@ def test_a_best_of_a_stage_that_returns_nothing_is_refused():
         told(trainer(MetricsMonitor(ACC, best={"train/acc": "max"})), fits(Answers(train=lambda o, _: o["loss"])))
     with pytest.raises(MetricsError, match="best has the key 'val/acc', and what was logged is nothing"):
         told(trainer(MetricsMonitor(ACC, best={"val/acc": "max"})), fits(Answers(val=lambda *_: None)))
+
+
+def test_a_best_of_the_fit_is_not_looked_for_in_other_loaders():
+    fitter, module = trainer(MetricsMonitor(ACC, best={"val/acc": "max"})), Logs()
+    fitter.fit(module, loader(), loader())
+    fitter.validate(module, [loader(), loader(8)], verbose=False)
+    assert {"val/0/acc", "val/1/acc"} <= fitter.callback_metrics.keys()
 
 
 def test_output_transform_may_return_nothing_for_a_batch_and_sees_batches_of_which_a_step_returns_none():
