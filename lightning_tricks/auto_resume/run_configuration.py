@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +92,7 @@ class RunConfiguration(Part):
         self._before: Configuration | None = None
         self._rescheduled: list[str] = []  # what another number of ranks changed in schedules
         self._said: set[str] = set()  # the names of what was said
-        self._created: list[int] = []  # the ids of the first optimizers
+        self._created: list[weakref.ref[Any]] = []  # the first optimizers, whose ids others may get after them
         self._has_loaders = self._has_optimizers = False
         self._ignored = as_patterns("ignore", settings.ignore)
         self._parameters = {name for name, _ in module.named_parameters()}
@@ -125,7 +126,7 @@ class RunConfiguration(Part):
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
-        record = {**vars(self._now), "exchanged": [*map(id, self.trainer.optimizers)] != self._created}
+        record = {**vars(self._now), "exchanged": [*map(weakref.ref, self.trainer.optimizers)] != self._created}
         if (before := self._before) is not None:
             record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
         return {"configuration": record}
@@ -246,7 +247,7 @@ class RunConfiguration(Part):
             return  # the fit makes others, as for a later stage
         optimizers, configs = self.trainer.optimizers, self.trainer.lr_scheduler_configs
         found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
-        self._now.groups, self._created = found.groups, [*map(id, optimizers)]
+        self._now.groups, self._created = found.groups, [*map(weakref.ref, optimizers)]
         self._now.add(found)
         self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True

@@ -431,9 +431,11 @@ def test_ignored_targets_are_refused_at_the_batch_in_which_they_make_a_differenc
     labels[5::10] = ignored
     labels[41] = ignored
 
+    given = {} if ignored < 0 else {"ignore_index": ignored}
+
     def loss(scores, labels):
         scores = scores if function == "cross_entropy" else scores.log_softmax(1)
-        return getattr(nn.functional, function)(scores, labels, **({} if ignored < 0 else {"ignore_index": ignored}))
+        return getattr(nn.functional, function)(scores, labels, **given)
 
     data = TensorDataset(rows, labels)
     module, error = trained_with(loss, Microbatching(5), data=data, compiled=compiled)

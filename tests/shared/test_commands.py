@@ -141,7 +141,7 @@ def test_a_file_of_many_tensors_is_shown_to_who_stops_reading():
     command = [sys.executable, "-m", "lightning_tricks", "ckpt", "show", "w.pt"]
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else Python itself overlooks that half of a text was written
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
-        assert process.stdout.readline().startswith(b"w.pt: state_dict, 3000 tensors")
+        assert process.stdout.readline().startswith(b"w.pt: state_dict, 3,000 tensors")
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
