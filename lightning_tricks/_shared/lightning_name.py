@@ -33,11 +33,6 @@ def lightning_name() -> str:
     return other if find_spec(other) and not find_spec("lightning") else default
 
 
-def lightning_package() -> str:
-    """Return the name under which the Lightning of this process is installed: "lightning" or "pytorch-lightning"."""
-    return lightning_name().removesuffix(".pytorch").replace("_", "-")
-
-
 def lightning_logger(room: str) -> logging.Logger:
     """Return the logger of a room, below that of Lightning, whose level and handler it has."""
     return logging.getLogger(f"{lightning_name()}.tricks.{room}")
