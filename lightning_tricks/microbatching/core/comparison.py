@@ -54,7 +54,8 @@ class TargetMeans(TorchFunctionMode):
         """Call a function of torch."""
         result = func(*args, **(kwargs or {}))
         if func in _FUNCTIONS and result.requires_grad:
-            self._note(func.__name__, dict(zip(_FUNCTIONS[func], args, strict=False)) | (kwargs or {}))
+            given = zip(_FUNCTIONS[func], args)  # noqa: B905  # torch 2.6 compiles no `strict`
+            self._note(func.__name__, dict(given) | (kwargs or {}))
         return result
 
     def _note(self, name: str, given: dict[str, Any]) -> None:
