@@ -68,7 +68,7 @@ def streams(folder: Path) -> None:
     from lightning.pytorch import Trainer
 
     from lightning_tricks import TricksMixin
-    from tests.contract.lab import QUIET, Net, loader
+    from tests.small import QUIET, Net, loader
 
     class Mine(TricksMixin, Net):
         pass
@@ -99,7 +99,7 @@ def spawned_workers(folder: Path) -> None:
 
     from lightning_tricks import AutoResume, isolated_rng
     from tests.contract.checks import Interrupts
-    from tests.contract.lab import QUIET, Net, same
+    from tests.small import QUIET, Net, same
 
     def fit(place, method, seed, *callbacks):
         with isolated_rng(seed=0):

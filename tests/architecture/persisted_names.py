@@ -59,7 +59,8 @@ from lightning_tricks.finetuning import LoRASettings, add_lora, save_adapter
 from lightning_tricks.training_cli import TricksCLI, TricksParser
 from tests.contract.cases import CASES
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, Lab, Net, loader
+from tests.contract.lab import Lab
+from tests.small import QUIET, Net, loader
 
 ROOT = Path(__file__).parents[2]
 LISTING = Path(__file__).with_suffix(".txt")

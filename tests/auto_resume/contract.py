@@ -11,7 +11,8 @@ from lightning.pytorch import Callback
 
 from lightning_tricks import AutoResume
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Setting, same
+from tests.contract.lab import Lab, Setting
+from tests.small import same
 
 
 class StopsOnce(Callback):

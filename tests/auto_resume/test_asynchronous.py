@@ -16,7 +16,7 @@ from lightning_tricks.auto_resume.core.tensor_block import unpack
 from lightning_tricks.finetuning import BaseMismatchError
 from tests.auto_resume.killing import differences, kill_at, run
 from tests.auto_resume.training import ON_FILES
-from tests.contract.lab import QUIET, Net, loader, same
+from tests.small import QUIET, Net, loader, same
 
 SMALL = {"samples": 28, "epochs": 2, "val_loaders": 1, "sanity": 0}
 KEEPS = {"checkpointing": [{"dirpath": "mine", "save_top_k": 1, "save_last": True, "every_n_train_steps": 3}]}

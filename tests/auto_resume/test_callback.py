@@ -43,7 +43,7 @@ from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, Net, digits, loader, same
+from tests.small import QUIET, Net, digits, loader, same
 
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 

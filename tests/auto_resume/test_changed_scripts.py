@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 from lightning_tricks import AutoResume, GradientClipping, seed_everything
-from tests.contract.lab import same
+from tests.small import same
 
 STOPPED_AT, RESUMED_AT, BATCHES = 15, 14, 11
 

@@ -18,7 +18,7 @@ from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS
 from tests.auto_resume.killing import STOPPED, differences, resumed_at, run
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, EvaluatedNet, Net, loader
+from tests.small import QUIET, EvaluatedNet, Net, loader
 
 EARLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OPTIONS = {"samples": 28, "epochs": 2, "validate": 3}

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_tricks import AutoResume, seed_everything
 from tests.auto_resume.killing import STOPPED, resumed_at, run
-from tests.contract.lab import QUIET, Net, loader
+from tests.small import QUIET, Net, loader
 
 
 class Does(Callback):

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_tricks.auto_resume import AutoResume
 from tests.auto_resume.test_callback import fit, stop, weights
-from tests.contract.lab import Net, same
+from tests.small import Net, same
 
 pytestmark = pytest.mark.oldest
 

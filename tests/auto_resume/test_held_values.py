@@ -42,7 +42,7 @@ from lightning_tricks.auto_resume.core.attributes.digests import MAX_BYTES
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, summarized
 from tests.auto_resume.test_callback import fit, stop
-from tests.contract.lab import Net
+from tests.small import Net
 
 _X, _Y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
 

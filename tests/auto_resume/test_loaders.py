@@ -30,7 +30,7 @@ from lightning_tricks.auto_resume.core.data.workers import WorkerInit
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, Net, same
+from tests.small import QUIET, Net, same
 
 pytestmark = pytest.mark.oldest
 

@@ -13,7 +13,7 @@ from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.logger_state import CsvRows, LoggerState
 from tests.auto_resume.curves import scalars
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, Net, loader
+from tests.small import QUIET, Net, loader
 
 
 def write_rows(path, header, rows):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_tricks.auto_resume import AutoResume
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from tests.auto_resume.test_callback import fit
-from tests.contract.lab import Net
+from tests.small import Net
 
 pytestmark = pytest.mark.oldest
 

@@ -15,7 +15,7 @@ from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY, ModelCheckpointFiles, Origin, read_origin
 from tests.auto_resume.killing import run
-from tests.contract.lab import QUIET, Net, loader
+from tests.small import QUIET, Net, loader
 
 pytestmark = [
     pytest.mark.oldest,

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tricks import AutoResume
 from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.test_callback import fit, stop, weights
-from tests.contract.lab import Net, loader, same
+from tests.small import Net, loader, same
 
 _TOLD = "A run is not resumed from a checkpoint with objects"
 

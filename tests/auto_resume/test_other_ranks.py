@@ -40,7 +40,7 @@ from lightning_tricks.auto_resume.model_parts import checksums
 from lightning_tricks.auto_resume.moved_positions import EpochRest
 from tests.auto_resume.killing import resumed_at, run
 from tests.auto_resume.training import Kill
-from tests.contract.lab import QUIET, fork
+from tests.small import QUIET, fork
 
 SCRIPT: dict[str, Any] = {
     "rows": 61,

@@ -17,7 +17,7 @@ from lightning_tricks._shared.file_locks import DirectoryLock, has_exited, this_
 from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.killing import run
 from tests.auto_resume.test_callback import fit, stop, weights
-from tests.contract.lab import same
+from tests.small import same
 
 pytestmark = pytest.mark.oldest
 

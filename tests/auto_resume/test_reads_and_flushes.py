@@ -22,8 +22,8 @@ from lightning_tricks.auto_resume.core.checkpoint_contents import (
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.auto_resume.test_objects import Argued
-from tests.contract.lab import Net, same
 from tests.contract.processes import run_and_exit
+from tests.small import Net, same
 
 pytestmark = pytest.mark.oldest
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}

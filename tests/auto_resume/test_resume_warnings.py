@@ -18,7 +18,7 @@ from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
 from lightning_tricks.auto_resume.attribute_parts import unseeded_values
 from tests.auto_resume.test_callback import fit, stop, weights
-from tests.contract.lab import Net, same
+from tests.small import Net, same
 
 
 def resumed_like_undisturbed(tmp_path, module, *make_callbacks):

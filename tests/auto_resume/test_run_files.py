@@ -191,7 +191,7 @@ def test_lightning_cli_finds_its_config_there(tmp_path, step, monkeypatch):
     """It refuses a directory that has one."""
     from lightning.pytorch.cli import LightningCLI
 
-    from tests.contract.lab import Net, loader
+    from tests.small import Net, loader
 
     monkeypatch.setattr(sys, "argv", ["train"])
 

@@ -25,7 +25,7 @@ from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.checkpoint_contents import _MetadataUnpickler
 from tests.auto_resume.killing import STOPPED, differences, kill_at, resumed_at, run
 from tests.auto_resume.training import ON_FILES
-from tests.contract.lab import fork
+from tests.small import fork
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator"

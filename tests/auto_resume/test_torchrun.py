@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.lab import same
+from tests.small import same
 
 _ROOT = Path(__file__).parents[2]
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")

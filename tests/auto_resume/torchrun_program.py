@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_tricks import AutoResume, isolated_rng
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader
 
 
 class KilledOnce(Callback):

@@ -36,7 +36,7 @@ from torchmetrics import Accuracy
 from lightning_tricks import seed_everything
 from lightning_tricks._shared.tensors import local_part
 from lightning_tricks.auto_resume import AutoResume
-from tests.contract.lab import fork, real_fp16
+from tests.small import fork, real_fp16
 
 DEFAULTS: dict[str, Any] = {
     "samples": 44,  # 11 batches of 4: a partial tail under accumulation

@@ -24,8 +24,8 @@ from lightning_tricks import (
     calibrate,
 )
 from lightning_tricks.calibration import calibration_scores
-from tests.contract.lab import QUIET, EvaluatedNet, fork
 from tests.ensembles.nets import CNN, MLP, digits, few, fit, values
+from tests.small import QUIET, EvaluatedNet, fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 METHODS = ("temperature", "vector", "isotonic")

@@ -5,7 +5,8 @@ from lightning.pytorch import Callback
 
 from lightning_tricks import CheckpointRemapping, isolated_rng
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Net, Setting, full
+from tests.contract.lab import Lab, Setting, full
+from tests.small import Net
 
 
 class Seen(Callback):

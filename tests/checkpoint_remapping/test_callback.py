@@ -25,7 +25,7 @@ from lightning_tricks.checkpoint_remapping import (
     UnsafeCheckpointError,
     max_output_difference,
 )
-from tests.contract.lab import QUIET, Net, fork, loader
+from tests.small import QUIET, Net, fork, loader
 
 
 class Evaluated(Net):

@@ -22,9 +22,9 @@ from lightning_tricks import (
     VotingClassifier,
     VotingRegressor,
 )
-from tests.contract.lab import QUIET, HostReads
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.ensembles.nets import MLP, diabetes, digits
+from tests.small import QUIET, HostReads
 
 SETTINGS = [
     {},

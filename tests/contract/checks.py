@@ -28,19 +28,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks import AutoResume, isolated_rng
 from tests.contract.case import Case
-from tests.contract.lab import (
-    EvaluatedNet,
-    HostReads,
-    Lab,
-    Net,
-    Setting,
-    attributes,
-    identical_copies,
-    loader,
-    same,
-    traces,
-    traces_on_trainer,
-)
+from tests.contract.lab import Lab, Setting, attributes, identical_copies, traces, traces_on_trainer
+from tests.small import EvaluatedNet, HostReads, Net, loader, same
 
 _BOUND_BY_LIGHTNING = ("log", "log_dict")  # an argument of this name, or a property's, is stored with an underscore
 _LARGEST_PICKLE = 16_384

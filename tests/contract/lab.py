@@ -3,140 +3,27 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from packaging.version import Version
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
-from torch.multiprocessing import ProcessExitedException
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import isolated_rng
-from tests.contract.processes import free_port
-
-BATCHES = 10
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
-
-
-@cache
-def digits(count: int = 4 * BATCHES) -> TensorDataset:
-    """The first digits of scikit-learn: rows of 64 pixels in [0, 1], with labels."""
-    data = load_digits()
-    return TensorDataset(torch.tensor(data.data[:count], dtype=torch.float32) / 16, torch.tensor(data.target[:count]))
-
-
-def loader(shuffle: bool = False) -> DataLoader:
-    """Ten batches of four digits."""
-    return DataLoader(digits(), batch_size=4, shuffle=shuffle)
-
-
-class Attending(nn.Module):
-    """An attention of the rows to each other, beside them."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(10, 2)
-
-    def forward(self, x):
-        return x + self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
-
-
-class Net(LightningModule):
-    """Two layers on 64 pixels, optimized in any of the ways that Lightning knows."""
-
-    def __init__(
-        self,
-        optimization: str = "adamw",
-        dropout: float = 0.0,
-        hidden: int = 16,
-        built_late: bool = False,
-        compiled: bool = False,
-        attention: bool = False,
-    ):
-        super().__init__()
-        self.optimization = optimization
-        self.automatic_optimization = optimization != "manual"
-        self.shape = hidden, dropout
-        self.compiled = compiled
-        self.attention = attention
-        self.net = None
-        if not built_late:
-            self.build()
-
-    def build(self):
-        hidden, dropout = self.shape
-        self.net = nn.Sequential(
-            nn.Linear(64, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 10)
-        )
-        if self.attention:
-            self.net.append(Attending())
-        if self.compiled:
-            self.net = torch.compile(self.net, backend="aot_eager")
-
-    def configure_model(self):
-        if self.net is None:
-            self.build()
-        if self.device_mesh is not None:
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        loss = nn.functional.cross_entropy(scores, batch[1])
-        if not self.automatic_optimization:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
-        return {"loss": loss, "preds": scores, "target": batch[1]}
-
-    def configure_optimizers(self):
-        parameters = list(self.parameters())
-        if self.optimization == "manual":
-            return torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.AdamW(parameters[2:], lr=0.01)
-        if self.optimization == "sgd":
-            return torch.optim.SGD(parameters, lr=0.01)
-        if self.optimization == "lbfgs":
-            return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-        return torch.optim.AdamW(parameters, lr=0.01, fused=self.optimization == "fused")
-
-
-def real_fp16(device: str = "cpu") -> MixedPrecision:
-    """Real fp16 with a GradScaler, whose first steps do not overflow.
-
-    On the CPU `precision="16-mixed"` would silently become bf16.
-    """
-    return MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=1024.0))
+from tests.small import QUIET, EvaluatedNet, Net, fork, loader, real_fp16
 
 
 @dataclass(frozen=True)
@@ -417,81 +304,3 @@ class Lab:
         runner = Trainer(callbacks=list(callbacks), **{**self.quiet, **trainer})
         result = getattr(runner, stage)(module, loader(), **({} if stage == "predict" else {"verbose": False}))
         return result, {**traces(module), **traces_on_trainer(runner)}
-
-
-def fork(function: Callable[[int], None], ranks: int) -> None:
-    """Run `function(rank)` in forked processes that Lightning takes for externally launched ranks.
-
-    Raises:
-        SystemExit: If a rank exits, or is killed.
-    """
-    try:
-        torch.multiprocessing.start_processes(_rank, args=(function, free_port()), nprocs=ranks, start_method="fork")
-    except ProcessExitedException as error:
-        raise SystemExit(error.exit_code) from error
-
-
-def _rank(rank: int, function: Callable[[int], None], port: int) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    function(rank)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-class EvaluatedNet(Net):
-    """A net that is validated and tested as well."""
-
-    def evaluate(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        self.log("loss", nn.functional.cross_entropy(scores, batch[1]))
-        return {"preds": scores, "target": batch[1]}
-
-    validation_step = test_step = evaluate
-
-    def predict_step(self, batch, batch_idx):
-        return self.net(batch[0])
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the reads of a tensor's values: `.item()`, `bool()`, `torch.equal`, `.tolist()`, `.numpy()`, `.cpu()`."""
-
-    _OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-    _METHODS = ("tolist", "numpy", "cpu")  # no operator shows these on a CPU
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self._patches = ExitStack()
-
-    def __enter__(self):
-        for name in self._METHODS:
-            self._patches.enter_context(patch.object(Tensor, name, self._counted(getattr(Tensor, name))))
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self._patches.close()
-        return super().__exit__(*exception)
-
-    def _counted(self, method):
-        def counted(*args, **kwargs):
-            self.count += 1
-            return method(*args, **kwargs)
-
-        return counted
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in self._OPERATORS
-        return func(*args, **(kwargs or {}))
-
-
-def same(left: Any, right: Any) -> bool:
-    """Bit-for-bit equality of nested plain values and tensors."""
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping):
-        return isinstance(right, Mapping) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
-    if type(left) is type(right) and type(left).__eq__ is object.__eq__ and hasattr(left, "__dict__"):
-        return same(vars(left), vars(right))
-    return type(left) is type(right) and bool(left == right)

@@ -6,7 +6,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks.devices import CudaMemory
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Net, Setting
+from tests.contract.lab import Lab, Setting
+from tests.small import Net
 
 
 class Exhausted(Net):

@@ -7,7 +7,8 @@ from lightning.pytorch import Callback
 
 from lightning_tricks.devices import NvtxRanges
 from tests.contract.case import Case
-from tests.contract.lab import BATCHES, Lab, Setting
+from tests.contract.lab import Lab, Setting
+from tests.small import BATCHES
 
 
 class Writes(Callback):

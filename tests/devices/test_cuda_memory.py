@@ -16,7 +16,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.devices import CudaMemory, MemoryReport
-from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import QUIET, EvaluatedNet, Net, digits, loader
 
 GIB = 2**30
 

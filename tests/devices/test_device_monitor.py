@@ -20,8 +20,8 @@ from lightning_tricks.devices import monitored_run
 from lightning_tricks.devices.core import bottleneck, utilization
 from lightning_tricks.devices.core.device_summary import DEFAULT_KEYS
 from lightning_tricks.devices.device_monitor import DeviceMonitor
-from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
+from tests.small import QUIET, EvaluatedNet, Net, digits, loader
 
 HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
 LOGGED = {"host/cpu_utilization", "host/data_wait"}

@@ -294,7 +294,7 @@ def test_nothing_is_kept_alive_or_changed():
 
 
 def test_no_operator_runs():
-    from tests.contract.lab import HostReads
+    from tests.small import HostReads
 
     model = nn.Linear(100, 100)
     with HostReads() as reads, torch.autograd.profiler.profile() as profile:

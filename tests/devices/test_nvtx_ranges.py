@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.devices.nvtx_ranges import NvtxRanges, RangeStack
-from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader, real_fp16
+from tests.small import BATCHES, QUIET, EvaluatedNet, Net, digits, loader, real_fp16
 
 
 class Recorder:

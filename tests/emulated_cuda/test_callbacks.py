@@ -9,9 +9,10 @@ from lightning.pytorch import Callback
 
 from tests.contract.cases import CASES
 from tests.contract.checks import CHECKS, is_promised, resume, resume_anywhere, stages_in_turn
-from tests.contract.lab import EvaluatedNet, Lab, same
+from tests.contract.lab import Lab
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.emulated_cuda.waits import by_hook
+from tests.small import EvaluatedNet, same
 from tests.together.everything import TogetherNet, make_all, write_pretrained
 
 _IN_CI = (resume, resume_anywhere, stages_in_turn)

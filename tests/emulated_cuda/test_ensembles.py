@@ -9,12 +9,12 @@ from torch import nn
 
 import lightning_tricks
 from lightning_tricks import AutoResume, Tricks, TricksMixin, isolated_rng
-from tests.contract.lab import same
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.emulated_cuda.test_callbacks import After, Before
 from tests.ensembles.nets import CNN, MLP, Stops, diabetes, few, fit
 from tests.ensembles.nets import digits as digits_for_ensembles
 from tests.ensembles.test_families import ADAM, FAMILIES, made
+from tests.small import same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),

@@ -7,9 +7,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from tests.contract.lab import Lab, same
+from tests.contract.lab import Lab
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.emulated_cuda.test_callbacks import waits_of
+from tests.small import same
 
 
 class Observer(Callback):

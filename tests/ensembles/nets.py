@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.contract.lab import QUIET
+from tests.small import QUIET
 
 
 class MLP(nn.Module):

@@ -13,8 +13,8 @@ from lightning_tricks.ensembles.adversarial_training import (
     extended_extremes,
     fast_gradient_sign,
 )
-from tests.contract.lab import real_fp16
 from tests.ensembles.nets import CNN, MLP, accuracy, digits, few, fit, same, some, values
+from tests.small import real_fp16
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 SGD = ("SGD", {"lr": 0.1})

@@ -19,8 +19,8 @@ from lightning_tricks import (
 )
 from lightning_tricks.ensembles.boosting import exclusive_sums, negative_gradient
 from lightning_tricks.ensembles.gradient_boosting import CachedPredictions
-from tests.contract.lab import QUIET
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, digits, few, fit, same, some, values
+from tests.small import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 SGD = ("SGD", {"lr": 0.1, "momentum": 0.9})

@@ -25,8 +25,8 @@ from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.ensembles.core import comparison
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
-from tests.contract.lab import real_fp16
 from tests.ensembles.nets import CNN, MLP, Stops, fit, same, values
+from tests.small import real_fp16
 
 pytestmark = [
     pytest.mark.oldest,

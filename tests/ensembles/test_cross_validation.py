@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_tricks import VotingClassifier, cross_validate
-from tests.contract.lab import QUIET
 from tests.ensembles.nets import MLP, digits
+from tests.small import QUIET
 
 trainer = partial(Trainer, max_epochs=1, **QUIET)
 

@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader
 
 import lightning_tricks
 from lightning_tricks import AutoResume, OptimizerSpec
-from tests.contract.lab import QUIET, EvaluatedNet, HostReads, real_fp16
 from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, few, fit, same, some, values
+from tests.small import QUIET, EvaluatedNet, HostReads, real_fp16
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),

@@ -28,8 +28,8 @@ from torch.utils.data import (
 
 import lightning_tricks
 from lightning_tricks import AutoResume, BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
-from tests.contract.lab import QUIET
 from tests.ensembles.nets import fit
+from tests.small import QUIET
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),

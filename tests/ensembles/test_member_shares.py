@@ -22,8 +22,8 @@ from lightning_tricks import (
     SpikeGuard,
     VotingClassifier,
 )
-from tests.contract.lab import QUIET, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, digits, few, fit, values
+from tests.small import QUIET, real_fp16
 
 # What Lightning says of few workers, and of ModelCheckpoint that is not given again
 pytestmark = [

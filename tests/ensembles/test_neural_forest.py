@@ -13,8 +13,8 @@ from torchensemble._base import BaseTree
 
 from lightning_tricks import NeuralForestClassifier, NeuralForestRegressor
 from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty
-from tests.contract.lab import QUIET
 from tests.ensembles.nets import diabetes, digits, few, fit, some, values
+from tests.small import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 

@@ -26,8 +26,8 @@ from lightning_tricks import AutoResume, ScheduleSpec, StackingClassifier, Stack
 from lightning_tricks.ensembles.core.folds import check_classes, make_folds
 from lightning_tricks.ensembles.meta_learner import REGRESSORS, LinearFinal, check_linear_model, fit_linear_model
 from tests.auto_resume.killing import run
-from tests.contract.lab import QUIET, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, accuracy, digits, few, fit, same, values
+from tests.small import QUIET, real_fp16
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`",

@@ -37,7 +37,6 @@ from lightning_tricks import (
 )
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
-from tests.contract.lab import QUIET, real_fp16
 from tests.ensembles.nets import (
     CNN,
     MLP,
@@ -53,6 +52,7 @@ from tests.ensembles.nets import (
     some,
     values,
 )
+from tests.small import QUIET, real_fp16
 
 # not every fit here needs a validation
 pytestmark = [

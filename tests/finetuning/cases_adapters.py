@@ -4,8 +4,9 @@ import torch
 
 from lightning_tricks import Adapters, isolated_rng
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Net, Setting
+from tests.contract.lab import Lab, Setting
 from tests.finetuning.cases_lora import dtype_of, plain
+from tests.small import Net
 
 _LAYERS = ["net.0", "net.4"]
 

@@ -7,7 +7,8 @@ from lightning.pytorch import Callback
 
 from lightning_tricks import GradualUnfreezing
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Setting, full, loader
+from tests.contract.lab import Lab, Setting, full
+from tests.small import loader
 
 _EARLY, _LATE = "*net.4.*", "*"
 

@@ -4,7 +4,8 @@ import torch
 
 from lightning_tricks import LoRA, isolated_rng
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Net, Setting
+from tests.contract.lab import Lab, Setting
+from tests.small import Net
 
 _LAYERS = ["net.0", "net.4"]
 

@@ -5,8 +5,9 @@ import torch
 from lightning_tricks import PrefixTuning, isolated_rng
 from lightning_tricks.finetuning import PrefixSettings, add_prefixes
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Net, Setting
+from tests.contract.lab import Lab, Setting
 from tests.finetuning.cases_lora import dtype_of, plain
+from tests.small import Net
 
 
 def verify(lab: Lab, setting: Setting, callback: type = PrefixTuning) -> None:

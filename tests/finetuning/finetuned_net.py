@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from tests.contract.lab import QUIET, full, loader
+from tests.contract.lab import full
+from tests.small import QUIET, loader
 
 
 class FineNet(LightningModule):

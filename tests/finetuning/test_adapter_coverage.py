@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_tricks.finetuning.adaptation import CoverageCheckingCallback
 from lightning_tricks.finetuning.core.adapter_coverage import watching_coverage
-from tests.contract.lab import QUIET, EvaluatedNet, loader, traces
+from tests.contract.lab import traces
+from tests.small import QUIET, EvaluatedNet, loader
 
 
 class _Functional(nn.Linear):

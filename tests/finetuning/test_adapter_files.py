@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_tricks import load_weights
 from lightning_tricks.finetuning import LoRA, LoRASettings, add_lora, load_adapter, merge, save_adapter
-from tests.contract.lab import fork
 from tests.finetuning.models import swin
 from tests.finetuning.peft_models import perturb
+from tests.small import fork
 
 peft = pytest.importorskip("peft")
 

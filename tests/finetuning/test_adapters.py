@@ -12,8 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.finetuning import Adapters, AdapterSettings, LoRASettings, add_adapters, add_lora, merge
-from tests.contract.lab import same
 from tests.finetuning.models import IMAGES, TOKENS, bert, called, gpt2, output, swin, timm_vit, torchvision_vit
+from tests.small import same
 
 KINDS = ["houlsby", "pfeiffer", "parallel"]
 

@@ -9,8 +9,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_tricks import Adapters, LoRA, PrefixTuning, isolated_rng
-from tests.contract.lab import QUIET, full, loader, real_fp16
+from tests.contract.lab import full
 from tests.finetuning.models import ReadsWeights
+from tests.small import QUIET, loader, real_fp16
 
 
 def _added(module):

@@ -30,7 +30,7 @@ from lightning_tricks.finetuning import (
     save_adapter,
 )
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 

@@ -28,8 +28,8 @@ from lightning_tricks import Adapters, AutoResume, GradualUnfreezing, LoRA, Sche
 from lightning_tricks.finetuning import freeze_
 from lightning_tricks.lr_schedules import FactorLR
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, digits, fork, loader, real_fp16, same
 from tests.finetuning.finetuned_net import FineNet, Trace, ValidatedNet, fit, flags, moved, trained, weights
+from tests.small import QUIET, digits, fork, loader, real_fp16, same
 
 EPOCHS = {0: "head.*", 1: "block.*", 2: ["*"]}
 STEPS = {0: "head.*", 3: "block.*", 14: ["*"]}

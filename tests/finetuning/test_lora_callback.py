@@ -23,8 +23,9 @@ from lightning_tricks import (
     isolated_rng,
 )
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
-from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork, full, loader
+from tests.contract.lab import full
 from tests.finetuning.models import encoder_layer
+from tests.small import QUIET, EvaluatedNet, Net, digits, fork, loader
 
 
 class Built(EvaluatedNet):

@@ -19,8 +19,8 @@ from lightning_tricks.finetuning import (
     add_prefixes,
     merge,
 )
-from tests.contract.lab import same
 from tests.finetuning.models import called, disturb, torchvision_vit
+from tests.small import same
 
 HEADS, BATCH, QUERIES, KEYS = 2, 3, 4, 5
 FORMS = {

@@ -19,8 +19,8 @@ from lightning_tricks import (
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from lightning_tricks.lr_schedules import build_optimizer
-from tests.contract.lab import QUIET, same
 from tests.finetuning.models import IMAGES, disturb, timm_resnet, timm_vit, torchvision_vit
+from tests.small import QUIET, same
 
 
 class _Classifier(LightningModule):

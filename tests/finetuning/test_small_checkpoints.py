@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks import GradualUnfreezing, LoRA, TrainableCheckpoint, isolated_rng
 from lightning_tricks.finetuning import BaseMismatchError, LoRASettings, add_lora, load_trainable, merge
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader
 
 
 def _module(seed=0):

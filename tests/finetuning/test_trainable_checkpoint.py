@@ -18,7 +18,8 @@ from lightning_tricks import AutoResume, CheckpointRemapping, Tricks, TricksMixi
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.finetuning import BaseMismatchError, GradualUnfreezing, TrainableCheckpoint, load_trainable
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, EvaluatedNet, loader, same, traces_on_trainer
+from tests.contract.lab import traces_on_trainer
+from tests.small import QUIET, EvaluatedNet, loader, same
 
 
 class Tuned(EvaluatedNet):

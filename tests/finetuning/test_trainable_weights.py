@@ -23,7 +23,7 @@ from lightning_tricks.finetuning.core.trainable_weights import (
     load_trainable,
     recorded_base,
 )
-from tests.contract.lab import HostReads, same
+from tests.small import HostReads, same
 
 
 class WithExtraState(nn.Module):

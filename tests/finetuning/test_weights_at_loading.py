@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_tricks import CheckpointRemapping, GradualUnfreezing, LoRA, TricksMixin, isolated_rng
 from lightning_tricks.finetuning import BaseMismatchError, TrainableCheckpoint
-from tests.contract.lab import QUIET, loader, same
+from tests.small import QUIET, loader, same
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
 pytestmark = pytest.mark.filterwarnings(

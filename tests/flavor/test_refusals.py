@@ -10,7 +10,7 @@ from lightning_tricks import FusionRegressor, ScheduleSpec, TricksMixin, VotingC
 from lightning_tricks._lightning_compat.flavor import other_flavor
 from lightning_tricks.lr_schedules import build_schedule, total_steps
 from tests.contract.cases import CASES
-from tests.contract.lab import QUIET
+from tests.small import QUIET
 
 _log_of_lightning = rank_zero.log
 import pytorch_lightning as pl  # noqa: E402

@@ -20,8 +20,9 @@ from lightning_tricks import (
     VotingClassifier,
 )
 from tests.contract.checks import assert_same_run
-from tests.contract.lab import QUIET, SETTINGS, EvaluatedNet, Net, loader
+from tests.contract.lab import SETTINGS
 from tests.flops.contract import BACKWARD_MACS, FORWARD_MACS
+from tests.small import QUIET, EvaluatedNet, Net, loader
 
 STEP = 2 * (FORWARD_MACS + BACKWARD_MACS)
 

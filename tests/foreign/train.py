@@ -22,8 +22,8 @@ import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.contract.lab import HostReads
 from tests.foreign.projects import SCRIPTS
+from tests.small import HostReads
 from tests.styles.frame import STOPS, Job, added, differences, new_warnings, train
 
 READS = "AutoResume", "DeviceMonitor"  # what they read seldom is no read of a step

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_tricks import AutoResume, GradientClipping, MetricsMonitor, isolated_rng
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader
 
 
 class Stops(Callback):

@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 
 import torch
 
-from tests.contract.lab import same
 from tests.documents.generated import RESULT
+from tests.small import same
 
 ROOT = Path(__file__).parents[2]
 _IN_COLUMN = re.compile(r"test_contract::test_promise_in_setting\[(\w+)-\w+-CUDA\]")

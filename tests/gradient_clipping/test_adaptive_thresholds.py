@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.gradient_clipping import PercentileThreshold, ZScoreThreshold
-from tests.contract.lab import HostReads, same
+from tests.small import HostReads, same
 
 _norms = st.lists(st.floats(2**-10, 2**10, width=32), min_size=1, max_size=60)
 

@@ -18,7 +18,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 from lightning_tricks import GradientClipping
 from tests.contract.checks import assert_same_run
-from tests.contract.lab import QUIET, SETTINGS, HostReads, Net, identical_copies, loader, same
+from tests.contract.lab import SETTINGS, identical_copies
+from tests.small import QUIET, HostReads, Net, loader, same
 
 
 def _steps(callback):

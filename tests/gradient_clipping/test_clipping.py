@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.gradient_clipping import clip_grad_norm_, clip_grads_with_norm_, gradient_norms
-from tests.contract.lab import HostReads
+from tests.small import HostReads
 
 _NORM_TYPES = [1.0, 2.0, 3.0, 0.5, math.inf]
 

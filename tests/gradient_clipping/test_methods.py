@@ -14,7 +14,8 @@ from timm.utils.agc import adaptive_clip_grad as timm_agc
 from lightning_tricks import AGC, ClipValue, GradientClipping, PercentileClip, ZScoreClip
 from lightning_tricks.gradient_clipping import PercentileThreshold, ZScoreThreshold
 from tests.contract.checks import assert_same_run
-from tests.contract.lab import SETTINGS, HostReads, Net, full, gradient_norm, same
+from tests.contract.lab import SETTINGS, full, gradient_norm
+from tests.small import HostReads, Net, same
 
 _METHODS = {
     "value": ClipValue(0.01),

@@ -14,7 +14,8 @@ from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
 from lightning_tricks.gradient_clipping.core.clip_state import ClipState, StepCounts
 from lightning_tricks.gradient_clipping.core.clipping import GradientNorms
-from tests.contract.lab import SETTINGS, HostReads, Net, full, real_fp16, same
+from tests.contract.lab import SETTINGS, full
+from tests.small import HostReads, Net, real_fp16, same
 
 _OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),

@@ -19,7 +19,7 @@ from lightning_tricks.gradient_clipping import (
 )
 from lightning_tricks.gradient_clipping.core.clip_state import ClipGroups, ClipState
 from lightning_tricks.gradient_clipping.core.unit_clipping import _clip_units_foreach_, _clip_units_one_by_one_
-from tests.contract.lab import HostReads, fork
+from tests.small import HostReads, fork
 
 _shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)
 

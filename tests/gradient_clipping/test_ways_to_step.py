@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_
-from tests.contract.lab import QUIET
+from tests.small import QUIET
 
 _DIRECTION = torch.tensor([3.0, 4.0])  # the gradient has the norm 5, whatever the weights are
 

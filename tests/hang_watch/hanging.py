@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_tricks import HangWatch
-from tests.contract.lab import QUIET, EvaluatedNet, digits, fork, loader
+from tests.small import QUIET, EvaluatedNet, digits, fork, loader
 
 
 class Stands(EvaluatedNet):

@@ -15,7 +15,7 @@ from lightning_tricks import HangWatch
 from lightning_tricks.cli import main
 from lightning_tricks.hang_watch import compare_ranks
 from lightning_tricks.hang_watch.core.record import RankRecord, read_record
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader
 
 
 def fit(callbacks, module=None, **trainer):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import ImageLogger
-from tests.contract.lab import QUIET, HostReads, Net
+from tests.small import QUIET, HostReads, Net
 
 PIXELS = torch.rand(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(24) % 10

@@ -10,8 +10,8 @@ from PIL import Image
 
 from lightning_tricks import ImageLogger, RunReport, Tricks, overlay_masks
 from lightning_tricks.images.functional import class_colors
-from tests.contract.lab import QUIET
 from tests.images.test_callback import Images, loader, trainer
+from tests.small import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks._lightning_compat.observers import observe_errors
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader
 
 
 class _Fails(EvaluatedNet):

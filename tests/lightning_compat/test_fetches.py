@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step
 from lightning_tricks._lightning_compat.observers import observe_fetches, observe_iterators
-from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 VAL, TEST = 3, 2
 
@@ -158,7 +158,7 @@ def test_each_call_of_log_is_observed_before_it_is_carried_out():
     from lightning.pytorch import Trainer
 
     from lightning_tricks._lightning_compat.logged_values import observe_log_calls
-    from tests.contract.lab import QUIET, EvaluatedNet, loader
+    from tests.small import QUIET, EvaluatedNet, loader
 
     calls = []
     trainer = Trainer(max_epochs=1, **QUIET)

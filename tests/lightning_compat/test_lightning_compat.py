@@ -33,7 +33,7 @@ from lightning_tricks._lightning_compat import (
     results,
 )
 from lightning_tricks._lightning_compat.trainer import model_averager
-from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 
 class _Hyper(Net):

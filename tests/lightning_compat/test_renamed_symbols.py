@@ -29,7 +29,7 @@ from lightning_tricks._lightning_compat import (
     results,
 )
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
-from tests.contract.lab import QUIET, Net, loader
+from tests.small import QUIET, Net, loader
 
 _TRICKS = "AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest"
 MATCH = f"^({_TRICKS}) does not work with lightning {lightning.__version__}.*install"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks import OptimizerSpec, ScheduleSpec
 from lightning_tricks.lr_schedules import build_optimizer, build_schedule, total_steps
-from tests.contract.lab import QUIET, Net, digits, loader, same
+from tests.small import QUIET, Net, digits, loader, same
 
 pytestmark = pytest.mark.oldest
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_tricks import OptimizerSpec
 from lightning_tricks.lr_schedules import build_optimizer, layer_of_parameters, parameter_groups
-from tests.contract.lab import Net
+from tests.small import Net
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "deit_tiny_patch16_224", "mixer_s32_224"])

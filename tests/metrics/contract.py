@@ -5,7 +5,8 @@ from lightning.pytorch import Callback
 
 from lightning_tricks import MetricsMonitor
 from tests.contract.case import Case
-from tests.contract.lab import BATCHES, Lab, Setting
+from tests.contract.lab import Lab, Setting
+from tests.small import BATCHES
 
 METRICS = {"task": "multiclass", "num_classes": 10}
 

@@ -5,7 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.contract.lab import QUIET
+from tests.small import QUIET
 
 
 def trainer(*callbacks, **arguments):

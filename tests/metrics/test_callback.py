@@ -21,8 +21,8 @@ from torchmetrics.wrappers import MetricTracker
 from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
 from lightning_tricks.metrics import MetricsError
 from lightning_tricks.metrics.core.history import EpochRecord, History
-from tests.contract.lab import EvaluatedNet, Net, digits, fork
 from tests.metrics.tables import OneLoader, Table, Trained, loader_of, numbers, table, trainer, truth
+from tests.small import EvaluatedNet, Net, digits, fork
 
 # Lightning's advice to validate on one process, which is what exact evaluation makes needless
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")

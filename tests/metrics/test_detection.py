@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import MetricsMonitor, MetricSuite
 from lightning_tricks.metrics import MetricsError, preset
-from tests.contract.lab import QUIET
+from tests.small import QUIET
 
 pytest.importorskip("pycocotools", reason="the extra 'detection' is not installed")
 

@@ -30,8 +30,8 @@ from lightning_tricks._shared.report_parts import ClassValues
 from lightning_tricks.metrics import MetricsError
 from lightning_tricks.metrics.core.metric_table import find_name_conflict, per_class_names
 from lightning_tricks.run_report import read_record
-from tests.contract.lab import EvaluatedNet, digits, fork
 from tests.metrics.tables import trainer
+from tests.small import EvaluatedNet, digits, fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 ACC = {"acc": tm.MulticlassAccuracy(4, average="micro")}

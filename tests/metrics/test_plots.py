@@ -21,8 +21,8 @@ from lightning_tricks import (
 )
 from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks.metrics.core.plots import as_array, classes_figure, confusion_figure, curves_figure
-from tests.contract.lab import QUIET
 from tests.metrics.tables import OneLoader, loader_of, table
+from tests.small import QUIET
 
 # Lightning's advice on its logging interval
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")

@@ -20,9 +20,9 @@ from lightning_tricks import (
 )
 from lightning_tricks._shared.report_parts import ClassValues, Reliability
 from lightning_tricks.metrics import MetricsError
-from tests.contract.lab import fork
 from tests.metrics.tables import Table, loader_of, trainer
 from tests.metrics.test_presets import measured
+from tests.small import fork
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `DistributedSampler`"),

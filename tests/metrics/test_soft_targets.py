@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import MetricsMonitor, MetricSuite, multiclass_metrics
 from lightning_tricks.metrics import preset
-from tests.contract.lab import QUIET
 from tests.metrics.test_presets import FEW, SEEDS, assert_same, measured
+from tests.small import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 

@@ -25,8 +25,8 @@ from lightning_tricks import (
     segmentation_metrics,
 )
 from lightning_tricks.metrics.core.metric_properties import can_concat_batches
-from tests.contract.lab import QUIET
 from tests.metrics.tables import Table
+from tests.small import QUIET
 
 pytestmark = pytest.mark.oldest
 

@@ -21,7 +21,7 @@ from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.metric_groups import ScoreHistogram
 from lightning_tricks.metrics.core.metric_properties import Task
 from lightning_tricks.metrics.core.metric_table import stack_numbers
-from tests.contract.lab import HostReads
+from tests.small import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.rand(60, 4, generator=GENERATOR)

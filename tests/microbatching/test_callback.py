@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, Microbatching
-from tests.contract.lab import real_fp16
 from tests.microbatching.models import Memory, Net, difference, fit, rows_of
+from tests.small import real_fp16
 
 WAYS = {
     "fixed": lambda: (Microbatching(3), None),

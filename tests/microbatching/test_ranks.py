@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_tricks import Microbatching
 from lightning_tricks.microbatching.callback import waits_in_forward
-from tests.contract.lab import QUIET, real_fp16
 from tests.microbatching.models import Memory, Net, fit, rows_of
+from tests.small import QUIET, real_fp16
 
 
 class Ranked(Net):

@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks import Tricks, TricksMixin, seed_everything
 from tests.contract.cases import CASES
-from tests.contract.lab import FP32, QUIET, EvaluatedNet, Net, loader, same
+from tests.contract.lab import FP32
+from tests.small import QUIET, EvaluatedNet, Net, loader, same
 
 FIELDS = {field.metadata["callback"]: field.name for field in dataclasses.fields(Tricks) if field.metadata}
 _CASES = {case.callback.__name__: case for case in CASES.values()}

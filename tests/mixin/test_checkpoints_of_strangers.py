@@ -17,7 +17,7 @@ import lightning_tricks
 from lightning_tricks import AGC, ClipValue, PercentileClip, Tricks, TricksMixin, VotingClassifier, ZScoreClip
 from lightning_tricks.checkpoint_remapping import CheckpointError, UnsafeCheckpointError
 from lightning_tricks.gradient_clipping.core.methods import METHODS, ClipNorm
-from tests.contract.lab import QUIET, loader
+from tests.small import QUIET, loader
 
 _OF_CLI = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
 _NAMED = "These tricks are off, as a checkpoint must not decide which files are read or written"

@@ -28,7 +28,8 @@ from lightning_tricks import (
     seed_everything,
 )
 from lightning_tricks._torch_compat.modules import loads_as_torch_does
-from tests.contract.lab import QUIET, SETTINGS, loader, same
+from tests.contract.lab import SETTINGS
+from tests.small import QUIET, loader, same
 
 pytestmark = pytest.mark.oldest
 

@@ -9,7 +9,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks import ModelReport, Tricks, TricksMixin
-from tests.contract.lab import QUIET, SETTINGS, Net, loader
+from tests.contract.lab import SETTINGS
+from tests.small import QUIET, Net, loader
 
 
 def fit(callbacks, module=None, **arguments):

@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_tricks import summarize_model
 from lightning_tricks._shared.extras import install_command
-from tests.contract.lab import same
 from tests.shared.test_model_copy import NETS, ROWS, Breaks, state_of
 from tests.shared.test_trainer_stub import BATCH, Adversaries, Classifier
+from tests.small import same
 
 
 def trained(*sizes):

@@ -8,7 +8,8 @@ from packaging.version import Version
 
 from lightning_tricks import PredictionWriter, isolated_rng
 from tests.contract.case import Case
-from tests.contract.lab import EvaluatedNet, Lab, Setting, digits, fork, loader, real_fp16
+from tests.contract.lab import Lab, Setting
+from tests.small import EvaluatedNet, digits, fork, loader, real_fp16
 
 
 def verify(lab: Lab, setting: Setting, callback: type = PredictionWriter) -> None:

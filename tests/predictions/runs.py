@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from tests.contract.lab import QUIET
+from tests.small import QUIET
 
 
 class Numbers(Dataset):

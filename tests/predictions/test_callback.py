@@ -34,9 +34,9 @@ from torch.utils.data import (
 
 from lightning_tricks import AutoResume, PredictionWriter, SeedEverything
 from lightning_tricks.predictions.core.parts import MergedParts
-from tests.contract.lab import QUIET, fork
 from tests.contract.processes import append_output_to, run_and_exit
 from tests.predictions.runs import TWO_RANKS, Numbers, Squares, predict, rows_of, squares
+from tests.small import QUIET, fork
 
 FORMATS = ("jsonl", "npz", "pt", "parquet")
 # What Lightning says of loaders that are unusual in a prediction

@@ -7,7 +7,8 @@ from lightning.pytorch import Callback
 
 from lightning_tricks import RestoreBest
 from tests.contract.case import Case
-from tests.contract.lab import EvaluatedNet, Lab, Setting, full, same
+from tests.contract.lab import Lab, Setting, full
+from tests.small import EvaluatedNet, same
 
 
 class Watches(Callback):

@@ -30,8 +30,8 @@ from lightning_tricks import (
 )
 from lightning_tricks.finetuning import merge
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, EvaluatedNet, fork, loader, same
 from tests.restore_best.contract import Validated, Watches, state_of
+from tests.small import QUIET, EvaluatedNet, fork, loader, same
 
 
 class Scored(EvaluatedNet):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin, isolated_rng
 from lightning_tricks.run_fingerprint import compare, read_ranks
-from tests.contract.lab import QUIET, HostReads, Net, digits
+from tests.small import QUIET, HostReads, Net, digits
 
 
 class ConvNet(Net):

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import nn
 
 from lightning_tricks.run_fingerprint import fingerprint
-from tests.contract.lab import HostReads
 from tests.emulated_cuda.device import EmulatedCuda
+from tests.small import HostReads
 
 ROW = 32_749
 MASK = 2**64 - 1

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_tricks import RunFingerprint, SeedEverything, assert_reproducible
-from tests.contract.lab import QUIET, Net, digits
+from tests.small import QUIET, Net, digits
 
 
 def trainer(seed=1, **arguments):

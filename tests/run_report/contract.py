@@ -5,7 +5,8 @@ import torch
 from lightning_tricks import RunReport
 from lightning_tricks.run_report import read_record
 from tests.contract.case import Case
-from tests.contract.lab import Lab, Net, Setting
+from tests.contract.lab import Lab, Setting
+from tests.small import Net
 
 
 class _Logs(Net):

@@ -29,8 +29,8 @@ from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix,
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 from tests.contract.processes import run_and_exit
+from tests.small import QUIET, EvaluatedNet, Net, digits, loader
 
 
 class Logs(Net):

@@ -14,9 +14,9 @@ from lightning_tricks.run_report.core.record import GitState, Resume, Row
 from lightning_tricks.run_report.core.record_file import write_rows, write_run
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.core.svg import make_scale
-from tests.contract.lab import EvaluatedNet
 from tests.run_report.test_callback import train
 from tests.run_report.test_whole_page import Tree
+from tests.small import EvaluatedNet
 
 EVIL = "<script>alert('x')</script>\"'&"
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunReport
 from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
-from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 from tests.run_report.test_callback import train
+from tests.small import QUIET, EvaluatedNet, Net, digits, loader
 
 CONSTANT = "The learning rate was 0.01 in all steps: a schedule"
 

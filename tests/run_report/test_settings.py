@@ -17,7 +17,7 @@ from lightning_tricks import GradientClipping, RunReport
 from lightning_tricks.run_report import comparison_page, find_all, read_record
 from lightning_tricks.run_report.core.comparison_page import differing_settings
 from lightning_tricks.run_report.core.setting_texts import SettingTexts
-from tests.contract.lab import QUIET, EvaluatedNet, digits, loader
+from tests.small import QUIET, EvaluatedNet, digits, loader
 
 
 class Noisy(Callback):

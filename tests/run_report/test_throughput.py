@@ -10,8 +10,8 @@ from lightning_tricks._shared.report_parts import DeviceUse
 from lightning_tricks.run_report import RunRecord, read_record
 from lightning_tricks.run_report.core.page import throughput
 from lightning_tricks.run_report.core.run_writer import ThroughputMeter
-from tests.contract.lab import QUIET, Net, digits, loader
 from tests.run_report.test_callback import Logs
+from tests.small import QUIET, Net, digits, loader
 
 
 class Uneven(Logs):

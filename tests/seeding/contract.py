@@ -3,7 +3,8 @@
 from lightning_tricks import SeedEverything
 from tests.contract.case import Case
 from tests.contract.checks import assert_same_run
-from tests.contract.lab import Lab, Setting, same
+from tests.contract.lab import Lab, Setting
+from tests.small import same
 
 
 def verify(lab: Lab, setting: Setting, callback: type = SeedEverything) -> None:

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, 
 
 from lightning_tricks import SeedEverything, seed_everything
 from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
-from tests.contract.lab import QUIET, SETTINGS, Net, digits, same
+from tests.contract.lab import SETTINGS
+from tests.small import QUIET, Net, digits, same
 
 _ELSEWHERE = itertools.count(1000)
 _WORKERS = [

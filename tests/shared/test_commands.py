@@ -20,10 +20,10 @@ from lightning_tricks.cli import _STAGES, main
 from lightning_tricks.hang_watch.core.record import RankRecord
 from lightning_tricks.seeding import isolated_seeding
 from tests.architecture.persisted_names import actions_of, command_actions, subcommands
-from tests.contract.lab import QUIET, Net, loader
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
 from tests.run_fingerprint.test_callback import AtStep, draw, record
 from tests.shared.test_console import unread
+from tests.small import QUIET, Net, loader
 
 _ALIGNED = 'w.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1}'
 # command -> arguments that it does not take, some with which its work fails, the status then, and some that succeed

@@ -14,7 +14,7 @@ from lightning_tricks._shared.console import make_console, print_report
 from lightning_tricks._shared.fitting_table import FittingTable
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.cli import main
-from tests.contract.lab import QUIET, Net, loader
+from tests.small import QUIET, Net, loader
 
 _WORDS = " ".join(["wide"] * 30)
 

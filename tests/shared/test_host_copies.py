@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_tricks._shared import host_copies
 from lightning_tricks._shared.host_copies import HostCopies, stage_on_host
-from tests.contract.lab import same
 from tests.emulated_cuda.device import EmulatedCuda
+from tests.small import same
 
 
 def saved_and_loaded(value):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import FlopsReport, count_flops, summarize_model
-from tests.contract.lab import QUIET, loader
 from tests.shared.test_trainer_stub import Classifier
+from tests.small import QUIET, loader
 
 CONV = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 IMAGES = torch.zeros(2, 3, 8, 8)

@@ -13,7 +13,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks import count_flops
-from tests.contract.lab import same, traces
+from tests.contract.lab import traces
+from tests.small import same
 
 IMAGES, ROWS, TOKENS = torch.randn(1, 3, 8, 8), torch.randn(2, 8), torch.randint(0, 10, (2, 5))
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import FlopsReport, ModelReport, count_flops, summarize_model
 from lightning_tricks._shared.dry_run.shared_state import restored_state
-from tests.contract.lab import QUIET
+from tests.small import QUIET
 
 _SEEN: list = []
 _COUNT = 0

@@ -16,7 +16,8 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_tricks import FlopsReport, ModelReport, count_flops, summarize_model
-from tests.contract.lab import QUIET, same, traces
+from tests.contract.lab import traces
+from tests.small import QUIET, same
 
 pytestmark = pytest.mark.oldest
 

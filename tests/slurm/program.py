@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_tricks import AutoResume, isolated_rng
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader
 
 
 class Tells(Callback):

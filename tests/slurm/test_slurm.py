@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.lab import same
 from tests.slurm.cluster import cluster, why_missing
+from tests.small import same
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = f"{shlex.quote(sys.executable)} {ROOT / 'tests/slurm/program.py'}"

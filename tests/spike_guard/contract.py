@@ -10,7 +10,8 @@ from unittest.mock import patch
 from lightning_tricks import SpikeGuard
 from tests.contract import lab as laboratory
 from tests.contract.case import Case
-from tests.contract.lab import BATCHES, Lab, Setting, same
+from tests.contract.lab import Lab, Setting
+from tests.small import BATCHES, same
 from tests.spike_guard.oracle import Rows, loader
 
 

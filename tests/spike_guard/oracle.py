@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.contract.lab import QUIET, digits, real_fp16
+from tests.small import QUIET, digits, real_fp16
 
 BATCH = 4
 

@@ -7,7 +7,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import AutoResume, GradientClipping, PercentileClip, SpikeGuard, ZScoreClip
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, HostReads, Lab, same
+from tests.contract.lab import Lab
+from tests.small import QUIET, HostReads, same
 from tests.spike_guard.oracle import Noisy, Rows, loader, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:SpikeGuard:UserWarning", "ignore:.*lr_scheduler.step:UserWarning")

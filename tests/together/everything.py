@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_tricks import isolated_rng
 from tests.contract.cases import CASES
-from tests.contract.lab import EvaluatedNet
+from tests.small import EvaluatedNet
 
 STOPPED = 75  # what AutoResume exits with
 NORM_TYPE = CASES["GradientClipping"].arguments["norm_type"]

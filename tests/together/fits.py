@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from tests.contract.cases import CASES
-from tests.contract.lab import QUIET, attributes, digits, fork, full, real_fp16, traces, unscaled
+from tests.contract.lab import attributes, full, traces, unscaled
+from tests.small import QUIET, digits, fork, real_fp16
 from tests.together.everything import NORM_TYPE
 
 VALIDATED = 38  # on two ranks, one sample is repeated

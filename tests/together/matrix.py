@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.contract.cases import CASES
-from tests.contract.lab import same
+from tests.small import same
 from tests.together.everything import STOPPED, TogetherNet, changers, make_all, write_pretrained
 from tests.together.fits import VALIDATED, Fits, Left, StopsAt, Way, logged_rows
 from tests.together.pairwise import all_rows

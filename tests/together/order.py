@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests.contract.cases import CASES
-from tests.contract.lab import same
+from tests.small import same
 from tests.together.everything import STOPPED, TogetherNet, make_all, write_pretrained
 from tests.together.fits import Fits, StopsAt, Way, logged_rows
 from tests.together.matrix import differences

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_tricks._callback import TrickCallback
 from tests.contract.cases import CASES
-from tests.contract.lab import QUIET, Net, loader
+from tests.small import QUIET, Net, loader
 
 
 class Ends(Callback):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contract.cases import CASES
-from tests.contract.lab import HostReads
+from tests.small import HostReads
 from tests.together.everything import TogetherNet, make_all
 from tests.together.fits import Fits, Way
 from tests.together.matrix import FACTORS, check_together

@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks import LoRA, SeedEverything
 from tests.contract.cases import CASES
-from tests.contract.lab import QUIET, Net, loader, same
+from tests.small import QUIET, Net, loader, same
 from tests.together.order import assert_same_left, fit_in_order
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_tricks import FlopsReport, MetricsMonitor, ModelReport, SpikeGuard, multiclass_metrics
 from lightning_tricks._shared.console import is_verbose
 from tests.contract.cases import CASES
-from tests.contract.lab import QUIET, loader
+from tests.small import QUIET, loader
 from tests.together.everything import TogetherNet
 from tests.together.programs import programs
 

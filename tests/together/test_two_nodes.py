@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.contract.lab import same
+from tests.small import same
 from tests.together.fits import VALIDATED
 from tests.together.matrix import differences
 from tests.together.two_nodes import run_two_nodes

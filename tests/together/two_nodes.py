@@ -23,8 +23,8 @@ from lightning_tricks import (
     RunFingerprint,
     SeedEverything,
 )
-from tests.contract.lab import QUIET, digits
 from tests.contract.processes import append_output_to, free_port, run_and_exit
+from tests.small import QUIET, digits
 from tests.together.everything import NORM_TYPE, TogetherNet
 from tests.together.fits import VALIDATED, First, Last
 
