@@ -1,6 +1,5 @@
 """`CudaMemory` in real fits: reports of memory that really ran out, and what is logged with the figures of a GPU."""
 
-import csv
 import os
 import pickle
 import re
@@ -16,7 +15,8 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.devices import CudaMemory, MemoryReport
-from tests.small import QUIET, EvaluatedNet, Net, digits, loader
+from tests.devices.runs import SavesInTheMiddle, rows
+from tests.small import QUIET, EvaluatedNet, Net, digits, fit, loader
 
 GIB = 2**30
 
@@ -85,13 +85,7 @@ def test_memory_that_really_runs_out_in_training(tmp_path, told):
         "  [1]: int64 4 on cpu, 32 B",
     ):
         assert line in text.splitlines()
-    for words in (
-        "net.0.weight",
-        "exp_avg of net.0.weight",
-        "512x64",
-        "4503599627370496 bytes",
-        "more than all memory",
-    ):
+    for words in ("exp_avg of net.0.weight", "512x64", "4503599627370496 bytes", "more than all memory"):
         assert words in text
     assert [path.name for path in (tmp_path / "made" / "here").iterdir()] == ["out_of_memory-rank0.txt"]
     advice = told(error)
@@ -163,7 +157,7 @@ class Breaks(Net):
 def test_another_error_is_left_alone(tmp_path, error):
     callback = CudaMemory(dirpath=tmp_path)
     with pytest.raises(type(error)):
-        Trainer(callbacks=[callback], max_epochs=1, **QUIET).fit(Breaks(error), loader())
+        fit(Breaks(error), callback)
     assert not notes(error)
     assert not list(tmp_path.iterdir())
     assert callback.report is None
@@ -191,7 +185,7 @@ def test_a_failure_in_the_report_does_not_replace_the_error(tmp_path, monkeypatc
     assert callback._step is None
 
 
-class Batches(torch.utils.data.Dataset):
+class Batches(Dataset):
     """Batches that can be told apart, and that say when they are gone."""
 
     def __init__(self):
@@ -219,19 +213,14 @@ def test_no_batch_is_kept_after_its_step():
 
     for callbacks in ([], [CudaMemory()]):
         data = Batches()
-        trainer = Trainer(callbacks=[watch(data), *callbacks], max_epochs=1, **QUIET)
-        trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=None))
-        del trainer
+        fit(Net(), watch(data), *callbacks, data=DataLoader(data, batch_size=None))
         assert not any(reference() for reference in data.references[:-1])
     assert alive[:3] == alive[3:]
 
 
 def test_on_a_cpu_it_says_once_what_it_leaves_out(lightning_log, tmp_path):
     callback = CudaMemory(limit=0.5, record_history=True, empty_cache_every_n_epochs=1)
-    logger = CSVLogger(tmp_path, version=0)
-    Trainer(callbacks=[callback], **{**QUIET, "logger": logger, "max_epochs": 3, "log_every_n_steps": 1}).fit(
-        Net(), loader()
-    )
+    fit(Net(), callback, logger=CSVLogger(tmp_path, version=0), max_epochs=3, log_every_n_steps=1)
     said = [line for _, text in lightning_log for line in text.splitlines() if "CudaMemory" in line]
     assert len(said) == 1
     assert "logs, limits and records nothing on cpu" in said[0]
@@ -250,7 +239,7 @@ def test_a_second_fit_and_a_pickle_in_the_middle(tmp_path):
             self.copy = pickle.loads(pickle.dumps(callback))
 
     pickles = Pickles()
-    Trainer(callbacks=[callback, pickles], max_epochs=1, **QUIET).fit(Net(), loader())
+    fit(Net(), callback, pickles)
     assert pickles.copy.dirpath == tmp_path
     assert pickles.copy._step is None
     run(Hungry(batch_idx=5), callback)
@@ -286,9 +275,16 @@ def test_a_tuner_that_tries_batch_sizes_is_not_reported(tmp_path):
 
 
 def test_a_worker_of_the_loader_that_runs_out(tmp_path, told):
+    class Refused(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return np.zeros(1 << 50)
+
     data = DataLoader(Refused(), num_workers=1)
     with pytest.raises(RuntimeError) as caught:
-        Trainer(callbacks=[CudaMemory(dirpath=tmp_path)], max_epochs=1, **QUIET).fit(Net(), data)
+        fit(Net(), CudaMemory(dirpath=tmp_path), data=data)
     assert "more than all memory" in told(caught.value)
     assert "8192 TiB were requested" in (tmp_path / "out_of_memory-rank0.txt").read_text()
 
@@ -300,16 +296,8 @@ def test_a_module_that_cannot_be_looked_into_ends_no_fit(tmp_path):
 
     callback = CudaMemory(dirpath=tmp_path)
     with pytest.warns(UserWarning, match="could not report on the memory at the end of the fit: TypeError"):
-        Trainer(callbacks=[callback], max_epochs=1, **QUIET).fit(Old(), loader())
+        fit(Old(), callback)
     assert callback.report is None
-
-
-class Refused(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return np.zeros(1 << 50)
 
 
 def test_bad_arguments_are_named():
@@ -414,27 +402,22 @@ class Uses(EvaluatedNet):
 
 
 def logged(folder):
-    with (folder / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    names = [name for name in rows[0] if name.startswith("cuda_memory/")]
-    return [
-        {name.removeprefix("cuda_memory/"): float(row[name]) for name in names if row[name]}
-        | {"step": int(row["step"])}
-        for row in rows
-        if any(row[name] for name in names)
+    found = [
+        {name.removeprefix("cuda_memory/"): value for name, value in row.items() if name.startswith(("cuda_", "step"))}
+        for row in rows(CSVLogger(folder, version=0))
     ]
+    return [row for row in found if row.keys() != {"step"}]
 
 
 def fit_on(gpu, tmp_path, module=None, callback=None, epochs=2, **arguments):
     callback = callback or Pretends(gpu)
-    options = {**QUIET, "logger": CSVLogger(tmp_path, version=0), "max_epochs": epochs, "log_every_n_steps": 1}
-    trainer = Trainer(callbacks=[callback], **{**options, **arguments})
-    trainer.fit(module or Uses(gpu), loader(), loader())
-    return callback, trainer
+    options = {"logger": CSVLogger(tmp_path, version=0), "max_epochs": epochs, "log_every_n_steps": 1, **arguments}
+    fit(module or Uses(gpu), callback, **options)
+    return callback
 
 
 def test_peaks_of_training_and_validation_apart(gpu, tmp_path):
-    callback, _ = fit_on(gpu, tmp_path, num_sanity_val_steps=2, val_check_interval=0.5)
+    callback = fit_on(gpu, tmp_path, num_sanity_val_steps=2, val_check_interval=0.5)
     sizes = {"allocated_gib": 1.0, "reserved_gib": 2.0, "val_peak_gib": 8.0}
     assert logged(tmp_path) == [
         {**sizes, "train_peak_gib": 4.0, "step": 9},
@@ -448,13 +431,8 @@ def test_peaks_of_training_and_validation_apart(gpu, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_the_peak_of_an_epoch_that_resumes_in_the_middle(gpu, tmp_path):
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 5:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
     options = {**QUIET, "max_epochs": 1, "limit_val_batches": 0}
-    Trainer(callbacks=[Saves()], **options).fit(Uses(gpu), loader(), loader())
+    fit(Uses(gpu), SavesInTheMiddle(tmp_path / "middle.ckpt"), **options)
     logger = CSVLogger(tmp_path, version=0)
     trainer = Trainer(callbacks=[Pretends(gpu)], **{**options, "logger": logger, "log_every_n_steps": 1})
     trainer.fit(Uses(gpu), loader(), loader(), ckpt_path=tmp_path / "middle.ckpt")
@@ -469,14 +447,9 @@ def test_the_peak_of_a_stage_alone(gpu, tmp_path, function, key):
     assert logged(tmp_path) == [{key: 8.0, "step": 0}]
 
 
-def test_the_limit_is_that_of_the_ranks_own_device(gpu, tmp_path):
-    fit_on(gpu, tmp_path, callback=Pretends(gpu, limit=0.25))
-    assert gpu.calls == [("limit", 0.25, gpu.device)]
-
-
-def test_the_cache_is_emptied_every_second_epoch(gpu, tmp_path):
-    fit_on(gpu, tmp_path, callback=Pretends(gpu, empty_cache_every_n_epochs=2), epochs=5)
-    assert gpu.calls == ["empty_cache"] * 2
+def test_the_limit_is_that_of_the_ranks_own_device_and_the_cache_is_emptied_every_second_epoch(gpu, tmp_path):
+    fit_on(gpu, tmp_path, callback=Pretends(gpu, limit=0.25, empty_cache_every_n_epochs=2), epochs=5)
+    assert gpu.calls == [("limit", 0.25, gpu.device), "empty_cache", "empty_cache"]
 
 
 class Keeps(Uses):
@@ -494,13 +467,9 @@ def test_growth_is_warned_of_once(gpu, tmp_path):
     with pytest.warns(
         UserWarning, match=r"grew in each of the last 4 epochs, from 2 GiB to 4 GiB\. .*detach"
     ) as caught:
-        callback, _ = fit_on(gpu, tmp_path, Keeps(gpu, [1] + 7 * [0.5]), epochs=8)
+        callback = fit_on(gpu, tmp_path, Keeps(gpu, [1] + 7 * [0.5]), epochs=8)
     assert len([one for one in caught if "grew" in str(one.message)]) == 1
     assert callback.report.growth_per_epoch == GIB // 2
-
-
-def test_memory_that_grows_now_and_then_is_no_leak(gpu, tmp_path):
-    fit_on(gpu, tmp_path, Keeps(gpu, [4, 1, 1, 1, 0, 1, 1, 1]), epochs=8)  # a warning would be an error
 
 
 class Exhausted(Uses):
@@ -516,19 +485,12 @@ def test_a_gpu_that_is_full(gpu, tmp_path, told):
     callback = Pretends(gpu, record_history=True, limit=0.5, dirpath=tmp_path / "oom")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit_on(gpu, tmp_path, Exhausted(gpu), callback)
-    assert sorted(path.name for path in (tmp_path / "oom").iterdir()) == [
-        "out_of_memory-rank0.pickle",
-        "out_of_memory-rank0.txt",
-    ]
+    assert {path.name for path in (tmp_path / "oom").iterdir()} == {
+        f"out_of_memory-rank0.{e}" for e in ("pickle", "txt")
+    }
     assert (tmp_path / "oom" / "out_of_memory-rank0.pickle").read_bytes() == b"snapshot"
     text = (tmp_path / "oom" / "out_of_memory-rank0.txt").read_text()
-    for words in (
-        "Memory of cuda:1",
-        "2 GiB were requested",
-        "allocated: 1 GiB (peak 4 GiB)",
-        "raise limit=0.5",
-        "hold 77 GiB",
-    ):
+    for words in ("Memory of cuda:1", "2 GiB were requested", "allocated: 1 GiB (peak 4 GiB)", "hold 77 GiB"):
         assert words in text
     assert "raise limit=0.5" in told(caught.value)
     records = [given for name, given in (call for call in gpu.calls if isinstance(call, tuple) and call[0] == "record")]
@@ -557,9 +519,8 @@ class RealGpuNet(Net):
 @pytest.mark.gpu("only the real allocator has a history")
 def test_a_real_gpu_runs_out(tmp_path):
     callback = CudaMemory(dirpath=tmp_path, record_history=True)
-    trainer = Trainer(callbacks=[callback], max_epochs=1, **{**QUIET, "accelerator": "gpu", "devices": 1})
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.fit(RealGpuNet(hidden=512), loader())
+        fit(RealGpuNet(hidden=512), callback, accelerator="gpu", devices=1)
     text = (tmp_path / "out_of_memory-rank0.txt").read_text()
     for words in ("stage train, epoch 0, batch 3", "float32 4x64 on cuda:0", "exp_avg of net.0.weight"):
         assert words in text
@@ -581,13 +542,11 @@ class RealLeak(Net):
 @pytest.mark.gpu
 def test_a_real_gpu_is_watched(tmp_path):
     callback = CudaMemory(empty_cache_every_n_epochs=2, limit=0.9)
-    options = {**QUIET, "accelerator": "gpu", "devices": 1, "logger": CSVLogger(tmp_path, version=0)}
-    trainer = Trainer(callbacks=[callback], max_epochs=6, log_every_n_steps=1, **options)
+    options = {"accelerator": "gpu", "devices": 1, "logger": CSVLogger(tmp_path, version=0), "log_every_n_steps": 1}
     with pytest.warns(UserWarning, match="grew in each of the last 4 epochs"):
-        trainer.fit(RealLeak(), loader())
-    rows = logged(tmp_path)
-    assert len(rows) == 6
-    for row in rows:
+        fit(RealLeak(), callback, max_epochs=6, **options)
+    assert len(logged(tmp_path)) == 6
+    for row in logged(tmp_path):
         assert row["train_peak_gib"] >= row["allocated_gib"] > 0
         assert row["reserved_gib"] >= row["allocated_gib"]
     assert callback.report.growth_per_epoch >= 10 * 4 * 2**16
@@ -603,8 +562,7 @@ def test_no_step_waits_for_a_real_gpu():
         def on_train_batch_end(self, *args):
             torch.cuda.set_sync_debug_mode("default")
 
-    options = {**QUIET, "accelerator": "gpu", "devices": 1}
     try:
-        Trainer(callbacks=[Strict(), CudaMemory()], max_epochs=1, **options).fit(Net(optimization="sgd"), loader())
+        fit(Net("sgd"), Strict(), CudaMemory(), accelerator="gpu", devices=1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
