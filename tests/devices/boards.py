@@ -2,7 +2,6 @@
 
 # Values that kinds of boards and drivers do not report: function -> error, for `FakeGpu(fails=...)`
 CONSUMER_BOARD = {"nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED", "nvmlDeviceGetMigMode": "NOT_SUPPORTED"}
-PASSIVELY_COOLED = {"nvmlDeviceGetFanSpeed": "NOT_SUPPORTED"}
 UNIFIED_MEMORY = {
     "nvmlDeviceGetMemoryInfo": "NOT_SUPPORTED",
     "nvmlDeviceGetFanSpeed": "NOT_SUPPORTED",

@@ -485,9 +485,7 @@ def test_a_gpu_that_is_full(gpu, tmp_path, told):
     callback = Pretends(gpu, record_history=True, limit=0.5, dirpath=tmp_path / "oom")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit_on(gpu, tmp_path, Exhausted(gpu), callback)
-    assert {path.name for path in (tmp_path / "oom").iterdir()} == {
-        f"out_of_memory-rank0.{e}" for e in ("pickle", "txt")
-    }
+    assert len(list((tmp_path / "oom").iterdir())) == 2
     assert (tmp_path / "oom" / "out_of_memory-rank0.pickle").read_bytes() == b"snapshot"
     text = (tmp_path / "oom" / "out_of_memory-rank0.txt").read_text()
     for words in ("Memory of cuda:1", "2 GiB were requested", "allocated: 1 GiB (peak 4 GiB)", "hold 77 GiB"):

@@ -1,6 +1,5 @@
 """DeviceMonitor in real Trainers."""
 
-import csv
 import io
 import json
 import sys
@@ -21,7 +20,9 @@ from lightning_tricks.devices.core import bottleneck, utilization
 from lightning_tricks.devices.core.device_summary import DEFAULT_KEYS
 from lightning_tricks.devices.device_monitor import DeviceMonitor
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
+from tests.devices.runs import SavesInTheMiddle, rows
 from tests.small import QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import fit as train
 
 HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
 LOGGED = {"host/cpu_utilization", "host/data_wait"}
@@ -31,15 +32,8 @@ def threads():
     return [thread.name for thread in threading.enumerate() if "lightning_tricks" in thread.name]
 
 
-def rows(logger):
-    with Path(logger.log_dir, "metrics.csv").open() as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-
-
-def fit(callback, *more, module=None, loaders=(), **trainer):
-    runner = Trainer(callbacks=[callback, *more], **{"max_epochs": 2, "log_every_n_steps": 1, **QUIET, **trainer})
-    runner.fit(module or Net(), *(loaders or [loader()]))
-    return runner
+def fit(*callbacks, module=None, **options):
+    return train(module, *callbacks, **{"max_epochs": 2, "log_every_n_steps": 1, **options})
 
 
 @pytest.mark.trap("devices: a few readable keys (PL#20807)")
@@ -72,12 +66,7 @@ def test_several_optimizer_steps_in_a_batch_pass_over_no_log(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_a_fit_that_resumes_in_the_middle_of_an_epoch(tmp_path):
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 5:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
-    fit(Saves(), max_epochs=1)
+    fit(SavesInTheMiddle(tmp_path / "middle.ckpt"), max_epochs=1)
     logger, monitor = CSVLogger(tmp_path), DeviceMonitor(1)
     runner = Trainer(callbacks=[monitor], **{**QUIET, "max_epochs": 1, "logger": logger, "log_every_n_steps": 1})
     runner.fit(Net(), loader(), ckpt_path=tmp_path / "middle.ckpt")
@@ -97,7 +86,6 @@ def test_validation_has_keys_of_its_own(tmp_path):
     fit(
         DeviceMonitor(100, keys=HOST, stages=["val"]),
         module=EvaluatedNet(),
-        loaders=[loader(), loader()],
         logger=logger,
         num_sanity_val_steps=2,
     )
@@ -123,7 +111,7 @@ def test_every_function_alone(function, tmp_path, capsys):
 
 def test_the_table_comes_once_and_says_what_the_run_waited_for(capsys, lightning_log):
     monitor = DeviceMonitor(verbose=True)
-    fit(monitor, module=EvaluatedNet(), loaders=[loader(), loader()])
+    fit(monitor, module=EvaluatedNet())
     printed = capsys.readouterr().out
     assert printed.count("Devices in training") == 1
     assert "Waited for data" in printed
@@ -171,7 +159,7 @@ def test_the_verdict_is_measured(loading, working, words, monkeypatch):
     monkeypatch.setattr(monitored_run, "available_cores", lambda: 8)
     monitor = DeviceMonitor()
     data = DataLoader(Slow(clock, loading), batch_size=4)
-    fit(monitor, Works(clock, working), loaders=[data])
+    fit(monitor, Works(clock, working), data=data)
     assert monitor.summary[0].verdict == [words]
     share = 100 * 19 * 4 * loading / (19 * 4 * loading + 20 * working)  # but for the first batch
     assert monitor.summary[0].means["host/data_wait"] == pytest.approx(share)
@@ -213,18 +201,10 @@ def test_gpus(on_gpus, tmp_path, capsys):
     monitor = DeviceMonitor(10, keys=list(DEFAULT_KEYS), verbose=True)
     fit(monitor, logger=logger)
     row = next(row for row in rows(logger) if "gpu0/utilization" in row)
-    expected = {
-        "gpu0/utilization": 20,
-        "gpu0/memory_used_gib": 3,
-        "gpu0/peak_memory_gib": 2,
-        "gpu0/temperature": 50,
-        "gpu0/power_w": 100,
-        "gpu1/utilization": 99,
-        "gpu1/memory_used_gib": 5,
-        "gpu1/temperature": 60,
-        "gpu1/power_w": 200,
-    }
-    assert {key: value for key, value in row.items() if key.startswith("gpu")} == expected
+    names = ("utilization", "memory_used_gib", "temperature", "power_w")
+    expected = {f"gpu0/{name}": value for name, value in zip(names, (20, 3, 50, 100), strict=True)}
+    expected |= {f"gpu1/{name}": value for name, value in zip(names, (99, 5, 60, 200), strict=True)}
+    assert {key: value for key, value in row.items() if key.startswith("gpu")} == expected | {"gpu0/peak_memory_gib": 2}
     assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
     assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data was available")
     assert "gpu1 Fake B" in capsys.readouterr().out
@@ -291,6 +271,16 @@ def test_what_one_gpu_does_not_tell_takes_nothing_from_the_other(on_gpus, functi
     assert monitor.summary[0].means["gpu0/utilization"] == 20
 
 
+class Waits(Callback):
+    """Ends no epoch before something has happened."""
+
+    def __init__(self, event):
+        self.on_train_epoch_end = lambda *args: self._check(event)
+
+    def _check(self, event):
+        assert event.wait(60)
+
+
 def test_a_driver_that_hangs_holds_nothing_up(on_gpus, monkeypatch, lightning_log):
     hangs, answers = threading.Event(), threading.Event()
     monkeypatch.setattr(utilization, "PATIENCE", 1e-3)
@@ -302,13 +292,9 @@ def test_a_driver_that_hangs_holds_nothing_up(on_gpus, monkeypatch, lightning_lo
             answers.wait()
         return plain(self)
 
-    class Waits(Callback):
-        def on_train_epoch_end(self, *args):
-            assert hangs.wait(60)
-
     monkeypatch.setattr(monitored_run.GpuUtilization, "measure", measure)
     monitor = DeviceMonitor(interval=1e-4)
-    fit(monitor, Waits())
+    fit(monitor, Waits(hangs))
     (thread,) = [thread for thread in threading.enumerate() if "lightning_tricks" in thread.name]
     answers.set()
     thread.join()
@@ -448,26 +434,14 @@ def test_an_interrupted_run_shows_its_table(capsys):
 def test_a_thread_that_fails_does_not_stop_the_run(monkeypatch):
     raised = threading.Event()
 
-    class Breaks:
-        def __init__(self, sample, interval, finish):
-            def broken():
-                raised.set()
-                raise OSError("no such device")
+    def sample(self):
+        if threading.current_thread() is not threading.main_thread():
+            raised.set()
+            raise OSError("no such device")
 
-            self.sampler = monitored_run_sampler(broken, 1e-4, finish)
-
-        def __getattr__(self, name):
-            return getattr(self.sampler, name)
-
-    monitored_run_sampler = monitored_run.BackgroundSampler
-    monkeypatch.setattr(monitored_run, "BackgroundSampler", Breaks)
-
-    class Waits(Callback):
-        def on_train_epoch_end(self, *args):
-            assert raised.wait(60)
-
-    monitor = DeviceMonitor()
-    fit(monitor, Waits())
+    monkeypatch.setattr(monitored_run.MonitoredRun, "sample", sample)
+    monitor = DeviceMonitor(interval=1e-4)
+    fit(monitor, Waits(raised))
     assert monitor.summary[0].verdict[-1] == "The measurements ended early: OSError('no such device')."
 
 
@@ -492,11 +466,13 @@ def test_bad_arguments():
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, capsys):
     logger = CSVLogger(tmp_path)
-    monitor = DeviceMonitor(5, interval=0.05, keys=["gpu/utilization", "gpu/peak_memory_gib", "gpu/data_wait"])
+    names = ("utilization", "peak_memory_gib", "memory_used_gib", "data_wait")
+    monitor = DeviceMonitor(5, interval=0.05, keys=[f"gpu/{name}" for name in names])
     fit(monitor, logger=logger, accelerator="cuda", devices=1, max_epochs=20)
     assert any("gpu0/utilization" in row for row in rows(logger))
     (summary,) = monitor.summary
     assert 0 <= summary.means["gpu0/data_wait"] <= 100
     assert summary.means["gpu0/peak_memory_gib"] > 0
+    assert 0 < summary.means["gpu0/memory_used_gib"] < torch.cuda.get_device_properties(0).total_memory / 2**30
     assert summary.energy["gpu0"] >= 0
     assert summary.products["gpu0"] == torch.cuda.get_device_name(0)

@@ -22,13 +22,9 @@ def _called():
     return sorted(one or other for one, other in called)
 
 
-def test_the_fake_has_every_function_that_the_package_calls():
-    assert len(_called()) > 30
-    assert all(hasattr(FakeNvml(), name) for name in _called())
-
-
 @pytest.mark.newest
 def test_the_real_module_has_every_function_that_the_package_calls():
+    assert len(_called()) > 30
     assert [name for name in _called() if not hasattr(pynvml, name)] == []
 
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.devices.nvtx_ranges import NvtxRanges, RangeStack
 from tests.small import BATCHES, QUIET, EvaluatedNet, Net, digits, loader, real_fp16
+from tests.small import fit as train
 
 
 class Recorder:
@@ -58,24 +59,22 @@ class Ranges(NvtxRanges):
             super().setup(trainer, pl_module, stage)
 
 
-def fit(module=None, *, data=None, callbacks=(), val=False, **options):
-    trainer = Trainer(callbacks=[Ranges(), *callbacks], **{"max_epochs": 1, **QUIET, **options})
-    loaders = [loader() if data is None else data] + [loader()] * val
-    trainer.fit(module or Net(), *loaders)
-    return trainer
-
-
 USUAL = ("forward", "backward", "optimizer")
 
 
-@pytest.mark.parametrize("optimization", ["adamw", "sgd", "fused"])
-def test_automatic_optimization(recorder, optimization):
-    fit(Net(optimization=optimization))
-    assert recorder.seen == [waits(), step(*USUAL)] * BATCHES
+def fit(module=None, **options):
+    return train(module, Ranges(), **options)
+
+
+def test_accumulation_with_a_partial_tail(recorder):
+    trainer = fit(accumulate_grad_batches=4)
+    steps = [USUAL if (number + 1) % 4 == 0 or number == 9 else USUAL[:2] for number in range(BATCHES)]
+    assert recorder.seen == [one for phases in steps for one in (waits(), step(*phases))]
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks, "the optimizer is not left as it was"
 
 
 def test_validation_and_a_second_epoch(recorder):
-    fit(EvaluatedNet(), val=True, limit_train_batches=2, limit_val_batches=1, max_epochs=2)
+    fit(EvaluatedNet(), limit_train_batches=2, limit_val_batches=1, max_epochs=2)
     epoch = [waits(), step(*USUAL)] * 2 + [waits("val"), step(name="val step")]
     assert recorder.seen == epoch * 2
 
@@ -85,13 +84,6 @@ def test_a_stage_alone(recorder, function, name):
     trainer = Trainer(callbacks=[Ranges()], **QUIET)
     getattr(trainer, function)(EvaluatedNet(), loader())
     assert recorder.seen == [waits(name), step(name=f"{name} step")] * BATCHES
-
-
-def test_accumulation_with_a_partial_tail(recorder):
-    fit(accumulate_grad_batches=4)
-    steps = [len(one) for one in recorder.seen if one[0] == "train step"]
-    assert steps == [3, 3, 3, 4, 3, 3, 3, 4, 3, 4]
-    assert step("forward", "backward") in recorder.seen
 
 
 def test_a_closure_that_runs_several_times(recorder):
@@ -176,10 +168,10 @@ class Breaks(EvaluatedNet):
 def test_an_exception_closes_all(recorder, where, error):
     module = Breaks(where, error)
     with pytest.raises((ZeroDivisionError, SystemExit)):
-        fit(module, val=True)
+        fit(module)
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in module.trainer.optimizers)
     last = recorder.seen[-1]
     assert last == (step(name=where) if where == "val step" else step(*USUAL[: USUAL.index(where) + 1]))
-    assert recorder.depth == 0
 
 
 class Rows(IterableDataset):
@@ -218,20 +210,9 @@ def test_a_step_that_fetches_its_batch(recorder):
     assert recorder.seen == [["train step", ["forward", waits()], ["backward"], ["optimizer"]]] * 2
 
 
-def test_the_optimizer_is_left_as_it_was(recorder):
-    trainer = fit()
-    (optimizer,) = trainer.optimizers
-    assert not optimizer._optimizer_step_post_hooks
-    module = Breaks("optimizer", ZeroDivisionError())
-    module.configure_optimizers = lambda: optimizer
-    with pytest.raises(ZeroDivisionError):
-        fit(module, val=True)
-    assert not optimizer._optimizer_step_post_hooks
-
-
 def test_nothing_without_cuda(recorder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    Trainer(callbacks=[NvtxRanges()], max_epochs=1, **QUIET).fit(Net(), loader())
+    train(Net(), NvtxRanges())
     assert recorder.seen == []
 
 
@@ -245,6 +226,12 @@ def test_ranges_balance_after_any_calls(calls):
     for call in calls:
         getattr(ranges, call)(*([call] if call.startswith("begin") else []))
         assert recorder.depth <= 3
+    ranges.end_wait()
+    depth = recorder.depth
+    ranges.begin_wait("begin_wait")
+    assert recorder.depth == depth + 1
+    ranges.end_wait()
+    assert recorder.depth == depth, "a wait ends where it began"
     ranges.close()
     assert recorder.depth == 0
     for one in recorder.seen:
@@ -255,27 +242,12 @@ def test_ranges_balance_after_any_calls(calls):
     assert recorder.seen[-1] == ["step", ["phase"]]
 
 
-@given(st.lists(CALLS, max_size=10))
-def test_a_wait_ends_where_it_began(calls):
-    recorder = Recorder()
-    ranges = RangeStack(recorder.push, recorder.pop)
-    for call in calls:
-        getattr(ranges, call)(*([call] if call.startswith("begin") else []))
-    ranges.end_wait()
-    depth = recorder.depth
-    ranges.begin_wait("wait")
-    assert recorder.depth == depth + 1
-    ranges.end_wait()
-    assert recorder.depth == depth
-
-
 @pytest.mark.gpu
 def test_real_ranges_balance(monkeypatch):
     recorder, nvtx = Recorder(), torch.cuda.nvtx
     push, pop = nvtx.range_push, nvtx.range_pop
     monkeypatch.setattr(nvtx, "range_push", lambda name: (recorder.push(name), push(name)))
     monkeypatch.setattr(nvtx, "range_pop", lambda: (recorder.pop(), pop()))
-    options = {**QUIET, "accelerator": "gpu", "devices": 1, "precision": "16-mixed"}
-    Trainer(callbacks=[NvtxRanges()], max_epochs=1, **options).fit(Net(), loader())
+    train(Net(), NvtxRanges(), accelerator="gpu", devices=1, precision="16-mixed")
     assert recorder.depth == 0
     assert [one[:3] for one in recorder.seen[1::2]] == [step("forward", "backward")] * BATCHES

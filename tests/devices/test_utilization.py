@@ -49,13 +49,7 @@ def test_utilization_is_that_since_the_last_measurement(monkeypatch):
     assert load.measure()["host/cpu_utilization"] == pytest.approx(40.0)  # 4 of 10; guests' time is part of the user's
     times.append({"user": 13.0, "system": 6.0, "idle": 99.0, "iowait": 2.0, "guest": 7.0})
     assert load.measure()["host/cpu_utilization"] == 0.0
-
-
-def test_utilization_is_never_negative(monkeypatch):
-    times = [{"user": 10.0, "idle": 85.0, "iowait": 5.0}]
-    monkeypatch.setattr(psutil, "cpu_times", lambda: type("T", (), {"_asdict": lambda self: times[0]})())
-    load = HostUtilization()
-    times[0] = {"user": 9.9, "idle": 86.0, "iowait": 5.0}  # the kernel's counters are no exact clocks
+    times.append({**times[-1], "user": 12.9, "idle": 100.0})  # the kernel's counters are no exact clocks
     assert load.measure()["host/cpu_utilization"] == 0
 
 
@@ -125,13 +119,9 @@ def test_energy_without_a_counter_is_the_integral_of_power():
     now[0], gpu.power = 12.0, 50.0
     load.measure()
     assert load.energy == pytest.approx(10 * 150 + 2 * 125)
-
-
-def test_energy_unknown():
-    fails = dict.fromkeys(("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"), "NOT_SUPPORTED")
-    load = gpu_load(FakeGpu(fails=fails))
-    load.measure()
-    load.measure()
+    gpu.fails |= {"nvmlDeviceGetPowerUsage": "NOT_SUPPORTED"}
+    load = gpu_load(gpu)
+    assert (load.measure(), load.measure())[1].keys() >= {"gpu0/utilization"}
     assert load.energy is None
 
 
@@ -169,19 +159,6 @@ def test_cuda_devices_are_found_by_uuid(monkeypatch):
     monkeypatch.setattr("lightning_tricks.devices.core.utilization.cuda_uuid", uuids.__getitem__)
     with open_nvml(FakeNvml(gpus)) as nvml:
         assert find_cuda_handles(nvml, [0, 1, 2]) == {0: gpus[0], 1: slices[1]}
-
-
-@pytest.mark.gpu
-def test_cuda_devices_on_a_gpu():
-    import torch
-
-    torch.zeros(1, device="cuda")
-    with open_nvml() as nvml:
-        (handle,) = find_cuda_handles(nvml, [0]).values()
-        load = GpuUtilization(nvml, handle, "gpu0")
-        values = load.measure()
-        assert load.product == torch.cuda.get_device_name(0)
-        assert 0 < values["gpu0/memory_used_gib"] < torch.cuda.get_device_properties(0).total_memory / GIB
 
 
 def test_names_of_quantities():
