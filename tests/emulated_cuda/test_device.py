@@ -68,7 +68,7 @@ def test_results_are_on_the_device(device, make):
 @pytest.mark.parametrize(
     "mix",
     [
-        lambda x: x + torch.zeros(3),
+        lambda x: x + torch.as_tensor(np.zeros(3)),
         lambda x: torch.zeros(()).add_(x.sum()),
         lambda x: torch.zeros(3).copy_(x) + x,
         lambda x: torch.cat([x, torch.zeros(1)]),
@@ -107,6 +107,7 @@ def test_numpy_needs_a_copy(device):
         (lambda x: x.sum().item(), "read"),
         (lambda x: bool(x.any()), "read"),
         (lambda x: float(x[0]), "read"),
+        (lambda x: f"{x.sum():.3f}", "read"),
         (lambda x: x.tolist(), "read"),
         (lambda x: torch.equal(x, x), "read"),
         (lambda x: x[x > 0], "read"),

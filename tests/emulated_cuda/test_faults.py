@@ -1,8 +1,5 @@
 """The emulation finds what people write without a GPU: each of these callbacks has one fault, and is found by it."""
 
-import io
-
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -42,97 +39,8 @@ def adds_to_a_tensor_without_device(self, trainer, pl_module, loss, scores, targ
     self.total += loss
 
 
-def weighs_by_a_tensor_without_device(self, trainer, pl_module, loss, scores, target):
-    self.total = (scores * torch.ones(10)).sum()
-
-
-def counts_without_device(self, trainer, pl_module, loss, scores, target):
-    self.total = (torch.arange(len(target)) == target).sum()
-
-
-def converts_without_device(self, trainer, pl_module, loss, scores, target):
-    self.total = (torch.as_tensor(np.ones(10, np.float32)) + scores).sum()
-
-
-def looks_up_without_device(self, trainer, pl_module, loss, scores, target):
-    self.total = torch.ones(10)[target].sum()
-
-
-def is_on_another_device(self, trainer, pl_module, loss, scores, target):
-    self.total = scores.sum(0) + torch.zeros(10, device="cuda:1")
-
-
-def names_a_device_that_is_not_there(self, trainer, pl_module, loss, scores, target):
-    self.total = loss.to("cuda:7")
-
-
-def converts_to_numpy(self, trainer, pl_module, loss, scores, target):
-    self.total = loss.numpy()
-
-
-def is_converted_by_numpy(self, trainer, pl_module, loss, scores, target):
-    self.total = np.mean(np.asarray(scores))
-
-
-def sets_a_gradient_without_device(self, trainer, pl_module, loss, scores, target):
-    pl_module.net[0].bias.grad = torch.zeros(16)
-
-
-def draws_from_a_generator_of_the_cpu(self, trainer, pl_module, loss, scores, target):
-    self.total = torch.rand(3, device=loss.device, generator=torch.Generator())
-
-
 def reads_an_item(self, trainer, pl_module, loss, scores, target):
     self.total = loss.item()
-
-
-def asks_a_tensor(self, trainer, pl_module, loss, scores, target):
-    if loss > 1e9:
-        raise ZeroDivisionError
-
-
-def reads_a_list(self, trainer, pl_module, loss, scores, target):
-    self.total = sum(target.tolist())
-
-
-def compares_tensors(self, trainer, pl_module, loss, scores, target):
-    self.total = torch.equal(scores.argmax(1), target)
-
-
-def copies_to_the_host(self, trainer, pl_module, loss, scores, target):
-    self.total = loss.cpu()
-
-
-def copies_to_memory_that_is_not_pinned(self, trainer, pl_module, loss, scores, target):
-    self.total = torch.empty(()).copy_(loss, non_blocking=True)
-
-
-def indexes_by_a_mask(self, trainer, pl_module, loss, scores, target):
-    self.total = scores[target > 3].sum()
-
-
-def indexes_by_the_host(self, trainer, pl_module, loss, scores, target):
-    self.total = scores[[0, 1]].sum()
-
-
-def counts_classes(self, trainer, pl_module, loss, scores, target):
-    self.total = target.unique().sum()
-
-
-def makes_a_number_a_tensor(self, trainer, pl_module, loss, scores, target):
-    self.total = torch.tensor(3.0, device=loss.device)
-
-
-def formats_a_tensor(self, trainer, pl_module, loss, scores, target):
-    self.total = f"{loss:.3f}"
-
-
-def synchronizes(self, trainer, pl_module, loss, scores, target):
-    torch.cuda.synchronize()
-
-
-def saves(self, trainer, pl_module, loss, scores, target):
-    torch.save({"scores": scores}, io.BytesIO())
 
 
 def asks_whether_it_is_cuda(self, trainer, pl_module, loss, scores, target):
@@ -154,34 +62,6 @@ def reads_before_it_arrived(self, trainer, pl_module, loss, scores, target):
     pl_module.net[4].bias.data.add_(float(pinned.sum()))
 
 
-MIXES = [
-    adds_to_a_tensor_without_device,
-    weighs_by_a_tensor_without_device,
-    counts_without_device,
-    converts_without_device,
-    looks_up_without_device,
-    is_on_another_device,
-    names_a_device_that_is_not_there,
-    converts_to_numpy,
-    is_converted_by_numpy,
-    sets_a_gradient_without_device,
-    draws_from_a_generator_of_the_cpu,
-]
-WAITS = [
-    reads_an_item,
-    asks_a_tensor,
-    reads_a_list,
-    compares_tensors,
-    copies_to_the_host,
-    copies_to_memory_that_is_not_pinned,
-    indexes_by_a_mask,
-    indexes_by_the_host,
-    counts_classes,
-    makes_a_number_a_tensor,
-    formats_a_tensor,
-    synchronizes,
-    saves,
-]
 BRANCHES = [
     asks_whether_it_is_cuda,
     asks_for_the_type_of_the_device,
@@ -190,15 +70,13 @@ BRANCHES = [
 ]
 
 
-@pytest.mark.parametrize("look", MIXES)
-def test_another_device_is_an_error(look, tmp_path):
-    with EmulatedCuda(), pytest.raises((RuntimeError, TypeError), match=r"device|cuda:"):
-        Lab(tmp_path, accelerator="cuda").fit([observer(look)()])
+def test_another_device_is_an_error(tmp_path):
+    with EmulatedCuda(), pytest.raises(RuntimeError, match=r"device|cuda:"):
+        Lab(tmp_path, accelerator="cuda").fit([observer(adds_to_a_tensor_without_device)()])
 
 
-@pytest.mark.parametrize("look", WAITS)
-def test_a_wait_in_a_batch_is_seen(look, tmp_path):
-    waits = waits_of(Lab(tmp_path, accelerator="cuda"), [observer(look)()])
+def test_a_wait_in_a_batch_is_seen(tmp_path):
+    waits = waits_of(Lab(tmp_path, accelerator="cuda"), [observer(reads_an_item)()])
     found = [wait for wait in waits if wait.moment in ("a later batch", "an epoch's last batch")]
     assert len(found) >= 19
     assert {wait.line.rsplit(":")[0] for wait in found} == {__file__}

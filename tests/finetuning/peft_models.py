@@ -83,24 +83,6 @@ def _transformers(model, config, **settings):
     return make
 
 
-def _timm(model, **settings):
-    def make():
-        import timm
-
-        return getattr(timm.models, model)(num_classes=3, **settings)
-
-    return make
-
-
-def _torchvision(model, *settings):
-    def make():
-        import torchvision
-
-        return getattr(torchvision.models, model)(*settings, num_classes=3)
-
-    return make
-
-
 _GPT2 = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
 _T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 _WAV2VEC = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 4}
@@ -110,9 +92,7 @@ ARCHITECTURES = {  # -> how the model is made, its input
     "convolutions": (Convolutions, IMAGES),
     "sequences": (Sequences, IMAGES),
     "embeddings": (Embeddings, TOKENS),
-    "BERT": (_transformers("BertForSequenceClassification", "BertConfig", **_VOCABULARY, **_SIZES), TOKENS),
     "GPT-2": (_transformers("GPT2LMHeadModel", "GPT2Config", **_VOCABULARY, **_GPT2), TOKENS),
-    "Llama": (_transformers("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=1, **_VOCABULARY, **_SIZES), TOKENS),
     "T5": (_transformers("T5EncoderModel", "T5Config", **_VOCABULARY, **_T5), TOKENS),
     "Mixtral": (
         _transformers(
@@ -124,14 +104,6 @@ ARCHITECTURES = {  # -> how the model is made, its input
         _transformers("Wav2Vec2Model", "Wav2Vec2Config", num_conv_pos_embedding_groups=2, **_WAV2VEC, **_SIZES),
         torch.randn(1, 60, generator=torch.Generator().manual_seed(0)),
     ),
-    "ViT, transformers": (
-        _transformers("ViTForImageClassification", "ViTConfig", image_size=32, patch_size=16, **_SIZES),
-        IMAGES,
-    ),
-    "ViT, timm": (_timm("VisionTransformer", img_size=32, patch_size=16, embed_dim=16, depth=1, num_heads=2), IMAGES),
-    "ConvNeXt, timm": (_timm("ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 8, 8)), IMAGES),
-    "ViT, torchvision": (_torchvision("VisionTransformer", 32, 16, 1, 2, 16, 24), IMAGES),
-    "Swin, torchvision": (_torchvision("SwinTransformer", [2, 2], 8, [1, 1], [2, 2], [2, 2]), IMAGES),
 }
 
 

@@ -62,23 +62,6 @@ def test_whole_numbers_are_left_alone():
     assert not net.quantized.requires_grad
 
 
-@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1), torch.optim.AdamW])
-def test_an_optimizer_leaves_frozen_parameters_as_they_are(optimizer):
-    """Also one that has momentum for them already."""
-    net = model()
-    optimizer = optimizer(net.parameters())
-    for _ in range(2):
-        forward(net, torch.randn(5, 4)).sum().backward()
-        optimizer.step()
-    freeze_(net, "body.*")
-    before = copy.deepcopy(net.state_dict())
-    for _ in range(3):
-        forward(net, torch.randn(5, 4)).sum().backward()
-        optimizer.step()
-    changed = {name for name, value in net.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {"head.weight", "head.bias"}
-
-
 def _timm_norm():
     timm_layers = pytest.importorskip("timm.layers")
     return timm_layers.BatchNormAct2d(3, drop_layer=lambda: nn.Dropout(0.5))

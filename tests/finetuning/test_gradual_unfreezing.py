@@ -2,12 +2,12 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EarlyStopping,
     LearningRateMonitor,
     StochasticWeightAveraging,
@@ -50,6 +50,7 @@ def assert_same_rows(left, right):
 # -- what trains when
 
 
+@pytest.mark.trap("finetuning: parameters are compared by value")
 def test_trains_what_the_schedule_says():
     net = FineNet()
     before = weights(net)
@@ -57,6 +58,8 @@ def test_trains_what_the_schedule_says():
     assert [parts(row) for row in rows] == [PARTS[0]] * 10 + [PARTS[1]] * 10 + [PARTS[2]] * 10
     assert moved(before, rows[9]["weights"]) == {"head"}, "frozen weights and statistics are bit-identical"
     assert moved(rows[9]["weights"], rows[19]["weights"]) == {"head", "block"}
+    equal_to_the_heads = "block.1.weight"
+    assert not torch.equal(rows[9]["weights"][equal_to_the_heads], rows[19]["weights"][equal_to_the_heads])
     assert moved(rows[19]["weights"], rows[29]["weights"]) == {"head", "block", "stem"}
     assert all(name in trained(net) for name, _ in net.named_parameters())
 
@@ -93,30 +96,6 @@ def test_reports_what_trains_from_when(caplog):
     )
     assert caplog.text.count("GradualUnfreezing") == 1
     assert not net.stem[0].bias.requires_grad
-
-
-@pytest.mark.trap("finetuning: parameters are compared by value")
-def test_tells_layers_of_equal_values_apart():
-    """Lightning's own leaves the LayerNorm of the block out of the optimizer: it equals that of the head."""
-
-    class Theirs(FineNet):
-        def __init__(self):
-            super().__init__()
-            self.backbone = self.block
-
-        def configure_optimizers(self):
-            return SGD([p for p in self.parameters() if p.requires_grad], lr=0.0)  # the head stays as it is
-
-    theirs = Theirs()
-    before = weights(theirs)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        fit(theirs, BackboneFinetuning(1, backbone_initial_lr=0.1))
-    assert torch.equal(before["block.1.weight"], weights(theirs)["block.1.weight"])
-
-    ours = FineNet()
-    rows = fit(ours, GradualUnfreezing(EPOCHS))
-    assert not torch.equal(before["block.1.weight"], rows[-1]["weights"]["block.1.weight"])
 
 
 def test_gradients_from_before_the_fit_are_dropped():
@@ -400,17 +379,6 @@ def _two_ranks(tmp_path, run):
     return [torch.load(tmp_path / f"{index}.pt", weights_only=False) for index in range(2)]
 
 
-class Saves(Trace):
-    """Writes the rows of each rank down."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-
-    def on_train_end(self, trainer, pl_module):
-        torch.save(self.rows(), self.folder / f"{trainer.global_rank}.pt")
-
-
 class LayerNet(FineNet):
     """No statistics of a batch: a batch on two ranks is the same batch on one."""
 
@@ -435,17 +403,12 @@ def _close(one, other):
 @pytest.mark.parametrize("unit", ["epoch", "step"])
 def test_ddp_equals_one_process(tmp_path, unit):
     schedule = EPOCHS if unit == "epoch" else {0: "head.*", 3: "block.*", 6: "*"}
-    alone = fit(LayerNet(), GradualUnfreezing(schedule, unit=unit), use_distributed_sampler=False)
-    saves = Saves(tmp_path)
-    trainer = Trainer(
-        max_epochs=3,
-        strategy="ddp_fork",
-        devices=2,
-        callbacks=[GradualUnfreezing(schedule, unit=unit), saves],
-        **ON_RANKS,
-    )
-    trainer.fit(LayerNet())
-    left, right = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+
+    def run(**options):
+        return fit(LayerNet(), GradualUnfreezing(schedule, unit=unit), use_distributed_sampler=False, **options)
+
+    alone = run()
+    left, right = _two_ranks(tmp_path, lambda: run(strategy="ddp", devices=2))
     assert_same_rows(left, right)
     assert len(left) == len(alone) == 15
     for row, expected in zip(left, alone, strict=True):
@@ -552,14 +515,6 @@ def test_reentrant_checkpointing_behind_frozen_layers_is_named(trick):
         fit(Recomputed(use_reentrant=True, everything=True), _REENTRANT[trick]())
 
 
-def test_frozen_parameters_need_no_gradient():
-    """Also where DDP would have waited for them."""
-    trainer = Trainer(
-        max_epochs=1, strategy="ddp_fork", devices=2, callbacks=[GradualUnfreezing({0: "head.*"})], **QUIET
-    )
-    trainer.fit(WithUnused(), loader())
-
-
 # -- input that cannot work
 
 
@@ -634,29 +589,17 @@ def test_refuses_parameters_that_no_optimizer_has():
 
 
 def test_other_schedulers_are_refused_with_multipliers_only():
-    class Own:
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
-        def step(self):
-            pass
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
     class Net(FineNet):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
-            return [optimizer], [Own(optimizer)]
+            own = SimpleNamespace(optimizer=optimizer, step=lambda: None, state_dict=dict, load_state_dict=dict)
+            return [optimizer], [own]
 
         def lr_scheduler_step(self, scheduler, metric):
             scheduler.step()
 
     fit(Net(), GradualUnfreezing(EPOCHS))
-    with pytest.raises(MisconfigurationException, match="Own is not an LRScheduler"):
+    with pytest.raises(MisconfigurationException, match="SimpleNamespace is not an LRScheduler"):
         fit(Net(), GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 2}))
 
 

@@ -72,41 +72,6 @@ def saved(model, base=None):
     return checkpoint, leave_out_base(checkpoint, model, base)
 
 
-def test_saves_what_trained_or_changed_and_restores_it_exactly(tmp_path):
-    trained = train(build())
-    checkpoint, left_out = saved(trained)
-    assert sorted(left_out) == [
-        "backbone.0.bias",
-        "backbone.0.weight",
-        "backbone.1.bias",
-        "backbone.1.num_batches_tracked",
-        "backbone.1.running_var",
-        "backbone.1.weight",
-        "backbone.2.weight",
-    ]
-    torch.save(checkpoint, tmp_path / "small.ckpt")
-    loaded = build()
-    assert tuple(load_trainable(loaded, tmp_path / "small.ckpt")) == ([], [])
-    assert same(dict(loaded.state_dict()), dict(trained.state_dict()))
-
-
-def test_the_base_is_read_in_one_transfer():
-    model = build()
-    with HostReads() as reads:
-        base = base_fingerprints(model)
-    assert len(base) == 9
-    assert reads.count == 1
-
-
-def test_what_was_trainable_once_stays_saved():
-    model, base = build(), base_fingerprints(build())
-    model.backbone[0].requires_grad_(True)
-    forget(base, model, trainable_names(model))
-    model.backbone[0].requires_grad_(False)
-    assert "backbone.0.weight" not in saved(model, base)[1]
-    assert "backbone.1.weight" in saved(model, base)[1]
-
-
 def test_new_names_are_saved():
     model = build()
     model.backbone[0].register_buffer("mask", torch.ones(3))
@@ -139,16 +104,6 @@ def test_parts_of_one_tensor_are_saved_together():
     _, left_out = saved(model, base)
     assert not {"backbone.part", "backbone.0.weight"} & set(left_out)
     assert "backbone.0.bias" in left_out
-
-
-def test_nothing_is_removed_where_all_trained():
-    model = build().requires_grad_(True)
-    base = base_fingerprints(model)
-    forget(base, model, base.keys())
-    checkpoint = {"state_dict": model.state_dict()}
-    assert leave_out_base(checkpoint, model, base) == []
-    assert checkpoint.keys() == {"state_dict"}
-    assert checkpoint["state_dict"].keys() == model.state_dict().keys()
 
 
 def test_nothing_is_removed_where_tied_weights_keep_each_other():
@@ -252,14 +207,6 @@ def test_a_base_in_higher_precision_gives_the_values_that_were_trained_with():
             assert torch.equal(value, model.state_dict()[name].to(value.dtype)), name
 
 
-def test_saved_tensors_that_do_not_fit_are_torchs_error(tmp_path):
-    torch.save(saved(train(build()))[0], tmp_path / "small.ckpt")
-    model = build()
-    model.head = nn.Linear(6, 7, bias=False)
-    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
-        load_trainable(model, tmp_path / "small.ckpt")
-
-
 def test_lazy_sparse_and_meta_tensors_are_saved():
     model = build()
     model.lazy = nn.LazyLinear(3)
@@ -324,6 +271,7 @@ _NAMES = [name for name in build().state_dict() if "extra" not in name]
 def test_whatever_changes_is_restored(changed, always):
     model, base = build(), base_fingerprints(build())
     forget(base, model, always | trainable_names(model))
+    model.note.words.append("b")
     for name, value in model.state_dict().items():
         if name in changed:
             value.add_(1)
@@ -339,7 +287,9 @@ def test_whatever_changes_is_restored(changed, always):
 def test_no_value_is_read_one_by_one():
     """As many transfers for ten times as many tensors."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20))).requires_grad_(False)
-    base = base_fingerprints(model)
+    with HostReads() as reads:
+        base = base_fingerprints(model)
+    assert (len(base), reads.count) == (40, 1)
     checkpoint = {"state_dict": model.state_dict()}
     with HostReads() as reads:
         leave_out_base(checkpoint, model, base)

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
 from lightning_tricks import CheckpointRemapping, GradualUnfreezing, LoRA, TricksMixin, isolated_rng
 from lightning_tricks.finetuning import BaseMismatchError, TrainableCheckpoint
-from tests.small import QUIET, loader, same
+from tests.small import QUIET, EvaluatedNet, loader, same
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
 pytestmark = pytest.mark.filterwarnings(
@@ -36,29 +36,18 @@ BESIDE = {
 }
 
 
-class Tuned(TricksMixin, LightningModule):
+class Tuned(TricksMixin, EvaluatedNet):
     """A frozen backbone, whose BatchNorm counts on, and a head that trains."""
 
     def __init__(self, seed: int = 0):
+        self.seed = seed
         super().__init__()
-        with isolated_rng(seed=seed):
+
+    def build(self):
+        with isolated_rng(seed=self.seed):
             layers = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 10)
             self.net = nn.Sequential(*layers)
         self.net[:4].requires_grad_(False)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", self.training_step(batch, batch_idx))
-
-    test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        return self.net(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Weights(Callback):

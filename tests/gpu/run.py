@@ -32,18 +32,8 @@ def run_tests(paths: list[str]) -> dict[str, str]:
     """Return how each test of a GPU ended: test -> passed, failed or skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-            *paths,
-        ]
-        subprocess.run(command, cwd=ROOT, check=False)
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        subprocess.run([*command, *paths], cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     ends = {"failure": "failed", "error": "failed", "skipped": "skipped"}
     return {

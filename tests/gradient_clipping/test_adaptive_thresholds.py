@@ -61,19 +61,6 @@ def test_z_score_equals_the_reference_implementation(z, decay, warmup_steps):
 
 
 @pytest.mark.trap("gradient_clipping: one NaN poisons ZClip's averages for ever")
-@pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 7), lambda: ZScoreThreshold(1.0, 0.9, 3)])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nonfinite_norms_are_not_learnt(make, bad):
-    norms = [1.0, 2.0, 1.5, 0.5, 9.0, 1.0, 2.0, 3.0, 1.0, 20.0]
-    clean, spoilt = make(), make()
-    spoilt.update(torch.tensor(bad))
-    for norm in norms:
-        expected = clean.update(torch.tensor(norm))
-        assert torch.equal(spoilt.update(torch.tensor(norm)), expected)
-        spoilt.update(torch.tensor(bad))
-    assert spoilt.update(torch.tensor(bad)).isnan().logical_not()
-
-
 @settings(deadline=None, derandomize=True)
 @given(norms=st.lists(st.one_of(st.floats(2**-10, 2**10, width=32), st.just(math.nan), st.just(math.inf)), max_size=60))
 @pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 4), lambda: ZScoreThreshold(1.0, 0.9, 3)])
@@ -81,6 +68,7 @@ def test_nonfinite_norms_take_no_place_in_the_history(make, norms):
     clean, spoilt = make(), make()
     for norm in norms:
         threshold = spoilt.update(torch.tensor(norm))
+        assert not threshold.isnan()
         if math.isfinite(norm):
             assert torch.equal(threshold, clean.update(torch.tensor(norm)))
     assert torch.equal(spoilt.update(torch.tensor(3.0)), clean.update(torch.tensor(3.0)))

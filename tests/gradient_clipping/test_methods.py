@@ -172,12 +172,9 @@ def test_groups_find_parameters_that_are_added_later(lab):
                 self.more = torch.nn.Linear(10, 10)
                 self.optimizers().optimizer.add_param_group({"params": self.more.parameters()})
 
-        def forward_loss(self, batch):
+        def training_step(self, batch, batch_idx):
             scores = self.net(batch[0])
             return torch.nn.functional.cross_entropy(self.more(scores) if hasattr(self, "more") else scores, batch[1])
-
-        def training_step(self, batch, batch_idx):
-            return self.forward_loss(batch)
 
     seen = {}
 
