@@ -37,17 +37,15 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
+_NO_SIZES = ("", "GiB", "8 GiBs", "-1", -1, "8,5GiB", "1e9", "8 G iB", float("nan"), float("inf"), "\u0663GiB")
+
+
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "8 GiBs", "-1", -1, "8,5GiB", "1e9", "8 G iB", float("nan"), float("inf"), "\u0663GiB"]
+    ("value", "error"),
+    [(value, ValueError) for value in _NO_SIZES] + [(value, TypeError) for value in (None, True, [8], b"8GiB")],
 )
-def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="min_free_memory must be a number of bytes, or text such as '8GiB'"):
-        select_gpus(min_free_memory=text, nvml=FakeNvml())
-
-
-@pytest.mark.parametrize("value", [None, True, [8], b"8GiB"])
-def test_what_is_neither_number_nor_text(value):
-    with pytest.raises(TypeError, match="min_free_memory must be a number of bytes"):
+def test_what_is_no_size(value, error):
+    with pytest.raises(error, match="min_free_memory must be a number of bytes, or text such as '8GiB'"):
         select_gpus(min_free_memory=value, nvml=FakeNvml())
 
 

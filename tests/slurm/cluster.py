@@ -14,17 +14,9 @@ from pathlib import Path
 
 from tests.contract.processes import free_port
 
-PACKAGES = (
-    "munge",
-    "libmunge2",
-    "slurmctld",
-    "slurmd",
-    "slurm-client",
-    "slurm-wlm-basic-plugins",
-    "libslurm38",
-    "libhwloc15",
-    "libnuma1",
-)
+PACKAGES = """
+    munge libmunge2 slurmctld slurmd slurm-client slurm-wlm-basic-plugins libslurm38 libhwloc15 libnuma1
+""".split()  # noqa: SIM905
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 NODE = "localhost"  # which Lightning resolves
 CONFIGURATION = """
