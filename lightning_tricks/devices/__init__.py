@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lightning_tricks.devices.core.memory_report import TensorMemory as TensorMemory
     from lightning_tricks.devices.core.memory_report import memory_report as memory_report
     from lightning_tricks.devices.core.nvml import NvmlUnavailableError as NvmlUnavailableError
-    from lightning_tricks.devices.core.rank_handoff import RankError as RankError
     from lightning_tricks.devices.core.result import NoGpuAvailableError as NoGpuAvailableError
+    from lightning_tricks.devices.core.result import RankError as RankError
     from lightning_tricks.devices.core.result import Selection as Selection
     from lightning_tricks.devices.core.select import select_gpus as select_gpus
     from lightning_tricks.devices.cuda_memory import CudaMemory as CudaMemory

@@ -11,13 +11,20 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
 from lightning_tricks._shared.console import errors_of_use, make_console, write_json, write_output
 
 _LIMITS = ("min_free_memory", "max_utilization", "max_temperature", "prefer", "timeout")
+# Those that a report names in any case, and those that it names if they are there
+_PACKAGES = ("lightning_tricks", "lightning", "torchmetrics", "torchensemble", "thop", "numpy", "nvidia-ml-py")
+_MORE_PACKAGES = """
+    pytorch-lightning torchvision transformers timm peft safetensors scikit-learn jsonargparse tensorboard rich psutil
+    filelock
+""".split()  # noqa: SIM905
 _GPUS = """\
 Show the state of all NVIDIA GPUs, whatever CUDA_VISIBLE_DEVICES says, choose free ones, or start a program on them. No
 CUDA context is created."""
@@ -165,14 +172,34 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from lightning_tricks.devices.core.environment import environment_report, environment_text
-
-    report = environment_report()
+    packages, of_torch = _versions(), _report_of_torch()
     if arguments.json:
-        write_json(report)
-    else:
-        write_output(environment_text(report))
+        write_json({"packages": packages, "collect_env": of_torch})
+    else:  # lines that need no markup, for a code block
+        versions = "".join(f"{name}: {version or 'not installed'}\n" for name, version in packages.items())
+        write_output(f"{versions}\n{of_torch}\n")
     return 0
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in (*_PACKAGES, *_MORE_PACKAGES):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _report_of_torch() -> str:
+    """Return what torch reports; it asks programs such as pip and nvidia-smi for seconds, and initializes CUDA."""
+    import torch
+    from torch.utils import collect_env
+
+    try:
+        cudnn = torch.backends.cudnn.version()
+        found = collect_env.get_env_info()._replace(cudnn_version=cudnn and str(cudnn))  # instead of paths of its files
+        return str(collect_env.pretty_str(found))
+    except Exception as error:  # in some versions of torch, where pip is not installed
+        return f"torch.utils.collect_env fails: {error!r}"
 
 
 def _interval(text: str) -> float:

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks._shared.modules import parameters_without_gradient as parameters_without_gradient
+    from lightning_tricks.finetuning.adaptation import Adapters as Adapters
+    from lightning_tricks.finetuning.adaptation import LoRA as LoRA
+    from lightning_tricks.finetuning.adaptation import PrefixTuning as PrefixTuning
     from lightning_tricks.finetuning.core.adapter_loading import load_adapter as load_adapter
     from lightning_tricks.finetuning.core.adapter_saving import save_adapter as save_adapter
-    from lightning_tricks.finetuning.core.base_model_fingerprint import BaseMismatchError as BaseMismatchError
     from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterSettings as AdapterSettings
     from lightning_tricks.finetuning.core.bottleneck_adapters import add_adapters as add_adapters
     from lightning_tricks.finetuning.core.freezing import freeze_ as freeze_
@@ -34,11 +36,9 @@ if TYPE_CHECKING:
     from lightning_tricks.finetuning.core.lora_layers import LoRASettings as LoRASettings
     from lightning_tricks.finetuning.core.prefixes import PrefixSettings as PrefixSettings
     from lightning_tricks.finetuning.core.prefixes import add_prefixes as add_prefixes
+    from lightning_tricks.finetuning.core.trainable_weights import BaseMismatchError as BaseMismatchError
     from lightning_tricks.finetuning.core.trainable_weights import load_trainable as load_trainable
     from lightning_tricks.finetuning.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
-    from lightning_tricks.finetuning.parameter_efficient import Adapters as Adapters
-    from lightning_tricks.finetuning.parameter_efficient import LoRA as LoRA
-    from lightning_tricks.finetuning.parameter_efficient import PrefixTuning as PrefixTuning
     from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint as TrainableCheckpoint
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names

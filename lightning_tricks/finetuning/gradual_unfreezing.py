@@ -31,21 +31,19 @@ from lightning_tricks.finetuning.adaptation import GradientCheckingCallback
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
 from lightning_tricks.finetuning.core.freezing import (
     ParameterCount,
+    UnfreezingPlan,
+    check_multipliers,
+    check_schedule,
     frozen_norms,
     held_norms,
     hold_norms_,
+    multipliers_of,
     norm_modes,
+    plan_unfreezing,
     release_norms_,
     set_norm_modes_,
 )
 from lightning_tricks.finetuning.core.group_splitting import split_groups_
-from lightning_tricks.finetuning.core.unfreezing_schedule import (
-    UnfreezingPlan,
-    check_multipliers,
-    check_schedule,
-    multipliers_of,
-    plan_unfreezing,
-)
 
 _SAVED_KEY = "gradual_unfreezing"  # in checkpoints of FSDP
 

@@ -25,17 +25,15 @@ from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.patterns import as_patterns, strip_compile_prefix
 from lightning_tricks._shared.tensors import is_sharded
 from lightning_tricks._shared.text import format_bytes
-from lightning_tricks.finetuning.core.base_model_fingerprint import (
+from lightning_tricks.finetuning.core.trainable_weights import (
     BaseMismatchError,
     TensorRecord,
     base_fingerprints,
-    forget,
-    trainable_names,
-)
-from lightning_tricks.finetuning.core.trainable_weights import (
     complete_checkpoint,
+    forget,
     leave_out_base,
     recorded_base,
+    trainable_names,
     weights_of,
 )
 

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.callback import GradientClipping as GradientClipping
     from lightning_tricks.gradient_clipping.core.clipping import GradientNorms as GradientNorms
+    from lightning_tricks.gradient_clipping.core.clipping import UnitClipResult as UnitClipResult
+    from lightning_tricks.gradient_clipping.core.clipping import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_value_ as clip_grad_value_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grads_with_norm_ as clip_grads_with_norm_
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_ as skip_step_
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_on_device_ as skip_step_on_device_
     from lightning_tricks.gradient_clipping.core.step_skipping import skips_on_device as skips_on_device
-    from lightning_tricks.gradient_clipping.core.unit_clipping import UnitClipResult as UnitClipResult
-    from lightning_tricks.gradient_clipping.core.unit_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

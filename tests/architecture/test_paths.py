@@ -34,8 +34,7 @@ from lightning_tricks.cli import main
 from lightning_tricks.devices import GpuLockError
 from lightning_tricks.devices.core.gpu_locks import FOLDER_VARIABLE, existing_lock_folder
 from lightning_tricks.finetuning import add_lora, load_adapter, load_trainable, save_adapter
-from lightning_tricks.finetuning.core.base_model_fingerprint import base_fingerprints
-from lightning_tricks.finetuning.core.trainable_weights import leave_out_base
+from lightning_tricks.finetuning.core.trainable_weights import base_fingerprints, leave_out_base
 from lightning_tricks.hang_watch import compare_ranks
 from lightning_tricks.run_fingerprint import read_ranks
 from lightning_tricks.run_report import read_record

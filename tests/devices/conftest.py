@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tricks.devices.core import gpu_locks, rank_handoff, result, visible_devices
+from lightning_tricks.devices.core import gpu_locks, result, visible_devices
 
 _VARIABLES = ("CUDA_", "LOCAL_", "MASTER_", "MPI_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 
@@ -21,7 +21,7 @@ def lock_folder(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "uuids_seen_by_cuda", lambda: None)
     monkeypatch.setenv(gpu_locks.FOLDER_VARIABLE, str(tmp_path / "locks"))
     result.state.release()
-    monkeypatch.delenv(rank_handoff.VARIABLE, raising=False)
+    monkeypatch.delenv(result.CHOICE_VARIABLE, raising=False)
     yield tmp_path / "locks"
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     result.state.release()

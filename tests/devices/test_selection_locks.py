@@ -372,7 +372,7 @@ INTERRUPT = """
     from lightning_tricks.devices.core.result import state
     from tests.devices.fake_nvml import FakeGpu, FakeNvml
 
-    FILES = ("select.py", "gpu_locks.py", "file_locks.py", "result.py", "rank_handoff.py", "visible_devices.py")
+    FILES = ("select.py", "gpu_locks.py", "file_locks.py", "result.py", "visible_devices.py")
     lost = FakeGpu(fails={"nvmlDeviceGetHandleByIndex": "GPU_IS_LOST"})
     fake = FakeNvml([lost, FakeGpu(), FakeGpu()])
     gpu_locks.LONGEST_CHOICE = 0.0

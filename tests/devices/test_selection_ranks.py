@@ -12,7 +12,7 @@ import pytest
 
 from lightning_tricks.devices import NoGpuAvailableError, RankError, select_gpus
 from lightning_tricks.devices.core.gpu_locks import LOCKS, is_locked, lock_folder, lock_path
-from lightning_tricks.devices.core.rank_handoff import VARIABLE
+from lightning_tricks.devices.core.result import CHOICE_VARIABLE as VARIABLE
 from lightning_tricks.devices.core.result import state
 from tests.devices.boards import LOST
 from tests.devices.fake_nvml import FakeGpu, FakeNvml

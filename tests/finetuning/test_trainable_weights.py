@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.finetuning.core.base_model_fingerprint import (
+from lightning_tricks.finetuning.core.trainable_weights import (
     BaseMismatchError,
     base_fingerprints,
-    forget,
-    trainable_names,
-)
-from lightning_tricks.finetuning.core.trainable_weights import (
     complete_checkpoint,
     complete_state_dict,
+    forget,
     leave_out_base,
     load_trainable,
     recorded_base,
+    trainable_names,
 )
 from tests.small import HostReads, same
 

@@ -18,7 +18,7 @@ from lightning_tricks.gradient_clipping import (
     gradient_norms,
 )
 from lightning_tricks.gradient_clipping.core.clip_state import ClipGroups, ClipState
-from lightning_tricks.gradient_clipping.core.unit_clipping import _clip_units_foreach_, _clip_units_one_by_one_
+from lightning_tricks.gradient_clipping.core.clipping import _clip_units_foreach_, _clip_units_one_by_one_
 from tests.small import HostReads, fork
 
 _shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)

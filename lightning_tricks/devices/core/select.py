@@ -21,15 +21,17 @@ from lightning_tricks.devices.core.gpu_locks import (
     try_lock,
 )
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError
-from lightning_tricks.devices.core.rank_handoff import (
+from lightning_tricks.devices.core.result import (
     CPU,
+    NoGpuAvailableError,
     RankError,
+    Selection,
     has_launched_ranks,
     inherited_choice,
     refuse_to_choose,
     repeated_choice,
+    state,
 )
-from lightning_tricks.devices.core.result import NoGpuAvailableError, Selection, state
 from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, parse_size, refusal
 from lightning_tricks.devices.core.visible_devices import Machine, VisibleDevice, hidden_gpus, see_machine
 

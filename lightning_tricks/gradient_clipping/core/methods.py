@@ -14,12 +14,12 @@ from torch import Tensor
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.gradient_clipping.core.clipping import (
+    adaptive_clip_grad_,
     check_bound,
     clip_grad_value_,
     clip_grads_with_norm_,
     gradient_norms,
 )
-from lightning_tricks.gradient_clipping.core.unit_clipping import adaptive_clip_grad_
 
 
 class ClipResult(NamedTuple):
