@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks
@@ -156,16 +155,7 @@ REFUSED = {
     "torch": lambda: really_refused(lambda: torch.empty(1 << 50)),
     "python": lambda: really_refused(lambda: bytearray(1 << 55)),
     "numpy": lambda: really_refused(lambda: np.zeros(1 << 50)),
-    "numpy in a worker": lambda: really_refused(lambda: next(iter(DataLoader(Refused(), num_workers=1)))),
 }
-
-
-class Refused(Dataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return np.zeros(1 << 50)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -8,7 +8,7 @@ from lightning_tricks import isolated_rng
 from lightning_tricks.finetuning import TrainableCheckpoint
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting
-from tests.finetuning.cases_lora import plain
+from tests.finetuning.cases_adaptation import plain
 from tests.small import Net
 
 _FROZEN = ("0.weight", "0.bias", "1.bias")

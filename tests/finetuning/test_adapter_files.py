@@ -257,9 +257,12 @@ def change_config(folder, **values):
         ({"peft_type": "IA3"}, "load the adapters of other methods with peft"),
         ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias='all'"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"lora_bias": True}, "lora_bias=True"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"of_a_later_version": 1}, "of_a_later_version=1"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' has changed the weights of the base"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' has changed the weights of the base"),
         ({"r": "8"}, "r must be a whole number"),
         ({"r": 0}, "r must be a whole number"),
         ({"lora_alpha": None}, "lora_alpha must be a number"),
@@ -276,6 +279,16 @@ def test_config_is_checked(folder, values, message):
     change_config(folder, **values)
     with refused(message):
         load_adapter(seeded(linear), folder)
+
+
+@pytest.mark.parametrize(
+    "values", [{"lora_dropout": 0.1}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": "orthogonal"}], ids=str
+)
+def test_settings_that_matter_in_training_alone(folder, values):
+    load_adapter(plain := seeded(linear), folder)
+    change_config(folder, **values)
+    load_adapter(other := seeded(linear), folder)
+    assert torch.equal(outputs(other, torch.ones(5, 6)), outputs(plain, torch.ones(5, 6)))
 
 
 def test_files_are_checked(folder, tmp_path_factory):

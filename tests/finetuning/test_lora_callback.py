@@ -5,13 +5,10 @@ import logging
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from packaging.version import Version
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
     CheckpointRemapping,
@@ -24,8 +21,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from tests.contract.lab import full
-from tests.finetuning.models import encoder_layer
-from tests.small import QUIET, EvaluatedNet, Net, digits, fork, loader
+from tests.small import QUIET, EvaluatedNet, Net, loader
 
 
 class Built(EvaluatedNet):
@@ -147,15 +143,6 @@ def test_in_tricks(tmp_path):
     assert all(value.requires_grad == ("lora_" in name) for name, value in loaded.named_parameters())
 
 
-class _Saver(Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_end(self, trainer, pl_module):
-        state = {name: full(value) for name, value in pl_module.state_dict().items()}
-        torch.save(state, self.folder / f"{trainer.global_rank}.pt")
-
-
 @pytest.mark.parametrize("is_added_before", [False, True])
 def test_what_forked_ranks_add_does_not_come_back_and_that_is_said(is_added_before, tmp_path):
     """Lightning loads what the ranks trained into the module with strict=False."""
@@ -174,47 +161,6 @@ def test_what_forked_ranks_add_does_not_come_back_and_that_is_said(is_added_befo
     said = "after the fit, the module has no trained changes" in (tmp_path / "log").read_text()
     assert said != is_added_before
     assert any(value.any() for name, value in _changes(module).items() if name.endswith(".B")) == is_added_before
-
-
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
-def test_sharded_ranks_are_one_process(tmp_path):
-    """With side branches, and with weights that are computed in attention, whose shards FSDP2 looks for."""
-
-    class Attending(LightningModule):
-        def __init__(self):
-            super().__init__()
-            with isolated_rng(seed=0):
-                self.layer = encoder_layer()
-
-        def configure_model(self):
-            if self.device_mesh is not None:
-                from torch.distributed.fsdp import fully_shard
-
-                fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch[0].view(-1, 4, 16)).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    def run(rank=0, ranks=1):
-        options = {"strategy": ModelParallelStrategy(ranks, 1), "devices": ranks} if ranks > 1 else {}
-        data = TensorDataset(digits().tensors[0])
-        torch.manual_seed(0)
-        folder = tmp_path / str(ranks)
-        folder.mkdir(exist_ok=True)
-        batches = DataLoader(data, batch_size=4 // ranks)
-        _trainer(LoRA(4), _Saver(folder), max_epochs=1, **options).fit(Attending(), batches)
-
-    run()
-    fork(lambda rank: run(rank, 2), 2)
-    (one,) = [torch.load(file) for file in (tmp_path / "1").glob("*.pt")]
-    two = [torch.load(file) for file in sorted((tmp_path / "2").glob("*.pt"))]
-    assert len(two) == 2
-    for rank in two:
-        for name, value in one.items():
-            torch.testing.assert_close(rank[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_what_does_not_fit_is_said_before_training():
