@@ -84,36 +84,12 @@ class _Shows:
     )
 
 
-class _SAM(Optimizer):
-    """Sharpness-aware minimization, as its best known implementation has it."""
-
-    def __init__(self, params, **options):
-        super().__init__(params, options)
-        self.inner = SGD(self.param_groups, **options)
-
-    @torch.no_grad()
-    def first_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["e"] = 0.05 * p.grad / p.grad.norm()
-                p.add_(self.state[p]["e"])
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(self.state[p]["e"])
-        self.inner.step()
-        self.zero_grad()
+class _EvaluatesTwice(SGD):
+    """As sharpness-aware minimization does."""
 
     def step(self, closure=None):
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        self.first_step()
-        closure()
-        self.second_step()
-        return loss
+        torch.enable_grad()(closure)()
+        return super().step(closure)
 
 
 class _Automatic(LightningModule):
@@ -225,14 +201,6 @@ class _StepsTheSecondRaw(_Manual):
         return [super().all_optimizers()[0], self.trainer.optimizers[1]]
 
 
-class _TakesTwoSteps(_Manual):
-    def step(self, optimizer, batch, which):
-        self.manual_backward(self.loss(batch))
-        optimizer.first_step()
-        self.manual_backward(self.loss(batch))
-        optimizer.second_step()
-
-
 class _StepsAtBatchEnd(_Manual):
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.loss(batch))
@@ -273,11 +241,10 @@ _WAYS = [
     (_Accumulates, {}, 2),
     (_StepsAtEpochEnd, {}, 1),
     *((way, {"make": LBFGS, "options": {"max_iter": 1}}, 4) for way in (_Automatic, _WithClosure)),
-    *((way, {"make": _SAM}, 8) for way in (_Automatic, _WithClosure)),
+    *((way, {"make": _EvaluatesTwice}, 8) for way in (_Automatic, _WithClosure)),
     *((way, {}, _PAST) for way in (_Unwraps, _StepsInItsTrainingStep, _StepsAtBatchEnd, _StepsRaw)),
     (_StepsTheSecondRaw, {"optimizers": 2}, _PAST.replace("0", "1")),
     *((_StepsRaw, {"make": one}, _PAST) for one in (_Twice, *_WRAPPERS)),
-    (_TakesTwoSteps, {"make": _SAM}, _PAST),
     (_ForgetsClosure, {}, _LIGHTNINGS),
     (_Automatic, {"make": _Forgets}, _LIGHTNINGS),
     (_Manual, {"make": _Forgets}, _UNHEARD),
@@ -337,7 +304,11 @@ def test_steps_are_clipped_once_or_refused(process, way, options, expected):
     before = {value.item() for name, value in trainer.callback_metrics.items() if name.endswith("pre_clip")}
     assert before == {5.0} or way is _StepsAtEpochEnd  # Lightning logs no step there
     make = options.get("make")
-    moved = _lbfgs_in_a_loop() if make is LBFGS else -_DIRECTION / 5 * (expected / 2 if make is _SAM else expected)
+    moved = (
+        _lbfgs_in_a_loop()
+        if make is LBFGS
+        else -_DIRECTION / 5 * (expected / 2 if make is _EvaluatesTwice else expected)
+    )
     for weight in module.weights:
         torch.testing.assert_close(weight.detach(), moved)
 
@@ -357,8 +328,8 @@ def test_steps_are_skipped_as_if_their_batch_were_not_there(process, way, make, 
 
 @pytest.mark.parametrize("way", [_Automatic, _WithClosure])
 def test_steps_that_evaluate_their_closure_twice_are_not_skipped(way):
-    with pytest.raises(MisconfigurationException, match=r"cannot skip a step of _SAM: .*several times"):
-        _fit(way, {"make": _SAM}, [1.0] * 4, on_nonfinite="skip")
+    with pytest.raises(MisconfigurationException, match=r"cannot skip a step of _EvaluatesTwice: .*several times"):
+        _fit(way, {"make": _EvaluatesTwice}, [1.0] * 4, on_nonfinite="skip")
 
 
 def test_a_loop_of_ones_own_skips_the_step_of_a_base_class_too(process):
