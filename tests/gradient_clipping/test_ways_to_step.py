@@ -304,11 +304,8 @@ def test_steps_are_clipped_once_or_refused(process, way, options, expected):
     before = {value.item() for name, value in trainer.callback_metrics.items() if name.endswith("pre_clip")}
     assert before == {5.0} or way is _StepsAtEpochEnd  # Lightning logs no step there
     make = options.get("make")
-    moved = (
-        _lbfgs_in_a_loop()
-        if make is LBFGS
-        else -_DIRECTION / 5 * (expected / 2 if make is _EvaluatesTwice else expected)
-    )
+    steps = expected / 2 if make is _EvaluatesTwice else expected
+    moved = _lbfgs_in_a_loop() if make is LBFGS else -_DIRECTION / 5 * steps
     for weight in module.weights:
         torch.testing.assert_close(weight.detach(), moved)
 
