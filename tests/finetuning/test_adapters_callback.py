@@ -1,7 +1,5 @@
 """The callbacks Adapters and PrefixTuning in the Trainer, on a transformer."""
 
-import copy
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -71,24 +69,6 @@ def test_it_is_evaluated_as_it_was_trained(method):
     assert not torch.allclose(changed, trained, atol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["houlsby", "prefix"])
-def test_what_a_module_has_is_not_added_again(method):
-    module, callback = Classifier(), METHODS[method]()
-    trainer = _trainer(callback)
-    trainer.fit(module, loader(), loader())
-    names, report = list(module.state_dict()), callback.report
-    weights = copy.deepcopy(module.state_dict())
-    trainer.test(module, loader(), verbose=False)
-    another = METHODS[method]()
-    _trainer(another).validate(module, loader(), verbose=False)
-    assert list(module.state_dict()) == names
-    assert another.report == callback.report == report
-    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
-    other = PrefixTuning(4) if method == "prefix" else Adapters(5)
-    with pytest.raises(MisconfigurationException, match="already, in other"):
-        _trainer(other).fit(module, loader(), loader())
-
-
 @pytest.mark.parametrize("others", ["before", "after"])
 def test_with_lora_and_prefixes_in_one_trainer(others):
     module = Classifier()
@@ -101,20 +81,6 @@ def test_with_lora_and_prefixes_in_one_trainer(others):
     for kind in ("lora_", "prefix", "adapter"):
         assert any(kind in name for name in trained), kind
     assert all(module.get_parameter(name).abs().sum() > 0 for name in trained)
-
-
-@pytest.mark.parametrize(
-    ("callback", "words"),
-    [
-        (Adapters(target_modules="nothing"), "Adapters: target_modules: pattern 'nothing' matches none"),
-        (PrefixTuning(target_modules="nothing"), "PrefixTuning: target_modules: pattern 'nothing' matches none"),
-    ],
-)
-def test_a_run_refuses_in_words(callback, words):
-    module = Classifier()
-    with pytest.raises(MisconfigurationException, match=words):
-        _trainer(callback).fit(module, loader(), loader())
-    assert "configure_model" not in vars(module)
 
 
 class _ReadsWeights(Classifier):

@@ -224,8 +224,7 @@ def _parts(model, kind="prefix"):
     return [part for name, part in model.named_modules() if name.rpartition(".")[2] == kind]
 
 
-def test_a_prefixed_model_pickles_copies_compiles_and_is_known():
-    torch._dynamo.reset()
+def test_a_prefixed_model_pickles_copies_and_is_known():
     model, x = _encoder(), _randn(2, 5, 8)
     settings = PrefixSettings(3)
     report = add_prefixes(model, settings, generator=torch.Generator().manual_seed(5))
@@ -237,8 +236,6 @@ def test_a_prefixed_model_pickles_copies_compiles_and_is_known():
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert torch.equal(twin(x), out)
         assert PrefixTuning(3).adapt(twin) == report
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), out)
     with pytest.raises(ValueError, match="has prefixes already"):
         add_prefixes(model, settings)
     for changed in ({"length": 4}, {"exclude": "layers.0"}):
