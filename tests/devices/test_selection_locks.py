@@ -4,10 +4,7 @@ import fcntl
 import os
 import pickle
 import stat
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 from pathlib import Path
 
@@ -19,18 +16,10 @@ from lightning_tricks.devices.core import gpu_locks
 from lightning_tricks.devices.core.gpu_locks import FOLDER_VARIABLE, LOCKS, choosing, lock_path
 from lightning_tricks.devices.core.result import state
 from tests.devices.fake_nvml import FakeGpu, FakeNvml, FakeProcess
+from tests.devices.jobs import HOLD, in_fork, nvml, python
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or has users")
 ROOT = pytest.mark.skipif(getattr(os, "getuid", int)() != 0, reason="only root can become another user")
-
-
-def nvml(count):
-    return FakeNvml([FakeGpu() for _ in range(count)])
-
-
-def python(code, *arguments, **options):
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
 
 
 def tells_holders(folder):
@@ -53,24 +42,6 @@ def become_nobody():
     os.setuid(65534)
 
 
-def in_fork(function):
-    """Return what a forked child, which ends without cleaning up, exits with."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            code = function()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-HOLD = """
-    from lightning_tricks.devices import select_gpus
-    from tests.devices.fake_nvml import FakeGpu, FakeNvml
-    print(select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()])).devices[0], flush=True)
-    input()
-"""
 RACE = """
     import os, sys, time
     from pathlib import Path

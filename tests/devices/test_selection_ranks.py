@@ -16,13 +16,10 @@ from lightning_tricks.devices.core.result import CHOICE_VARIABLE as VARIABLE
 from lightning_tricks.devices.core.result import state
 from tests.devices.boards import LOST
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
+from tests.devices.jobs import HOLD, in_fork, nvml, python
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or becomes another program")
 UUIDS = [f"GPU-0000000{index}-0000-4000-8000-000000000000" for index in range(4)]
-
-
-def nvml(count=4):
-    return FakeNvml([FakeGpu() for _ in range(count)])
 
 
 def new_process(monkeypatch, **environment):
@@ -41,7 +38,7 @@ def told(*choice, leader=None):
 def run(*command, **environment):
     environment = {**os.environ, **environment}
     return subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=280
     )
 
 
@@ -103,7 +100,7 @@ def test_a_rank_finds_the_selected_gpus_by_uuid_whatever_limits_say(monkeypatch)
 
 def test_a_rank_of_the_cpu_uses_the_cpu(monkeypatch):
     new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: told("cpu")})
-    assert select_gpus(2, nvml=nvml()).accelerator == "cpu"
+    assert select_gpus(2, nvml=nvml(4)).accelerator == "cpu"
 
 
 def test_a_rank_names_beside_a_lost_gpu_what_the_first_rank_named(monkeypatch):
@@ -118,10 +115,10 @@ def test_a_rank_names_beside_a_lost_gpu_what_the_first_rank_named(monkeypatch):
 def test_another_number_or_a_hidden_gpu_is_an_error_of_the_rank(monkeypatch):
     new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: told(UUIDS[3])})
     with pytest.raises(RankError, match=f"use 1 selected GPUs .{UUIDS[3]}., and n=2"):
-        select_gpus(2, nvml=nvml())
+        select_gpus(2, nvml=nvml(4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(RankError, match=rf"selected {UUIDS[3]}, which this rank does not see. This .* GPU 2, 3 of"):
-        select_gpus(1, nvml=nvml())
+        select_gpus(1, nvml=nvml(4))
     with pytest.raises(RankError, match="NVML does not start"):
         select_gpus(1, nvml=FakeNvml(init_error="DRIVER_NOT_LOADED"))
 
@@ -129,7 +126,7 @@ def test_another_number_or_a_hidden_gpu_is_an_error_of_the_rank(monkeypatch):
 @pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "0"}])
 def test_a_job_that_a_script_starts_selects_for_itself(environment, monkeypatch):
     new_process(monkeypatch, **{VARIABLE: told(UUIDS[3])}, **environment)
-    assert select_gpus(nvml=nvml()).devices == [0]
+    assert select_gpus(nvml=nvml(4)).devices == [0]
     assert os.environ[VARIABLE] == told(UUIDS[0], leader=os.getpid())
 
 
@@ -148,21 +145,14 @@ def test_the_first_rank_keeps_its_selection_when_it_has_launched_others(monkeypa
 
 
 def test_a_released_gpu_that_another_job_took_is_an_error_of_the_first_rank(monkeypatch):
-    selection = select_gpus(nvml=nvml())
+    selection = select_gpus(nvml=nvml(4))
     monkeypatch.setenv("LOCAL_RANK", "0")
     selection.release()
-    code = """
-        from lightning_tricks.devices import select_gpus
-        from tests.devices.fake_nvml import FakeGpu, FakeNvml
-        print(select_gpus(nvml=FakeNvml([FakeGpu()])).devices, flush=True)
-        input()
-    """
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", VARIABLE)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    job = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert job.stdout.readline() == "[0]\n"
+    job = python(HOLD, env=environment)
+    assert job.stdout.readline() == "0\n"
     with pytest.raises(NoGpuAvailableError, match="which the ranks of this run use, is selected by"):
-        select_gpus(nvml=nvml())
+        select_gpus(nvml=nvml(4))
     job.communicate("\n", timeout=300)
 
 
@@ -297,7 +287,7 @@ def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, leader, mo
     with pytest.raises(
         RankError, match=rf"`lightning-tricks gpus --select 3 -- .*{launcher.split()[-1]} \.\.\.`"
     ) as error:
-        select_gpus(3, nvml=nvml(), fallback="cpu")
+        select_gpus(3, nvml=nvml(4), fallback="cpu")
     assert ("call select_gpus before the Trainer runs" in str(error.value)) == (launcher == "<launcher>")
     assert state.locks == {}
 
@@ -315,7 +305,7 @@ def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, leader, mo
 )
 def test_a_rank_that_is_alone_on_its_machine_selects(environment, monkeypatch):
     new_process(monkeypatch, **environment)
-    assert select_gpus(nvml=nvml()).devices == [0]
+    assert select_gpus(nvml=nvml(4)).devices == [0]
 
 
 # Processes that another one started which has selected
@@ -357,19 +347,12 @@ def test_a_spawned_worker_that_imports_the_script_again_leaves_the_other_gpus_al
 
 @POSIX
 def test_ranks_of_a_forked_child_find_the_selection_of_its_parent():
-    select_gpus(2, nvml=nvml())
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            command = (
-                "from lightning_tricks.devices import select_gpus; from tests.devices.fake_nvml import *; "
-                "assert select_gpus(2, nvml=FakeNvml([FakeGpu() for _ in range(4)])).devices == [0, 1]"
-            )
-            code = run("-c", command, LOCAL_RANK="1").returncode
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    select_gpus(2, nvml=nvml(4))
+    command = (
+        "from lightning_tricks.devices import select_gpus; from tests.devices.jobs import nvml; "
+        "assert select_gpus(2, nvml=nvml(4)).devices == [0, 1]"
+    )
+    assert in_fork(lambda: run("-c", command, LOCAL_RANK="1").returncode) == 0
 
 
 @pytest.mark.parametrize("before", [None, "1,2"])

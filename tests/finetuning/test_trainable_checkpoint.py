@@ -210,7 +210,7 @@ def test_a_second_fit_keeps_the_base(tmp_path):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("options", [{}, {"release": 1}, {"compiled": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"release": 1}], ids=str)
 def test_auto_resume_anywhere(options, tmp_path):
     whole = fit(tmp_path, Tuned(**options), without=True)
     guard = tmp_path / "guard"

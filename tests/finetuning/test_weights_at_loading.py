@@ -83,7 +83,9 @@ def evaluated(trainer, stage, module, path=None):
 
 
 @pytest.mark.parametrize(
-    ("averages", "beside"), [(one, "nothing") for one in AVERAGING] + [("EMA", other) for other in BESIDE]
+    ("averages", "beside"),
+    [pytest.param(one, "nothing", marks=[pytest.mark.thorough] * (one == "mean")) for one in AVERAGING]
+    + [("EMA", other) for other in BESIDE],
 )
 def test_each_way_to_load(averages, beside, tmp_path):
     torch.save(Tuned(7).state_dict(), tmp_path / "pretrained.pt")
