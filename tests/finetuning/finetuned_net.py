@@ -14,15 +14,13 @@ from tests.small import QUIET, loader
 class FineNet(LightningModule):
     """A backbone with BatchNorm and LayerNorm, and a head with a LayerNorm of the same size and values."""
 
-    def __init__(self, schedulers=None, optimizer=None, compiled=False, affine=True) -> None:
+    def __init__(self, schedulers=None, optimizer=None, affine=True) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.schedulers, self.optimizer = schedulers, optimizer
         self.stem = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8, affine=affine), nn.ReLU())
         self.block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())
         self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 10))
-        if compiled:
-            self.block = torch.compile(self.block, backend="aot_eager")
 
     def forward(self, x):
         return self.head(self.block(self.stem(x)))

@@ -19,7 +19,7 @@ from lightning_tricks import (
     VotingClassifier,
     isolated_rng,
 )
-from lightning_tricks.finetuning import LoRASettings, add_lora, merge
+from lightning_tricks.finetuning import LoRASettings, add_lora
 from tests.contract.lab import full
 from tests.small import QUIET, EvaluatedNet, Net, loader
 
@@ -93,12 +93,6 @@ def test_a_checkpoint_is_tested_by_a_module_that_is_built_anew(tmp_path):
     other = Built("configure_model")
     tester = _trainer(LoRA(4), ModelCheckpoint(tmp_path), enable_checkpointing=True)
     assert tester.test(other, loader(), ckpt_path=saving.last_model_path, verbose=False) == wanted
-    merge(other)
-    assert isinstance(other.net[0], nn.Linear)
-    plain = Built("init")
-    plain.load_state_dict(other.state_dict())
-    merged = _trainer().test(plain, loader(), verbose=False)
-    assert merged[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
 
 
 def test_pretrained_weights_are_loaded_beside_it(tmp_path):

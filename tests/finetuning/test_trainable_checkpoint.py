@@ -25,16 +25,15 @@ from tests.small import QUIET, EvaluatedNet, loader, same
 class Tuned(EvaluatedNet):
     """A frozen backbone, whose BatchNorm counts on, and a head that trains."""
 
-    def __init__(self, seed=0, *, tied=False, compiled=False, release=None, wide=16):
-        self.options = {"seed": seed, "tied": tied, "wide": wide}
+    def __init__(self, seed=0, *, tied=False, compiled=False, release=None):
+        self.options = {"seed": seed, "tied": tied}
         self.release = release  # the epoch in which the first layer is released
         super().__init__(optimization="adamw", compiled=compiled)
 
     def build(self):
         with isolated_rng(seed=self.options["seed"]):
-            wide = self.options["wide"]
-            backbone = nn.Sequential(nn.Linear(64, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, wide))
-            self.net = nn.Sequential(backbone, nn.Linear(wide, wide, bias=False), nn.Linear(wide, 10))
+            backbone = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+            self.net = nn.Sequential(backbone, nn.Linear(16, 16, bias=False), nn.Linear(16, 10))
         backbone.requires_grad_(False)
         if self.options["tied"]:
             self.net[1].weight = backbone[3].weight

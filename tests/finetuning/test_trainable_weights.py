@@ -36,7 +36,7 @@ class WithExtraState(nn.Module):
         self.words = state["words"]
 
 
-def build(seed=0, *, tied=False, compiled=False):
+def build(seed=0, *, tied=False):
     with isolated_rng(seed=seed):
         model = nn.Sequential(
             OrderedDict(
@@ -48,8 +48,6 @@ def build(seed=0, *, tied=False, compiled=False):
     model.backbone.requires_grad_(False)
     if tied:
         model.head.weight = model.backbone[2].weight
-    if compiled:
-        model.backbone = torch.compile(model.backbone)
     return model
 
 
