@@ -296,6 +296,15 @@ def test_initial_values_come_from_the_generator():
     assert not torch.equal(first, other)
 
 
+def test_a_compiled_model_has_its_adapters():
+    torch._dynamo.reset()
+    model, run = gpt2_of_transformers()
+    add_adapters(model, AdapterSettings(4, kind="parallel"))
+    _wake(model)
+    with torch.no_grad():  # or tracing starts the threads of autograd, and later tests fork
+        torch.testing.assert_close(run(torch.compile(model, backend="aot_eager")), run(model))
+
+
 def test_a_layer_that_is_computed_again_in_the_backward_pass():
     torch.manual_seed(0)
     model, _ = encoder()

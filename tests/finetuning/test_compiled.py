@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 _WAYS = ("wrapped part", "wrapped", "part in place", "in place")
 _TRICKS = {
     "LoRA": lambda model: add_lora(model, LoRASettings(2)),
-    "Adapters": lambda model: add_adapters(model, AdapterSettings(4, kind="parallel")),
+    "Adapters": lambda model: add_adapters(model, AdapterSettings(4, kind="houlsby")),
     "PrefixTuning": lambda model: add_prefixes(model, PrefixSettings(3)),
 }
 
