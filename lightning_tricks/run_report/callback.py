@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.logged_values import logger_step, logs_at_this_step, observe_logged_values
@@ -19,9 +17,9 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import ReportPart, part_name
+from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.run_report.core.record import Position, Resume, RunRecord, Status
-from lightning_tricks.run_report.core.record_file import PAGE_FILE
+from lightning_tricks.run_report.core.record import PAGE_FILE, Position, Resume, RunRecord, Status
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.run_settings import describe_run, learning_rates
 
@@ -120,10 +118,7 @@ class RunReport(TrickCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the learning rates that the step uses, if it is one that is logged."""
         if self._writer is not None and logs_at_this_step(trainer):
-            rates = learning_rates(trainer)
-            self._rates = {
-                name: rate.detach().clone() if isinstance(rate, Tensor) else rate for name, rate in rates.items()
-            }
+            self._rates = clone_tensors(learning_rates(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,28 +17,24 @@ from torch import Tensor
 from lightning_tricks._shared.file_locks import DirectoryLock
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.tensors import read_numbers, tensors_in
+from lightning_tricks.run_report.core.other_runs import find_run_before
 from lightning_tricks.run_report.core.page import run_page
 from lightning_tricks.run_report.core.record import (
-    MOST_KEYS,
+    PAGE_FILE,
+    RUN_FILE,
+    VALUES_FILE,
     Position,
     Resume,
     Row,
     RunRecord,
     RunReportError,
     Status,
-    thin_rows,
-)
-from lightning_tricks.run_report.core.record_file import (
-    PAGE_FILE,
-    RUN_FILE,
-    VALUES_FILE,
     append_rows,
     read_record,
-    write_page,
     write_rows,
     write_run,
 )
-from lightning_tricks.run_report.core.run_folders import find_run_before
+from lightning_tricks.run_report.core.rendering import write_page
 from lightning_tricks.run_report.core.secret_values import hide_in_text
 
 LOCK_FILE = ".lock"
@@ -45,6 +42,7 @@ _FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
 _EARLIER, _AT_ONCE = "earlier", "at-once"  # folders for other runs: those before, and those at the same time
 _PENDING = 256  # rows on the device
 _MOST_ROWS = 20_000  # of a kind, on the disk
+_MOST_KEYS = 1000
 _MOST_TENSORS = 32  # of a batch that are looked at
 _COST = 0.02  # the share of the time that may be spent on pages
 
@@ -295,7 +293,7 @@ class ValueRecorder:
     def __init__(self, folder: Path, record: RunRecord) -> None:
         self._folder, self._record = folder, record
         self._pending: list[tuple[Row, dict[str, Any]]] = []
-        self._keys = dict.fromkeys(record.logged_keys())
+        self._keys = set(record.logged_keys())
         self._keys_left_out: set[str] = set()
         self._rows_of_earlier = sum(row.count for row in record.rows)
 
@@ -341,20 +339,40 @@ class ValueRecorder:
             write_rows(self._folder, thinned)
 
     def _is_known(self, name: str) -> bool:
-        if name not in self._keys:
-            if len(self._keys) >= MOST_KEYS:
-                self._keys_left_out.add(name)
-                return False
-            self._keys[name] = None
-        return True
+        is_known = name in self._keys or len(self._keys) < _MOST_KEYS
+        (self._keys if is_known else self._keys_left_out).add(name)
+        return is_known
 
 
 def keep_first_rows(rows: list[Row], count: int) -> list[Row]:
     """Return the rows of a record that hold the first so many that were added, as some may have been merged."""
-    kept, left = [], count
-    for row in rows:
-        if left < row.count:
-            break
-        kept.append(row)
-        left -= row.count
-    return kept
+    ends = accumulate(row.count for row in rows)
+    return [row for row, end in zip(rows, ends, strict=True) if end <= count]
+
+
+def merge_rows(rows: Sequence[Row]) -> Row:
+    """Merge neighbouring rows of one kind: means, weighted, with the smallest and the largest value of each key."""
+    last = rows[-1]
+    values, low, high = {}, {}, {}
+    for key in dict.fromkeys(key for row in rows for key in row.values):
+        having = [row for row in rows if key in row.values]
+        total = sum(row.count for row in having)
+        values[key] = sum(row.values[key] * row.count for row in having) / total
+        low[key] = _extreme(min, [row.low.get(key, row.values[key]) for row in having])
+        high[key] = _extreme(max, [row.high.get(key, row.values[key]) for row in having])
+    return Row(last.kind, last.step, last.epoch, values, sum(row.count for row in rows), low, high)
+
+
+def _extreme(choose: Any, values: Sequence[float]) -> float:
+    return float(choose((value for value in values if not math.isnan(value)), default=math.nan))
+
+
+def thin_rows(rows: Sequence[Row], most: int) -> list[Row]:
+    """Merge pairs of neighbouring rows of each kind of which there are more than `most`."""
+    thinned: list[Row | None] = list(rows)
+    for kind in ("step", "epoch"):
+        places = [place for place, row in enumerate(rows) if row.kind == kind]
+        if len(places) > most:
+            for place, after in zip(places[::2], places[1::2], strict=False):
+                thinned[place], thinned[after] = None, merge_rows([rows[place], rows[after]])
+    return [row for row in thinned if row is not None]

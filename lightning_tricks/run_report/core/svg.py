@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from lightning_tricks._shared.text import distinct_numbers, format_number
 from lightning_tricks.run_report.core.curves import thin_points
-from lightning_tricks.run_report.core.numbers import distinct_numbers, format_number
 from lightning_tricks.run_report.core.record import Point
 
 _WIDTH, _HEIGHT = 540, 240
@@ -84,13 +84,9 @@ def make_scale(values: Iterable[float], start: float, end: float, *, may_be_log:
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     step = 10.0 ** math.floor(math.log10((high - low) / most))
-    for factor in (1, 2, 5, 10):
-        if (high - low) / (step * factor) <= most:
-            step *= factor
-            break
-    first = math.ceil(low / step - 1e-9)
-    count = math.floor(high / step + 1e-9) - first + 1
-    return [(first + number) * step if first + number else 0.0 for number in range(max(count, 0))]
+    step *= next((factor for factor in (1, 2, 5) if (high - low) / (step * factor) <= most), 10)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
@@ -258,13 +254,10 @@ def _curve(line: Line, points: Sequence[Point], x: Scale, y: Scale) -> str:
         parts.append(f'<path class="band {kinds}" d="M{"L".join(upper + lower)}z"/>')
     if len(finite) > 1:
         parts.append(f'<path class="line {kinds}" d="{_path(points, x, y)}"/>')
-    if len(finite) <= _MOST_MARKERS and not line.is_faint:
-        for point in finite:
-            where = f'cx="{x(point.step):.1f}" cy="{y(point.value):.1f}"'
-            parts.append(f'<circle class="dot {kinds}" {where} r="2.6"/>')
-    if line.best is not None:
-        where = f'cx="{x(line.best.step):.1f}" cy="{y(line.best.value):.1f}"'
-        parts.append(f'<circle class="best {kinds}" {where} r="6"/>')
+    dots = [("dot", point, 2.6) for point in finite] if len(finite) <= _MOST_MARKERS and not line.is_faint else []
+    for kind, point, radius in [*dots, *([("best", line.best, 6)] if line.best is not None else [])]:
+        where = f'cx="{x(point.step):.1f}" cy="{y(point.value):.1f}"'
+        parts.append(f'<circle class="{kind} {kinds}" {where} r="{radius}"/>')
     return "".join(parts)
 
 
