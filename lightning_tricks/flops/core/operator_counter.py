@@ -14,12 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks._torch_compat.operators import (
-    OpOverload,
-    TorchDispatchMode,
-    is_composite,
-    without_dispatch_modes,
-)
+from lightning_tricks._torch_compat.operators import OpOverload, TorchDispatchMode, is_composite, without_dispatch_modes
 from lightning_tricks._torch_compat.tensors import tree_map
 from lightning_tricks.flops.core.operator_costs import (
     ESTIMATED_COSTS,

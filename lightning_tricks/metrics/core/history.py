@@ -129,12 +129,9 @@ class History:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each value: stage, loader, epoch, step, metric and value."""
+        places = ("stage", "loader", "epoch", "step")
         return [
-            {
-                **{key: getattr(record, key) for key in ("stage", "loader", "epoch", "step")},
-                "metric": name,
-                "value": value,
-            }
+            {**{place: getattr(record, place) for place in places}, "metric": name, "value": value}
             for record in self.records()
             for name, value in zip(record.names, cast(list[float], record.values), strict=True)
         ]

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.metric_groups import MetricGroup, State, joined_rows, set_states
-from lightning_tricks.metrics.core.metric_properties import can_concat_batches, metrics_in, task_of
+from lightning_tricks.metrics.core.metric_table import can_concat_batches, metrics_in, task_of
 
 
 class SharedStateGroup(MetricGroup):
