@@ -15,8 +15,7 @@ from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, 
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.rng import check_seed, isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_cv, make_folds
-from lightning_tricks.ensembles.core.sampling import is_shuffled
-from lightning_tricks.ensembles.core.seeds import CROSS_VALIDATION, purpose_seed
+from lightning_tricks.ensembles.core.sampling import CROSS_VALIDATION, is_shuffled, purpose_seed
 from lightning_tricks.ensembles.stacking_run import check_row_loader, read_targets, subset_loader
 
 
