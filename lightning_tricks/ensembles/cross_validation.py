@@ -151,9 +151,7 @@ def _joined(module: LightningModule, batches: Any, size: int) -> Tensor:
 
 def _mean_and_std(scores: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
     names = dict.fromkeys(name for fold in scores for name in fold)
-    values = {
-        name: torch.tensor([fold[name] for fold in scores if name in fold], dtype=torch.float64) for name in names
-    }
+    values = {name: torch.tensor([one[name] for one in scores if name in one], dtype=torch.float64) for name in names}
     means = {name: float(value.mean()) for name, value in values.items()}
     return means, {name: float(value.std(unbiased=False)) for name, value in values.items()}
 

@@ -410,9 +410,8 @@ class RegressorEnsemble(CombinedPrediction):
 
     def uncertainty(self, outputs: Tensor) -> combination.Uncertainty:
         """Split the variance."""
-        return combination.regression_uncertainty(
-            *self._means_and_variances(outputs), weights=self.member_weights(outputs)
-        )
+        means, variances = self._means_and_variances(outputs)
+        return combination.regression_uncertainty(means, variances, self.member_weights(outputs))
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
         """Refuse targets that broadcasting would spread over outputs of another shape."""

@@ -87,13 +87,10 @@ def clip_norm_of_members_(members: Members, max_norm: float) -> Tensor:
         The norms before, (n,).
     """
     if not isinstance(members, StackedMembers):
-        return torch.stack(
-            [torch.nn.utils.clip_grad_norm_(member.parameters(), max_norm) for member in members.children()]
-        )
+        return torch.stack([torch.nn.utils.clip_grad_norm_(one.parameters(), max_norm) for one in members.children()])
     gradients = [parameter.grad for parameter in members.parameters() if parameter.grad is not None]
-    norms: Tensor = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients]), dim=0
-    )
+    of_tensors = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients])
+    norms: Tensor = torch.linalg.vector_norm(of_tensors, dim=0)
     factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient.dtype))

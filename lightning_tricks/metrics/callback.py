@@ -139,10 +139,8 @@ class MetricsMonitor(StepsCallback):
 
     def _reset(self) -> None:
         self._epoch = EpochMetrics(self.metrics, self.class_names, curves=self._are_shown)
-        every_n_epochs = 0 if isinstance(self.plots, bool) else self.plots
-        self._plots = EvaluationPlots(
-            self._history, self._keys, self._parts, every_n_epochs, are_logged=self._are_plotted
-        )
+        every = 0 if isinstance(self.plots, bool) else self.plots
+        self._plots = EvaluationPlots(self._history, self._keys, self._parts, every, are_logged=self._are_plotted)
         self._collisions = key_checks.Collisions(self._name)
         self._own_samples = OwnSamples(self._name)
         self._unmeasured = key_checks.UnmeasuredBatches(

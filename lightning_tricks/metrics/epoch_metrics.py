@@ -275,6 +275,5 @@ class EvaluationPlots:
     def report_parts(self) -> list[ReportPart]:
         """Return confusion matrix, reliability and single classes of the last evaluation."""
         self._history.records()  # reads the values of the records from the device
-        return [
-            part for data in self._to_report.values() for part in make_parts(data, self._class_names, self._keys.key)
-        ]
+        evaluations = self._to_report.values()
+        return [part for data in evaluations for part in make_parts(data, self._class_names, self._keys.key)]

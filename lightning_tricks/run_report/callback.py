@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.logged_values import logger_step, logs_at_this_step, observe_logged_values
-from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import ReportPart, part_name
@@ -96,9 +96,8 @@ class RunReport(TrickCallback):
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._stops_on_error():
-            writer = self._writer = RunWriter(
-                Path(self.path), describe_run(trainer, pl_module), trainer.train_dataloader
-            )
+            record = describe_run(trainer, pl_module)
+            writer = self._writer = RunWriter(Path(self.path), record, trainer.train_dataloader)
             self._installed.callback(writer.close)
             if self._position_to_keep is None:
                 writer.start()
@@ -233,12 +232,8 @@ class RunReport(TrickCallback):
             self._position = writer.position()
 
     def _parts(self, trainer: Trainer) -> list[ReportPart]:
-        return [
-            part
-            for callback in callbacks_of(trainer)
-            if isinstance(callback, TrickCallback)
-            for part in callback.report_parts(trainer)
-        ]
+        tricks = callbacks_of_type(trainer, TrickCallback)
+        return [part for trick in tricks for part in trick.report_parts(trainer)]
 
     @contextmanager
     def _stops_on_error(self) -> Iterator[None]:

@@ -139,11 +139,9 @@ def _why_not_ask(sampler: Any) -> str:
 def is_shuffled(loader: data.DataLoader[Any]) -> bool:
     """Whether a loader gives another order each time."""
     sampler = sampler_of(loader)
-    return (
-        bool(sampler.shuffle)
-        if isinstance(sampler, data.DistributedSampler)
-        else type(sampler) is not data.SequentialSampler
-    )
+    if isinstance(sampler, data.DistributedSampler):
+        return bool(sampler.shuffle)
+    return type(sampler) is not data.SequentialSampler
 
 
 def sampler_of(loader: data.DataLoader[Any]) -> Any:

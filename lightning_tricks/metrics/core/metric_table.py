@@ -181,9 +181,7 @@ def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str,
     if isinstance(value, Mapping):
         if names_of_values(metric):
             named = [(name.removesuffix("_per_class"), inner) for name, inner in value.items()]
-            entries = (
-                (replace(entry, key=name), inner) for name, inner in named if inner.ndim == 0 or entry.element_names
-            )
+            entries = ((replace(entry, key=name), one) for name, one in named if one.ndim == 0 or entry.element_names)
         else:
             entries = ((MetricEntry(f"{key}/{name}", metric), inner) for name, inner in value.items())
         return [pair for inner_entry, inner in entries for pair in named_values(inner_entry, metric, inner)]

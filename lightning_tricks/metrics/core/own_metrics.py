@@ -176,9 +176,8 @@ class RegionOverlap(tm.MulticlassConfusionMatrix):
         matrix = to_double(self.confmat)
         both, predicted, target = matrix.diagonal(), matrix.sum(0), matrix.sum(1)
         whole = {"iou": predicted + target - both, "dice": (predicted + target) / 2, "recall": target}[self.measure]
-        is_ignored = torch.arange(len(both), device=both.device) == (
-            -1 if self.ignore_index is None else self.ignore_index
-        )
+        ignored = -1 if self.ignore_index is None else self.ignore_index
+        is_ignored = torch.arange(len(both), device=both.device) == ignored
         values = torch.where((whole > 0) & ~is_ignored, both / whole, torch.nan).float()
         if self.average == "frequency":
             return (values.nan_to_num() * target).sum().float() / target.sum().float()

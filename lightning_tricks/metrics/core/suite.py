@@ -79,9 +79,7 @@ class MetricSuite:
         )
         self._needs_probabilities = any(task is not None and task.needs_probabilities for task in self._tasks.values())
         # a confusion matrix counts by itself what fits none of its cells
-        self._counts_invalid = not all(
-            isinstance(group, metric_groups.ConfusionMatrixGroup) for group in self._buffered
-        )
+        self._counts_invalid = not all(isinstance(one, metric_groups.ConfusionMatrixGroup) for one in self._buffered)
         self._has_begun = False
         self.checked = False
         self.updates = 0

@@ -68,10 +68,8 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
     if diffs[0] != diffs[1]:
         files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
         names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
-        left_names, right_names = (
-            ", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files
-        )
-        differing.append(("differences to the commit, which differ in", left_names, right_names))
+        left, right = (", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files)
+        differing.append(("differences to the commit, which differ in", left, right))
     return differing
 
 
@@ -92,9 +90,7 @@ def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str,
         ("resumes", str(len(first.resumes)), str(len(second.resumes))),
         ("module", first.module, second.module),
     ]
-    facts = [
-        {f"{name} ({part.title})": text for part in run.parts_of(Facts) for name, text in part.facts} for run in runs
-    ]
+    facts = [{f"{name} ({one.title})": text for one in run.parts_of(Facts) for name, text in one.facts} for run in runs]
     rows = [*(row for row in rows if row[1] != row[2]), *_differing(*facts)]
     settings = differing_settings(first, second)
     said = [] if settings else ["Nothing that is recorded of the settings and versions differs."]
@@ -111,9 +107,7 @@ def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str,
 def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return the names of texts that differ, with both texts; "-" where one is missing."""
     names = {**first, **second}
-    return [
-        (name, first.get(name, "-"), second.get(name, "-")) for name in names if first.get(name) != second.get(name)
-    ]
+    return [(key, first.get(key, "-"), second.get(key, "-")) for key in names if first.get(key) != second.get(key)]
 
 
 def _metric_figures(runs: Runs, names: Sequence[str]) -> list[Figure]:

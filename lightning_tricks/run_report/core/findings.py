@@ -178,11 +178,8 @@ def data_wait(record: RunRecord) -> Iterator[Finding]:
     without the first, whose time includes the start.
     """
     uses = record.parts_of(DeviceUse)
-    waits = [
-        (part.data_wait, " ".join(part.verdict))
-        for part in uses
-        if part.data_wait and not any("keeps up" in said for said in part.verdict)
-    ]
+    told = [(part.data_wait or 0.0, " ".join(part.verdict)) for part in uses]
+    waits = [(share, verdict) for share, verdict in told if "keeps up" not in verdict]
     if not uses:
         keys = [key for key in record.logged_keys() if re.fullmatch(r"gpu\d+/data_wait", key)]
         has_gpu = any(key.startswith("gpu") and "/" in key for key in record.logged_keys())

@@ -19,23 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.text import counted, format_number, format_seconds, format_time, printable
+from lightning_tricks.run_report.core import record as on_disk
 from lightning_tricks.run_report.core.curves import best_point, metric_curves, sign_of_better, split_key, watched
-from lightning_tricks.run_report.core.record import (
-    RUN_FILE,
-    VALUES_FILE,
-    Point,
-    Row,
-    RunRecord,
-    RunReportError,
-    read_record,
-    read_run,
-)
+from lightning_tricks.run_report.core.record import Point, Row, RunRecord, RunReportError
 
 if TYPE_CHECKING:
     from lightning_tricks._shared.fitting_table import FittingTable
 
 _MOST_NEIGHBOURS, _MOST_READ, _MOST_SECONDS = 1000, 20, 2.0  # names that are looked at, records, processor time
-_LARGEST = {RUN_FILE: 8 << 20, VALUES_FILE: 32 << 20}  # bytes; RunReport writes less
+_LARGEST = {on_disk.RUN_FILE: 8 << 20, on_disk.VALUES_FILE: 32 << 20}  # bytes; RunReport writes less
 _MOST_ENTRIES, _DEEPEST = 20_000, 6
 _MOST_OTHERS = 3  # metrics beside the one that sorts
 _JSON_FIELDS = ("module", "status", "epochs", "started", "seconds", "samples_per_second")
@@ -64,14 +56,14 @@ def find_run_before(folder: Path, record: RunRecord) -> tuple[str, RunRecord] | 
         if time.thread_time() > end:
             break
         with suppress(OSError, RunReportError):  # it is broken, or no record
-            other = read_run(place / RUN_FILE)
+            other = on_disk.read_run(place / on_disk.RUN_FILE)
             is_one = (other.module, other.status) == (record.module, "finished") and other.id != record.id
             if is_one and latest < other.started < record.started:
                 before, latest = place, other.started
     if before is not None:
         name = before.name if before.parent == folder.parent else f"{before.parent.name}/{before.name}"
         with suppress(OSError, RunReportError):
-            return name, ends_of(read_record(before))
+            return name, ends_of(on_disk.read_record(before))
     return None
 
 
@@ -87,7 +79,7 @@ def _time_of(folder: Path) -> float:
     with suppress(OSError):
         found = {name: (folder / name).lstat() for name in _LARGEST}
         if all(stat.S_ISREG(one.st_mode) and one.st_size <= _LARGEST[name] for name, one in found.items()):
-            return found[RUN_FILE].st_mtime
+            return found[on_disk.RUN_FILE].st_mtime
     return 0.0
 
 
@@ -101,7 +93,7 @@ def runs_in(folder: Path) -> Iterator[Path]:
     waiting = [(folder, 0)]
     while waiting:
         here, depth = waiting.pop()
-        if (here / RUN_FILE).is_file():
+        if (here / on_disk.RUN_FILE).is_file():
             yield here
         inner = []
         with suppress(OSError), os.scandir(here) as entries:

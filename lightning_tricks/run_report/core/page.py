@@ -106,10 +106,8 @@ def _is_of_steps(record: RunRecord, key: str) -> bool:
 def _figures_of(record: RunRecord, name: str, keys: Mapping[str, str]) -> list[Figure]:
     """Return the curves of keys, which are given by their labels, in one picture, or nothing if there are none."""
     labels = list(keys) if len(keys) > 1 else [""]
-    lines = [
-        Line(label, record.curve(key), place % 7, dash=place % 4)
-        for place, (label, key) in enumerate(zip(labels, keys.values(), strict=False))
-    ]
+    labelled = enumerate(zip(labels, keys.values(), strict=False))
+    lines = [Line(label, record.curve(key), place % 7, dash=place % 4) for place, (label, key) in labelled]
     units = (curves.unit_of(key) for key in keys.values())
     return [Figure(name, line_chart(lines, y_label=next(units)), lines)] if lines else []
 
@@ -235,11 +233,8 @@ def _reliability(part: Reliability) -> Figure:
 
 
 def _class_values(part: ClassValues) -> Figure:
-    rows = [
-        (name, *map(format_number, values))
-        for name, values in zip(part.classes, part.values, strict=False)
-        if len(values) == len(part.metrics)
-    ]
+    of_classes = zip(part.classes, part.values, strict=False)
+    rows = [(name, *map(format_number, row)) for name, row in of_classes if len(row) == len(part.metrics)]
     return Figure("metrics of each class" + _epoch(part), columns=("class", *part.metrics), rows=rows)
 
 

@@ -219,10 +219,8 @@ class RunRecord:
         """Whether the first rows are those that a run had when it saved a checkpoint."""
         segments = self.segments()
         ends = [start for _, start in segments[1:]] + [position.rows]
-        return any(
-            name == position.id and start <= position.rows <= end
-            for (name, start), end in zip(segments, ends, strict=True)
-        )
+        places = zip(segments, ends, strict=True)
+        return any(name == position.id and start <= position.rows <= end for (name, start), end in places)
 
     def logged_keys(self) -> list[str]:
         """Return the keys of all rows, in the order in which they came."""

@@ -17,28 +17,15 @@ from torch import Tensor
 from lightning_tricks._shared.file_locks import DirectoryLock
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.tensors import read_numbers, tensors_in
+from lightning_tricks.run_report.core import record as on_disk
 from lightning_tricks.run_report.core.other_runs import find_run_before
 from lightning_tricks.run_report.core.page import run_page
-from lightning_tricks.run_report.core.record import (
-    PAGE_FILE,
-    RUN_FILE,
-    VALUES_FILE,
-    Position,
-    Resume,
-    Row,
-    RunRecord,
-    RunReportError,
-    Status,
-    append_rows,
-    read_record,
-    write_rows,
-    write_run,
-)
+from lightning_tricks.run_report.core.record import Position, Resume, Row, RunRecord, RunReportError, Status
 from lightning_tricks.run_report.core.rendering import write_page
 from lightning_tricks.run_report.core.secret_values import hide_in_text
 
 LOCK_FILE = ".lock"
-_FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
+_FILES = (on_disk.PAGE_FILE, on_disk.RUN_FILE, on_disk.VALUES_FILE)
 _EARLIER, _AT_ONCE = "earlier", "at-once"  # folders for other runs: those before, and those at the same time
 _PENDING = 256  # rows on the device
 _MOST_ROWS = 20_000  # of a kind, on the disk
@@ -86,8 +73,8 @@ class RunWriter:
         self._move_aside()
         self.record.started = time.time()
         self.record.id = secrets.token_hex(8)
-        write_run(self.folder, self.record)
-        write_rows(self.folder, [])
+        on_disk.write_run(self.folder, self.record)
+        on_disk.write_rows(self.folder, [])
 
     def resume(self, position: Position, resume: Resume) -> None:
         """Continue the record that a checkpoint belongs to; start a new one if the folder does not hold it.
@@ -108,7 +95,7 @@ class RunWriter:
             self.said.append(f"the values before step {resume.step:,} were not found in {self.path}")
             resume.id = self.record.id
             self.record.resumes = [resume]
-            write_run(self.folder, self.record)
+            on_disk.write_run(self.folder, self.record)
             return
         folder, earlier = found
         rows = keep_first_rows(earlier.rows, position.rows)
@@ -128,8 +115,8 @@ class RunWriter:
         self.record.resumes = [*earlier.resumes, resume]
         self.record.add_parts(earlier.parts)
         self.values = ValueRecorder(self.folder, self.record)
-        write_run(self.folder, self.record)
-        write_rows(self.folder, rows)
+        on_disk.write_run(self.folder, self.record)
+        on_disk.write_rows(self.folder, rows)
 
     def reopen(self, rows_id: str) -> bool:
         """Add to the record of a fit that is over; return whether the folder holds it, and nobody writes to it.
@@ -138,7 +125,7 @@ class RunWriter:
             rows_id: The id of its last rows.
         """
         try:
-            earlier = read_record(self.folder)
+            earlier = on_disk.read_record(self.folder)
         except (OSError, RunReportError):
             return False
         self.record, self._started = earlier, None
@@ -181,10 +168,10 @@ class RunWriter:
         if self._started is not None:
             record.seconds = self._seconds_before + begun - self._started
         record.add_parts(parts)
-        write_run(self.folder, record)
+        on_disk.write_run(self.folder, record)
         if status != "running" and self._before is None:  # looking for it may take a moment
             self._before = find_run_before(self.path, record)
-        write_page(self.folder / PAGE_FILE, run_page(record, self._before))
+        write_page(self.folder / on_disk.PAGE_FILE, run_page(record, self._before))
         ended = time.perf_counter()
         self._next_page = ended + (ended - begun) / _COST
 
@@ -204,7 +191,7 @@ class RunWriter:
         inner = [folder for pattern in patterns for folder in sorted(self.path.glob(pattern))]
         for folder in dict.fromkeys((self.folder, self.path, *inner)):
             with suppress(OSError, RunReportError):
-                record = read_record(folder)
+                record = on_disk.read_record(folder)
                 if record.has(position):
                     return folder, record
         return None
@@ -325,18 +312,16 @@ class ValueRecorder:
         def number_of(value: Any) -> float:
             return next(numbers)[0] if isinstance(value, Tensor) else float(value)
 
-        rows = [
-            replace(row, values={name: number_of(value) for name, value in values.items()}) for row, values in pending
-        ]
+        rows = [replace(row, values={name: number_of(one) for name, one in values.items()}) for row, values in pending]
         self._rows_of_earlier += len(rows)
         self._record.rows += rows
         self._record.keys_left_out = len(self._keys_left_out)
         thinned = thin_rows(self._record.rows, _MOST_ROWS)
         if len(thinned) == len(self._record.rows):
-            append_rows(self._folder, rows)
+            on_disk.append_rows(self._folder, rows)
         else:
             self._record.rows = thinned
-            write_rows(self._folder, thinned)
+            on_disk.write_rows(self._folder, thinned)
 
     def _is_known(self, name: str) -> bool:
         is_known = name in self._keys or len(self._keys) < _MOST_KEYS

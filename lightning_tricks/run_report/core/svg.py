@@ -230,10 +230,8 @@ def _readings(drawn: Sequence[tuple[Line, Sequence[Point]]], x: Scale) -> list[s
                 where = "" if near.step == at.step else f" at step {near.step:,}"
                 texts[place].append(f"{line.label} {format_number(near.value)}{where}".lstrip())
     edges = [_LEFT, *(round(x(middle), 1) for middle in middles), _RIGHT]
-    return [
-        _reading(left, right, x(point.step), lines)
-        for (left, right), point, lines in zip(pairwise(edges), shown, texts, strict=True)
-    ]
+    strips = zip(pairwise(edges), shown, texts, strict=True)
+    return [_reading(left, right, x(point.step), lines) for (left, right), point, lines in strips]
 
 
 def _reading(left: float, right: float, middle: float, lines: Sequence[str]) -> str:
@@ -283,10 +281,8 @@ def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str
         for column, count in enumerate(of_target):
             opacity, kind = (count / total) ** 0.6, "right" if row == column else "wrong"
             place = f'x="{left + column * cell:.1f}" y="{row * cell + 2:.1f}" width="{cell:.1f}" height="{cell:.1f}"'
-            words = escape(f"{count:,} of {sum(of_target):,} {classes[row]} predicted as {classes[column]}")
-            parts.append(
-                f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.3f}"><title>{words}</title></rect>'
-            )
+            said = escape(f"{count:,} of {sum(of_target):,} {classes[row]} predicted as {classes[column]}")
+            parts.append(f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.3f}"><title>{said}</title></rect>')
             if count and size <= 20:
                 middle = left + (column + 0.5) * cell
                 kind = "light" if kind == "right" and opacity > 0.93 else "dark"  # a contrast of 4.5 at least
@@ -322,9 +318,7 @@ def reliability_chart(confidence: Sequence[float], share: Sequence[float], weigh
     for (a, b), (c, d) in pairwise(points):
         parts.append(f'<line class="line c0" x1="{x(a):.1f}" y1="{y(b):.1f}" x2="{x(c):.1f}" y2="{y(d):.1f}"/>')
     for (a, b), part in zip(points, weight, strict=True):
-        radius = 4 if part >= 0.01 else 2  # few samples say little
-        words = escape(f"confidence {a:.2f}, {label} {b:.2f}")
-        parts.append(
-            f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{radius}"><title>{words}</title></circle>'
-        )
+        r = 4 if part >= 0.01 else 2  # few samples say little
+        said = escape(f"confidence {a:.2f}, {label} {b:.2f}")
+        parts.append(f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{r}"><title>{said}</title></circle>')
     return _svg(_HEIGHT, parts, f"{label} over confidence")
