@@ -33,7 +33,7 @@ from lightning_tricks._shared.tensors import local_part, tensors_in
 from lightning_tricks._shared.text import counted
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
-from lightning_tricks.spike_guard.core.band import RobustBand
+from lightning_tricks.spike_guard.functional import RobustBand
 from lightning_tricks.spike_guard.snapshot import Snapshots
 
 

@@ -102,7 +102,9 @@ def test_neighbours_that_are_broken_large_or_links_are_passed_over(tmp_path, mon
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep" / "linked", target_is_directory=True)
     assert find_run_before(tmp_path / "own", own)[0] == "good"
     seen = []
-    monkeypatch.setattr(other_runs.on_disk, "read_run", lambda path: seen.append(path) or record_of(1.0, module="Other"))
+    monkeypatch.setattr(
+        other_runs.on_disk, "read_run", lambda path: seen.append(path) or record_of(1.0, module="Other")
+    )
     for number in range(100):
         save(tmp_path / f"n{number}", record_of(100.0))
     assert find_run_before(tmp_path / "own", own) is None
