@@ -45,9 +45,7 @@ def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> N
         if state is None or swa._swa_scheduler is not None:
             return
         optimizer = trainer.optimizers[0]
-        before = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
+        before = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
         scheduler = SWALR(optimizer, swa_lr=state["base_lrs"])
         scheduler.load_state_dict(state)
         set_private(swa, _swa_scheduler=scheduler)
@@ -83,10 +81,7 @@ def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
     A reset lets the parameter use the memory of its ticket, which from then on is trained as well.
     """
     pairs = _tickets_with_parameters(callback)
-    return {
-        name: None if ticket.data_ptr() == parameter.data_ptr() else ticket.detach()
-        for name, (ticket, parameter) in pairs
-    }
+    return {name: None if kept.data_ptr() == used.data_ptr() else kept.detach() for name, (kept, used) in pairs}
 
 
 @needs_private("AutoResume")

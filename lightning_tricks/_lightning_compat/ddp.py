@@ -31,13 +31,11 @@ def ddp_wrapper(trainer: Trainer) -> DistributedDataParallel | None:
 
 def stops_at_unused_parameters(trainer: Trainer) -> bool:
     """Whether DDP averages the gradients of this backward pass, and fails if a parameter has none."""
-    wrapper = ddp_wrapper(trainer)
-    if wrapper is None:
+    model = ddp_wrapper(trainer)
+    if model is None:
         return False
     with needs_private(_USERS):
-        return bool(
-            wrapper.require_backward_grad_sync and not wrapper.find_unused_parameters and not wrapper.static_graph
-        )
+        return bool(model.require_backward_grad_sync and not model.find_unused_parameters and not model.static_graph)
 
 
 @needs_private(_USERS)

@@ -119,6 +119,12 @@ def check_choices(name: str, values: Sequence[str], known: Iterable[str]) -> Seq
     return values
 
 
+def check_output_transform(transform: object) -> None:
+    """Raise a TypeError for an `output_transform` that is neither None nor a function."""
+    if transform is not None and not callable(transform):
+        raise TypeError(f"output_transform must be a function of (outputs, batch, stage), got {transform!r}.")
+
+
 def is_address(path: object) -> bool:
     """Whether a path is an address such as `s3://bucket/run`, of which `pathlib` makes `s3:/bucket/run`."""
     if _ADDRESS.match(str(path)):

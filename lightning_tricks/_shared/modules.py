@@ -115,9 +115,7 @@ def parameters_without_gradient(module: nn.Module) -> list[str]:
         >>> parameters_without_gradient(model)
         ['unused.weight', 'unused.bias']
     """
-    return names_without_gradient(
-        {strip_compile_prefix(name): parameter for name, parameter in module.named_parameters()}
-    )
+    return names_without_gradient({strip_compile_prefix(name): one for name, one in module.named_parameters()})
 
 
 def names_without_gradient(parameters: Mapping[str, Tensor]) -> list[str]:

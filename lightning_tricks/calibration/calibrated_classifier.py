@@ -1,25 +1,32 @@
-"""`calibrate`, the table that it returns, and `CalibratedClassifier`, which applies it to any module with logits."""
+"""`calibrate`, the held-out rows and the table of it, and `CalibratedClassifier`, which applies it to any module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
-from lightning_tricks._shared.calibration import METHODS, Calibration, as_columns, calibration_of, stated_outputs
-from lightning_tricks._shared.calibration_scores import are_probabilities, classification_scores
+from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
+from lightning_tricks._shared import calibration as shared
+from lightning_tricks._shared.calibration import Calibration, logits_in
+from lightning_tricks._shared.calibration_scores import are_between_0_and_1, are_probabilities, classification_scores
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
+from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
 from lightning_tricks._shared.fitting_table import FittingTable
-from lightning_tricks._shared.tensors import outside_inference_mode
-from lightning_tricks._shared.text import render_text
-from lightning_tricks.calibration.core.fitting import fit_calibration
-from lightning_tricks.calibration.held_out_rows import found_logits, held_out_rows, target_probabilities
+from lightning_tricks._shared.modules import explained_arguments
+from lightning_tricks._shared.tensors import gather_objects, outside_inference_mode
+from lightning_tricks._shared.text import list_names, render_text
+from lightning_tricks._torch_compat.tensors import tree_map_only
+from lightning_tricks.calibration.functional import fit_calibration
 
+_LABELS = ("target", "targets", "label", "labels", "y")
 _TITLES = {"nll": "NLL", "ece": "ECE, 15 bins", "adaptive_ece": "adaptive ECE, 15 bins", "brier": "Brier score"}
 
 
@@ -50,7 +57,7 @@ class CalibratedClassifier(nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {module!r} ({type(module).__name__}).")
         self.module = module
         self.training = module.training
-        if calibration_of(unwrap_model(module)) is None:
+        if shared.calibration_of(unwrap_model(module)) is None:
             place = next(chain(module.parameters(), module.buffers()), torch.empty(0))
             self.calibration = Calibration().to(place.device)
 
@@ -153,14 +160,14 @@ def calibrate(
         >>> round(table.module.calibration.temperature.item()), table.after["ece"] < 0.1 * table.before["ece"]
         (5, True)
     """
-    check_choice("method", method, METHODS)
+    check_choice("method", method, shared.METHODS)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {module!r} ({type(module).__name__}).")
     inner = unwrap_model(module)
-    is_owner = isinstance(inner, CalibratedClassifier) or calibration_of(inner) is not None
+    is_owner = isinstance(inner, CalibratedClassifier) or shared.calibration_of(inner) is not None
     owner = inner if is_owner else CalibratedClassifier(inner)
     model = unwrap_model(owner.module) if isinstance(owner, CalibratedClassifier) else owner
-    kind = stated_outputs(model, outputs)
+    kind = shared.stated_outputs(model, outputs)
     if hasattr(model, "uncalibrated_logits"):
         kind = "logits"  # which are those of the probabilities that it returns
     with outside_inference_mode():
@@ -199,7 +206,7 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
     probabilities, target = torch.as_tensor(probabilities), torch.as_tensor(target)
     if not len(probabilities) or len(probabilities) != len(target):
         raise ValueError(f"There must be a label for each row, got {len(probabilities)} rows and {len(target)} labels.")
-    columns = as_columns(probabilities.detach().cpu().double())
+    columns = shared.as_columns(probabilities.detach().cpu().double())
     if columns.shape != probabilities.shape:
         columns[:, 0] = 1 - columns[:, 1]
     if not are_probabilities(columns).all():
@@ -211,5 +218,123 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
 
 def _calibration_in(owner: Any) -> Calibration:
     """Return the calibration that a module applies: its own, or that of the module that it wraps."""
-    found = calibration_of(owner)
+    found = shared.calibration_of(owner)
     return _calibration_in(unwrap_model(owner.module)) if found is None else found
+
+
+def held_out_rows(module: nn.Module, loader: Iterable[Any], outputs: str | None = None) -> tuple[Tensor, Tensor]:
+    """Run a module in evaluation mode, and return logits and labels of all rows; the module stays as it is.
+
+    The rows of a `DistributedSampler` are gathered from all ranks, without those that it repeats.
+
+    Args:
+        module: Returns logits or probabilities, (B, C), or (B,) or (B, 1) if it is binary; if it has a method
+            `uncalibrated_logits`, that does.
+        loader: Batches (x, y), (x1, x2, ..., y), or a dict with the labels as `target`, `label`, `labels` or `y`.
+        outputs: What the module returns, "logits" or "probabilities"; None if nobody has said it.
+
+    Returns:
+        Logits, or logarithms of probabilities, and probabilities of the labels, (N, C) each, float64, on the CPU.
+
+    Raises:
+        TypeError: If a batch or an output is of another kind.
+        ValueError: If outputs are NaN, or may be either and that was not said, or labels do not fit them.
+    """
+    logits_of = getattr(module, "uncalibrated_logits", module)
+    place = next(chain(module.parameters(), module.buffers()), torch.empty(0, device="cpu"))
+    parts = []
+    with evaluated_unchanged(module, loader):
+        for number, batch in enumerate(transferred_batches(lightning_module_in(module), loader, place.device)):
+            args, kwargs, target = tree_map_only(np.ndarray, torch.as_tensor, _split(batch))
+            args, kwargs = tree_map_only(Tensor, lambda x: _as_input(x, place), (args, kwargs))
+            with explained_arguments():
+                logits = found_logits(logits_of(*args, **kwargs))
+            try:
+                target = torch.as_tensor(target)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"labels must be numbers, class indices or probabilities, got {target!r:.99}."
+                ) from error
+            if not 1 <= logits.ndim <= 2 or not target.ndim or len(logits) != len(target):
+                given = f"logits {tuple(logits.shape)} and labels {tuple(target.shape)}"
+                raise ValueError(f"Batch {number} has {given}, but must have logits (B, C) and a label for each row.")
+            parts.append((logits.cpu().double(), target_probabilities(target.cpu(), logits)))
+    if not sum(len(rows) for rows, _ in parts):
+        raise ValueError("The loader has no rows, so there is nothing to calibrate with: give it held-out data.")
+    found, target = (torch.cat(part) for part in zip(*parts, strict=True))
+    found, target = _of_all_ranks(found, target, loader)
+    logits = shared.as_logits(found, outputs)
+    shared.check_outputs(outputs, are_between_0_and_1(found), are_probabilities(logits.exp()))
+    if (wrong := ~logits.amax(1).isfinite()).any():
+        rows = f"{int(wrong.sum())} of {len(logits)} held-out rows, the first is row {int(wrong.nonzero()[0])}"
+        raise ValueError(f"The logits are NaN or infinite in {rows}: look for NaN in inputs, or an overflow in fp16.")
+    return logits, target
+
+
+def found_logits(output: Any) -> Tensor:
+    """Return the logits in what a module returned, or raise an error if it has none."""
+    found = logits_in(output)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"the module must return a tensor of logits, got {type(output).__name__}: wrap it to do so.")
+    return found
+
+
+def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return the positional and the keyword arguments of the module, and the labels."""
+    if isinstance(batch, Mapping):
+        labels = [name for name in _LABELS if name in batch]
+        inputs = {name: value for name, value in batch.items() if name not in labels}
+        if len(labels) == 1 and inputs:
+            args = tuple(inputs.values()) if len(inputs) == 1 else ()  # one input, whatever its name
+            return args, {} if args else inputs, batch[labels[0]]
+        needed = f"inputs and the labels as one of {', '.join(_LABELS)}"
+        raise TypeError(f"a batch that is a dict needs {needed}, got {list_names(map(str, batch))}.")
+    if isinstance(batch, list | tuple) and len(batch) > 1:
+        return tuple(batch[:-1]), {}, batch[-1]
+    raise TypeError(f"a batch must be (x, y), (x1, x2, ..., y) or a dict, got {type(batch).__name__}.")
+
+
+def _as_input(x: Tensor, place: Tensor) -> Tensor:
+    both = x.is_floating_point() and place.is_floating_point()
+    return x.to(place.device, place.dtype if both else x.dtype)
+
+
+def target_probabilities(target: Tensor, logits: Tensor) -> Tensor:
+    """Return labels as probabilities, (B, C), for the logits that belong to them."""
+    one = logits.ndim == 1 or logits.shape[1] == 1
+    classes = 2 if one else logits.shape[1]
+    target = target.squeeze(1) if target.ndim == 2 and target.shape[1] == 1 else target
+    if target.ndim == 1 and one and target.is_floating_point():
+        target = torch.stack([1 - target, target], 1)
+    if target.ndim == 2 and target.shape[1] == classes:
+        found = target.double()
+        if are_probabilities(found).all():
+            return found / found.sum(1, keepdim=True)
+        raise ValueError(
+            "Labels that are probabilities must be at least 0, and have the sum 1 in each row; calibrate a multi-label "
+            "classifier one label at a time."
+        )
+    if target.ndim != 1 or target.is_floating_point():
+        given = f"{tuple(target.shape)} {str(target.dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"Labels must be class indices (B,), such as int64, or probabilities (B, {classes}), got {given}."
+        )
+    if len(wrong := target[(target < 0) | (target >= classes)]):
+        remedy = "correct it, or leave such rows out of the loader"
+        raise ValueError(f"Label {int(wrong[0])} is not one of the {classes} classes 0 to {classes - 1}: {remedy}.")
+    return nn.functional.one_hot(target.long(), classes).double()
+
+
+def _of_all_ranks(logits: Tensor, target: Tensor, loader: Any) -> tuple[Tensor, Tensor]:
+    """Return the rows of all ranks in the order of a DistributedSampler; other loaders give each rank all rows."""
+    owners = (loader, getattr(loader, "batch_sampler", None))
+    samplers = (found for owner in owners if isinstance(found := getattr(owner, "sampler", None), DistributedSampler))
+    sampler = next(samplers, None)
+    if sampler is None or sampler.num_replicas == 1:
+        return logits, target
+    size = len(sampler.dataset)  # type: ignore[arg-type]
+    rows = torch.arange(len(logits), device="cpu") * sampler.num_replicas + sampler.rank
+    ranks = gather_objects((rows, logits, target))
+    places, logits, target = (torch.cat(parts) for parts in zip(*ranks, strict=True))
+    order = places.argsort()[: int((places < size).sum())]
+    return logits[order], target[order]

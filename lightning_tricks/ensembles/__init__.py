@@ -44,20 +44,20 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.cross_validation import CrossValidation as CrossValidation
     from lightning_tricks.ensembles.cross_validation import cross_validate as cross_validate
     from lightning_tricks.ensembles.ensemble import Ensemble as Ensemble
-    from lightning_tricks.ensembles.fast_geometric import FastGeometricClassifier as FastGeometricClassifier
-    from lightning_tricks.ensembles.fast_geometric import FastGeometricRegressor as FastGeometricRegressor
-    from lightning_tricks.ensembles.fusion import FusionClassifier as FusionClassifier
-    from lightning_tricks.ensembles.fusion import FusionRegressor as FusionRegressor
     from lightning_tricks.ensembles.gradient_boosting import GradientBoostingClassifier as GradientBoostingClassifier
     from lightning_tricks.ensembles.gradient_boosting import GradientBoostingRegressor as GradientBoostingRegressor
     from lightning_tricks.ensembles.neural_forest import NeuralForestClassifier as NeuralForestClassifier
     from lightning_tricks.ensembles.neural_forest import NeuralForestRegressor as NeuralForestRegressor
+    from lightning_tricks.ensembles.snapshot import FastGeometricClassifier as FastGeometricClassifier
+    from lightning_tricks.ensembles.snapshot import FastGeometricRegressor as FastGeometricRegressor
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
     from lightning_tricks.ensembles.stacking import StackingClassifier as StackingClassifier
     from lightning_tricks.ensembles.stacking import StackingRegressor as StackingRegressor
     from lightning_tricks.ensembles.voting import BaggingClassifier as BaggingClassifier
     from lightning_tricks.ensembles.voting import BaggingRegressor as BaggingRegressor
+    from lightning_tricks.ensembles.voting import FusionClassifier as FusionClassifier
+    from lightning_tricks.ensembles.voting import FusionRegressor as FusionRegressor
     from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles.voting import VotingRegressor as VotingRegressor
 else:  # or a type checker would take any name for one of the package

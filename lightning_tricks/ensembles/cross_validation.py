@@ -15,8 +15,7 @@ from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, 
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.rng import check_seed, isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_cv, make_folds
-from lightning_tricks.ensembles.core.sampling import is_shuffled
-from lightning_tricks.ensembles.core.seeds import CROSS_VALIDATION, purpose_seed
+from lightning_tricks.ensembles.core.sampling import CROSS_VALIDATION, is_shuffled, purpose_seed
 from lightning_tricks.ensembles.stacking_run import check_row_loader, read_targets, subset_loader
 
 
@@ -152,9 +151,7 @@ def _joined(module: LightningModule, batches: Any, size: int) -> Tensor:
 
 def _mean_and_std(scores: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
     names = dict.fromkeys(name for fold in scores for name in fold)
-    values = {
-        name: torch.tensor([fold[name] for fold in scores if name in fold], dtype=torch.float64) for name in names
-    }
+    values = {name: torch.tensor([one[name] for one in scores if name in one], dtype=torch.float64) for name in names}
     means = {name: float(value.mean()) for name, value in values.items()}
     return means, {name: float(value.std(unbiased=False)) for name, value in values.items()}
 

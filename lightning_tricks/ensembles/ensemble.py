@@ -23,10 +23,7 @@ from lightning_tricks._shared.checks import check_count, check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.ensembles import arguments, lightning_members, optimizers
-from lightning_tricks.ensembles.core.combination import (
-    Criterion,
-    normalized_weights,
-)
+from lightning_tricks.ensembles.core.combination import Criterion, normalized_weights
 from lightning_tricks.ensembles.core.factory import Estimator, build_members, untrusted_class_names
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.stacked_members import as_members, as_sequential

@@ -109,9 +109,7 @@ def merge_member_optimizers(members: Members) -> Optimizer:
         MisconfigurationException: If they have none, more than one each, of different types, or schedulers, or LBFGS.
     """
     modules = _modules(members)
-    made = [
-        module.configure_optimizers() if is_overridden("configure_optimizers", module) else None for module in modules
-    ]
+    made = [one.configure_optimizers() if is_overridden("configure_optimizers", one) else None for one in modules]
     if not all(type(optimizer) is type(made[0]) and isinstance(optimizer, Optimizer) for optimizer in made):
         raise MisconfigurationException(
             f"{type(modules[0]).__name__}.configure_optimizers must return one optimizer of the same type for each "

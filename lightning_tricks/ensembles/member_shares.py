@@ -68,9 +68,8 @@ class MemberShares(Ensemble):
         everybody: Any = self.estimators_
         self._own = [everybody.only(self.own_members)]  # in a list, so that it is no child
         self._installed.callback(self._leave_share)
-        self._installed.enter_context(
-            gradients_kept_apart(self.trainer, self._exchange, self._whole_state, self._own_state)
-        )
+        apart = gradients_kept_apart(self.trainer, self._exchange, self._whole_state, self._own_state)
+        self._installed.enter_context(apart)
 
     def _leave_share(self) -> None:
         self.own_members = None

@@ -18,7 +18,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.combination import Uncertainty, at_least_single
 from lightning_tricks.ensembles.core.factory import imported_class
 from lightning_tricks.ensembles.core.members import refuse_lazy
-from lightning_tricks.ensembles.core.seeds import INITIAL_WEIGHTS, purpose_seed
+from lightning_tricks.ensembles.core.sampling import INITIAL_WEIGHTS, purpose_seed
 from lightning_tricks.ensembles.ensemble import Ensemble
 
 

@@ -49,9 +49,7 @@ def why_not_step_stacked(choice: Any, members: Sequence[nn.Module]) -> str:
 
 def _groups_by_place(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     places = {parameter: place for place, parameter in enumerate(parameters)}
-    return [
-        {**group, "params": [places[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
+    return [{**group, "params": [places[one] for one in group["params"]]} for group in optimizer.param_groups]
 
 
 def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Optimizer:

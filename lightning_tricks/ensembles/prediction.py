@@ -22,20 +22,7 @@ from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.ensembles.core.combination import (
-    Criterion,
-    Uncertainty,
-    around_prediction,
-    at_least_single,
-    classification_uncertainty,
-    log_mean_probabilities,
-    majority,
-    mean_probabilities,
-    mean_with_gradient_of_sum,
-    member_losses,
-    regression_uncertainty,
-    weighted_mean,
-)
+from lightning_tricks.ensembles.core import combination
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.training_data import inputs_to_predict, unpack
 
@@ -51,7 +38,7 @@ class CombinedPrediction(LightningModule):
         voting_strategy: "soft" for a mean, or "hard" for votes of classifiers.
     """
 
-    criterion: Criterion
+    criterion: combination.Criterion
     estimators_: Members
     weights: Tensor | None
     n_outputs: int | None
@@ -61,7 +48,7 @@ class CombinedPrediction(LightningModule):
 
     # --- the prediction, which a family overrides
 
-    def default_criterion(self) -> Criterion:
+    def default_criterion(self) -> combination.Criterion:
         """Return the loss that is used where none is given."""
         raise NotImplementedError
 
@@ -83,9 +70,9 @@ class CombinedPrediction(LightningModule):
 
     def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the value to minimize, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
-        return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
+        return combination.mean_with_gradient_of_sum(combination.member_losses(self.criterion, outputs, targets))
 
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+    def uncertainty(self, outputs: Tensor) -> combination.Uncertainty:
         """Split the uncertainty of the members' outputs (n, B, n_outputs)."""
         raise NotImplementedError
 
@@ -158,7 +145,7 @@ class CombinedPrediction(LightningModule):
         with eval_mode(self), torch.no_grad():
             return cast(Tensor, self(*map(self._as_input, x), calibrated=calibrated)).cpu()
 
-    def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
+    def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> combination.Uncertainty:
         """Return the prediction and its uncertainty, in evaluation mode and without gradients.
 
         Those of a calibrated ensemble are of the calibrated probabilities.
@@ -175,7 +162,7 @@ class CombinedPrediction(LightningModule):
         """Return the calibrated prediction, (B, n_outputs), of outputs (n, B, n_outputs)."""
         return self.uncalibrated_logits()  # which refuses it
 
-    def calibrated_uncertainty(self, found: Uncertainty, outputs: Tensor) -> Uncertainty:
+    def calibrated_uncertainty(self, found: combination.Uncertainty, outputs: Tensor) -> combination.Uncertainty:
         """Return the uncertainty of the calibrated prediction, for that of the outputs (n, B, n_outputs)."""
         return found
 
@@ -298,26 +285,26 @@ class ClassifierEnsemble(CombinedPrediction):
         super().__init__()
         self.calibration = Calibration()
 
-    def default_criterion(self) -> Criterion:
+    def default_criterion(self) -> combination.Criterion:
         """Return the cross-entropy."""
         return nn.CrossEntropyLoss()
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Average the members' probabilities, or count their votes."""
-        vote = majority if self.voting_strategy == "hard" else mean_probabilities
+        vote = combination.majority if self.voting_strategy == "hard" else combination.mean_probabilities
         return vote(outputs, self.member_weights(outputs))
 
     def log_prediction(self, outputs: Tensor) -> Tensor:
         """Return the logarithm of the combined probabilities; those of soft voting."""
-        return log_mean_probabilities(outputs, self.member_weights(outputs))
+        return combination.log_mean_probabilities(outputs, self.member_weights(outputs))
 
     def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the criterion of the combined log-probabilities, which are logits like others."""
         return self.criterion(self.log_prediction(outputs), target)
 
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+    def uncertainty(self, outputs: Tensor) -> combination.Uncertainty:
         """Split the entropy."""
-        return classification_uncertainty(outputs, self.member_weights(outputs))
+        return combination.classification_uncertainty(outputs, self.member_weights(outputs))
 
     def uncalibrated_logits(self, *x: Tensor) -> Tensor:
         """Return what `calibrate` maps to probabilities: the logarithms of the combined ones, (B, n_outputs)."""
@@ -332,11 +319,11 @@ class ClassifierEnsemble(CombinedPrediction):
         """Return the calibrated prediction, (B, n_outputs), of outputs (n, B, n_outputs)."""
         return cast(Tensor, self.calibration(self._log_combined(outputs))).to(outputs.dtype)
 
-    def calibrated_uncertainty(self, found: Uncertainty, outputs: Tensor) -> Uncertainty:
+    def calibrated_uncertainty(self, found: combination.Uncertainty, outputs: Tensor) -> combination.Uncertainty:
         """Return the entropy of the calibrated prediction, of which the members' disagreement explains what it can."""
         if self.calibration.method is None:
             return found
-        return around_prediction(found, self.calibrated(at_least_single(outputs)))
+        return combination.around_prediction(found, self.calibrated(combination.at_least_single(outputs)))
 
     def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the accuracy, of class indices."""
@@ -385,7 +372,7 @@ class RegressorEnsemble(CombinedPrediction):
     With `criterion=nn.GaussianNLLLoss()` they give 2 x n_outputs columns: means, then logarithms of variances.
     """
 
-    def default_criterion(self) -> Criterion:
+    def default_criterion(self) -> combination.Criterion:
         """Return the mean squared error."""
         return nn.MSELoss()
 
@@ -400,12 +387,12 @@ class RegressorEnsemble(CombinedPrediction):
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Average the members' means."""
-        return weighted_mean(self._means_and_variances(outputs)[0], self.member_weights(outputs))
+        return combination.weighted_mean(self._means_and_variances(outputs)[0], self.member_weights(outputs))
 
     def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the criterion of the combined prediction."""
         if not self._predicts_variance:
-            prediction = weighted_mean(outputs, self.member_weights(outputs))
+            prediction = combination.weighted_mean(outputs, self.member_weights(outputs))
             return self.criterion(prediction, target)
         mixture = self.uncertainty(self.as_matrices(outputs))
         return cast(Tensor, cast(nn.GaussianNLLLoss, self.criterion)(mixture.mean, target, mixture.total))
@@ -417,13 +404,14 @@ class RegressorEnsemble(CombinedPrediction):
         criterion = cast(nn.GaussianNLLLoss, self.criterion)
         means, variances = self._means_and_variances(outputs)
         parts = zip(means, targets, cast(Tensor, variances), strict=True)
-        return mean_with_gradient_of_sum(
+        return combination.mean_with_gradient_of_sum(
             torch.stack([criterion(mean, target, variance) for mean, target, variance in parts])
         )
 
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+    def uncertainty(self, outputs: Tensor) -> combination.Uncertainty:
         """Split the variance."""
-        return regression_uncertainty(*self._means_and_variances(outputs), weights=self.member_weights(outputs))
+        means, variances = self._means_and_variances(outputs)
+        return combination.regression_uncertainty(means, variances, self.member_weights(outputs))
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
         """Refuse targets that broadcasting would spread over outputs of another shape."""

@@ -1,4 +1,7 @@
-"""Ensembles of copies of one model that is trained in cycles of the learning rate; snapshots, at the cycles' ends."""
+"""Ensembles of copies of one model that is trained in cycles of the learning rate.
+
+Snapshots are taken at the ends of cycles, and the copies of fast geometric ensembles in their middles.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, rank_zero_warn
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_not_negative
+from lightning_tricks._shared.checks import check_count, check_not_negative, check_number, check_optional_count
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
-from lightning_tricks.ensembles.core.combination import snapshot_factor
+from lightning_tricks.ensembles.core.combination import snapshot_factor, triangle_factor
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy, tensors_of
 from lightning_tricks.ensembles.core.stacked_members import as_members
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.lr_schedules.builders import total_steps
+from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
 
@@ -224,4 +227,175 @@ class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
         ValueError: If a value is out of range or a name unknown.
 
     Source: Huang et al., arXiv 1704.00109; torchensemble's class of this name.
+    """
+
+
+def base_then_cycles_factor(step: int, base_steps: int, cycle: int, high: float, low: float) -> float:
+    """Return the learning rate's factor: 1 in the steps of the base model, and then that of the cycles.
+
+    Examples:
+        >>> [base_then_cycles_factor(step, 2, cycle=4, high=0.5, low=0.1) for step in range(5)]
+        [1.0, 1.0, 0.5, 0.3, 0.1]
+    """
+    return triangle_factor(step - base_steps, cycle, high, low) if step >= base_steps else 1.0
+
+
+class FastGeometricMembers(CapturedMembers):
+    """Copies of one model from the middles of cycles, in which its learning rate is the lowest."""
+
+    _base_steps = 0
+    _cycle_steps = 1
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        cycle: int = 4,
+        lr_1: float | None = None,
+        lr_2: float | None = None,
+        base_epochs: int | None = None,
+        optimizer: OptimizerChoice = None,
+        criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.voting_strategy = self.check_voting_strategy(voting_strategy)
+        self.cycle = check_count("cycle", cycle)
+        self.base_epochs = check_optional_count("base_epochs", base_epochs, minimum=0)
+        self.lr_1 = None if lr_1 is None else check_number("lr_1", lr_1, above=0)
+        self.lr_2 = None if lr_2 is None else check_number("lr_2", lr_2, above=0)
+        super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
+
+    def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Make the schedule: constant learning rates for the base model, and then cycles."""
+        epochs = self._count_base_epochs()
+        total_steps(self.trainer, remedy="give the Trainer limit_train_batches=..., the number of batches of an epoch")
+        per_epoch = max(1, int(steps_in_epochs(self.trainer, 1)))
+        self._base_steps, self._cycle_steps = epochs * per_epoch, self.cycle * per_epoch
+        rate = float(optimizer.defaults["lr"])
+        high = 0.5 if self.lr_1 is None else self.lr_1 / rate
+        low = 0.005 if self.lr_2 is None else self.lr_2 / rate
+        if low > high:
+            raise ValueError(
+                f"lr_2={low * rate:g} is the lowest learning rate of a cycle, and is above the highest, "
+                f"lr_1={high * rate:g}."
+            )
+        cycles: dict[str, Any] = {"cycle": self._cycle_steps, "high": high, "low": low}
+        factor = partial(base_then_cycles_factor, base_steps=self._base_steps, **cycles)
+        return {"scheduler": FactorLR(optimizer, factor), "interval": "step"}
+
+    def captures_due(self, step: int) -> int:
+        """Return the number of cycles of which more than the first half lies within so many optimizer steps."""
+        after_first = step - self._base_steps - (self._cycle_steps + 1) // 2
+        return max(0, after_first // self._cycle_steps + 1)
+
+    def on_train_start(self) -> None:
+        """Go on as `CapturedMembers` does, and train no more if the run was stopped after the last copy."""
+        super().on_train_start()
+        self._stop_after_last_copy()
+
+    def on_train_epoch_end(self) -> None:
+        """Log the mean of the steps' losses, and end the run after the epoch of the last copy."""
+        super().on_train_epoch_end()
+        self._stop_after_last_copy()
+
+    def _stop_after_last_copy(self) -> None:
+        if self.n_members == self.n_estimators:
+            self.trainer.should_stop = True
+
+    def _count_base_epochs(self) -> int:
+        """Return the epochs of the base model; a run that ends before the last copy is warned of.
+
+        Raises:
+            MisconfigurationException: If the run is longer than they and the cycles, or is not measured in epochs.
+        """
+        trainer, cycles = self.trainer, self.n_estimators * self.cycle
+        if is_fast_dev_run(trainer):
+            return 0
+        epochs = trainer.max_epochs or 0
+        base = max(epochs - cycles, 0) if self.base_epochs is None else self.base_epochs
+        unused = epochs - base - cycles
+        of_base = "" if self.base_epochs is None else f" for base_epochs={base} epochs"
+        needed = f"{cycles} or more" if self.base_epochs is None else base + cycles
+        problem = (
+            f"{type(self).__name__} trains its base model{of_base}, and then {self.n_estimators} cycles of "
+            f"{self.cycle} epochs, which max_epochs={epochs} and max_steps={trainer.max_steps} do not give"
+        )
+        if epochs <= 0 or unused > 0 or trainer.max_steps != -1:
+            raise MisconfigurationException(f"{problem}: set max_epochs={needed}, and leave out max_steps.")
+        if unused < -(self.cycle // 2):  # after the last copy half a cycle may be left out
+            rank_zero_warn(
+                f"{problem}; it ends before the last copy is taken, and before the first one the model itself "
+                f"predicts. To take all of them, set max_epochs={needed}."
+            )
+        return base
+
+
+class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
+    """Train one classifier, go on in short cycles of the learning rate, and average the copies from their middles.
+
+    After the base model each cycle lowers the learning rate in a straight line and raises it again; the copy is taken
+    where it is the lowest. Optimizer and momentum stay the same all along. A base model with a schedule of its own is
+    trained before, and given with `base_epochs=0`. Before the first copy the model itself
+    predicts. The run ends after the epoch of the last copy, half a cycle before `max_epochs`.
+
+    Args:
+        estimator: The model: a class or factory, a module (of which a copy is trained), a list of one pretrained module
+            (with `base_epochs=0`), or a LightningModule, whose `training_step` is then the loss.
+        n_estimators: Number of cycles, >= 1, and of copies.
+        estimator_args: Arguments of the class or factory.
+        cycle: Epochs of a cycle, >= 1, even or odd.
+        lr_1: Highest learning rate of a cycle, > 0; by default half of the optimizer's, as in the paper. A parameter
+            group with a learning rate of its own has as many times as much of it.
+        lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
+        base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
+        optimizer: See `VotingClassifier`.
+        criterion: See `VotingClassifier`.
+        voting_strategy: See `VotingClassifier`.
+        weights: Weights of the copies, >= 0; equal ones by default.
+        n_outputs: See `VotingClassifier`.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if the run is longer than the base model and the cycles, or has
+            `max_steps`. One that is too short for them is a warning.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Garipov et al., arXiv 1802.10026, whose authors average probabilities as well (torchensemble's class of this
+        name averages logits).
+    """
+
+    why_not_torchensemble = "torchensemble takes the probabilities of the mean logits, not the mean of probabilities"
+
+
+class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
+    """Train one regressor, go on in short cycles of the learning rate, and average the copies from their middles.
+
+    Args:
+        estimator: The model, in any of the forms that `FastGeometricClassifier` takes.
+        n_estimators: Number of cycles, >= 1, and of copies.
+        estimator_args: Arguments of the class or factory.
+        cycle: Epochs of a cycle, >= 1, even or odd.
+        lr_1: Highest learning rate of a cycle, > 0; by default half of the optimizer's.
+        lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
+        base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
+        optimizer: See `VotingClassifier`.
+        criterion: See `VotingRegressor`.
+        voting_strategy: "soft": a regressor has no votes to count.
+        weights: Weights of the copies, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if the run is longer than the base model and the cycles, or has
+            `max_steps`. One that is too short for them is a warning.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Garipov et al., arXiv 1802.10026; torchensemble's class of this name.
     """

@@ -18,20 +18,13 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.modules import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.ensembles import meta_learner
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.core.combination import Uncertainty, around_prediction, at_least_single
 from lightning_tricks.ensembles.core.factory import Estimator, class_name
 from lightning_tricks.ensembles.core.folds import check_cv
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
-from lightning_tricks.ensembles.core.seeds import HELD_OUT, purpose_seed
-from lightning_tricks.ensembles.meta_learner import (
-    CLASSIFIER_METHODS,
-    REGRESSOR_METHODS,
-    MetaLearner,
-    classifier_features,
-    is_of_sklearn,
-    member_columns,
-)
+from lightning_tricks.ensembles.core.sampling import HELD_OUT, purpose_seed
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.stacking_run import StackingRun, max_epochs_of, plan_run, subset_loader
 from lightning_tricks.ensembles.stages import StagedEnsemble
@@ -42,7 +35,7 @@ from lightning_tricks.ensembles.voting import IndependentMembers
 _RUNS: WeakKeyDictionary[nn.Module, StackingRun] = WeakKeyDictionary()
 
 
-class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
+class StackedGeneralization(meta_learner.MetaLearner, StagedEnsemble, IndependentMembers):
     """Members and a meta-learner in stages: the folds, the refit, and the meta-learner's own if it has one.
 
     All members are trained in the stages of the folds and in the refit, each time from the weights that they were
@@ -108,7 +101,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
     def _save_plain_choices(self, estimators: Any, final_estimator: Any) -> None:
         plain = {
             "estimators": class_name(estimators),
-            "final_estimator": None if is_of_sklearn(final_estimator) else class_name(final_estimator),
+            "final_estimator": None if meta_learner.is_of_sklearn(final_estimator) else class_name(final_estimator),
             "cv": self.cv if isinstance(self.cv, int | str) else None,
         }
         remove_hyperparameter(self, "estimator")
@@ -382,11 +375,11 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
     """
 
     is_classifier = True
-    _methods = CLASSIFIER_METHODS
+    _methods = meta_learner.CLASSIFIER_METHODS
 
     def member_features(self, outputs: Tensor) -> Tensor:
         """Return the probabilities, logits or classes of the members' logits (n, B, C), (B, n x columns)."""
-        return classifier_features(outputs, self.stack_method)
+        return meta_learner.classifier_features(outputs, self.stack_method)
 
     def around_prediction(self, spread: Uncertainty, outputs: Tensor) -> Uncertainty:
         """Split the entropy of the prediction by how much the members disagree."""
@@ -428,8 +421,8 @@ class StackingRegressor(StackedGeneralization, RegressorEnsemble):
     """
 
     is_classifier = False
-    _methods = REGRESSOR_METHODS
+    _methods = meta_learner.REGRESSOR_METHODS
 
     def member_features(self, outputs: Tensor) -> Tensor:
         """Return the predictions of the members (n, B, C), (B, n x C)."""
-        return member_columns(outputs)
+        return meta_learner.member_columns(outputs)

@@ -14,14 +14,8 @@ from lightning_tricks._lightning_compat.flavor import MisconfigurationException,
 from lightning_tricks._lightning_compat.loaders import request_train_loaders, uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run, overfit_batches_of
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.ensembles.core import sampling
 from lightning_tricks.ensembles.core.folds import Fold, check_classes, folds_digest, make_folds
-from lightning_tricks.ensembles.core.sampling import (
-    is_shuffled,
-    sampler_of,
-    tensors_in_memory,
-    why_not_reorder,
-    yields_all_once,
-)
 from lightning_tricks.ensembles.stages import stage_of_epoch
 from lightning_tricks.ensembles.training_data import unpack
 
@@ -72,7 +66,7 @@ class StackingRun:
         """Return the loader of the rows that members are trained on in a stage."""
         if stage >= len(self.folds):
             return self.loader
-        return subset_loader(self.loader, self.folds[stage][0], is_shuffled(self.loader))
+        return subset_loader(self.loader, self.folds[stage][0], sampling.is_shuffled(self.loader))
 
     def loader_for_final(self) -> DataLoader[Any]:
         """Return the loader of the features, in batches as large as those of the user."""
@@ -81,7 +75,11 @@ class StackingRun:
             raise MisconfigurationException("the features of the meta-learner are not there yet.")
         dataset = TensorDataset(features, targets)
         return DataLoader(
-            dataset, given.batch_size, is_shuffled(given), drop_last=given.drop_last, pin_memory=given.pin_memory
+            dataset,
+            given.batch_size,
+            sampling.is_shuffled(given),
+            drop_last=given.drop_last,
+            pin_memory=given.pin_memory,
         )
 
     # --- the checkpoint
@@ -167,10 +165,10 @@ def check_row_loader(loader: Any) -> DataLoader[Any]:
     Raises:
         ValueError: If it is another one, with the reason.
     """
-    reason = why_not_reorder(loader)
+    reason = sampling.why_not_reorder(loader)
     if not reason:
-        sampler = sampler_of(loader)
-        if not yields_all_once(sampler) or len(sampler) != len(loader.dataset):
+        sampler = sampling.sampler_of(loader)
+        if not sampling.yields_all_once(sampler) or len(sampler) != len(loader.dataset):
             reason = f"a {type(sampler).__name__} chooses rows: give a Subset of them"
     if reason:
         raise ValueError(f"folds need a DataLoader with shuffle=... whose dataset has a length, and {reason}.")
@@ -205,7 +203,7 @@ def _folds(ensemble: Any, loader: DataLoader[Any]) -> list[Fold]:
 def read_targets(loader: DataLoader[Any]) -> Tensor:
     """Return the targets of all rows of a loader's data set, (N, ...); the global random state does not change."""
     size = len(loader.dataset)  # type: ignore[arg-type]
-    tensors = tensors_in_memory(loader)
+    tensors = sampling.tensors_in_memory(loader)
     if tensors is not None and len(tensors[0]) > 1:
         target = tensors[0][-1]
         return (target if tensors[1] is None else target[tensors[1]]).detach().cpu()

@@ -14,13 +14,7 @@ from torch import Tensor
 from lightning_tricks._lightning_compat.flavor import LightningModule, rank_zero_info
 from lightning_tricks._lightning_compat.loaders import empty_train_loaders, uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import overfit_batches_of
-from lightning_tricks.ensembles.core.sampling import (
-    MemberLoader,
-    is_shuffled,
-    member_orders,
-    sampler_of,
-    why_not_reorder,
-)
+from lightning_tricks.ensembles.core import sampling
 
 
 class TrainingBatches(LightningModule):
@@ -67,17 +61,17 @@ class TrainingBatches(LightningModule):
         if overfit_batches_of(self.trainer):
             return loaders  # the same batches in each epoch
         wants_own = self.per_member_batches and self.n_estimators > 1
-        if reason := why_not_reorder(loaders):
+        if reason := sampling.why_not_reorder(loaders):
             self.on_shared_batches(reason if wants_own else "")
             return loaders
-        rows = self.member_rows(len(sampler_of(loaders)))
+        rows = self.member_rows(len(sampling.sampler_of(loaders)))
         # a loader that does not shuffle has the order that the user wants
-        self.has_member_rows = wants_own and (is_shuffled(loaders) or rows is not None)
+        self.has_member_rows = wants_own and (sampling.is_shuffled(loaders) or rows is not None)
         members = (self.own_members or range(self.n_estimators)) if self.has_member_rows else range(1)
         is_shared_out = uses_distributed_sampler(self.trainer) and self.own_members is None
         given: Any = self.trainer.distributed_sampler_kwargs if is_shared_out else None
         shard = (given["rank"], given["num_replicas"]) if given else (0, 1)
-        return MemberLoader(loaders, member_orders(loaders, members, self.seed, rows, shard))
+        return sampling.MemberLoader(loaders, sampling.member_orders(loaders, members, self.seed, rows, shard))
 
     def split_batch(self, batch: Any, n_members: int) -> tuple[Sequence[Tensor], Tensor]:
         """Return the inputs of a batch and its targets for each member, (n_members, B, ...).

@@ -1,4 +1,4 @@
-"""Voting: members that are trained independently, on all samples in orders of their own or on bootstrap samples."""
+"""Voting and bagging: members that are trained independently; fusion: members that are trained as one model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning_tricks._lightning_compat.flavor import MisconfigurationException
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._torch_compat.optimizers import takes_scale
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
+from lightning_tricks.ensembles.core.combination import Uncertainty, around_prediction, at_least_single, weighted_mean
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.sampling import bootstrap_rows
@@ -86,13 +87,10 @@ def clip_norm_of_members_(members: Members, max_norm: float) -> Tensor:
         The norms before, (n,).
     """
     if not isinstance(members, StackedMembers):
-        return torch.stack(
-            [torch.nn.utils.clip_grad_norm_(member.parameters(), max_norm) for member in members.children()]
-        )
+        return torch.stack([torch.nn.utils.clip_grad_norm_(one.parameters(), max_norm) for one in members.children()])
     gradients = [parameter.grad for parameter in members.parameters() if parameter.grad is not None]
-    norms: Tensor = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients]), dim=0
-    )
+    of_tensors = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients])
+    norms: Tensor = torch.linalg.vector_norm(of_tensors, dim=0)
     factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient.dtype))
@@ -246,4 +244,72 @@ class BaggingRegressor(BootstrappedMembers, VotingRegressor):
         MisconfigurationException: When a fit starts, if members cannot have samples of their own.
 
     Source: Breiman, Machine Learning 24 (1996); torchensemble's class of this name.
+    """
+
+
+class FusedMembers(Ensemble):
+    """Members whose mean is trained, as one model."""
+
+    uses_member_steps = False  # their mean has one loss
+
+    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""
+        return self.prediction_loss(outputs, targets[0])
+
+
+class FusionClassifier(FusedMembers, ClassifierEnsemble):
+    """Train classifiers together: the loss is that of their mean logits, and so is the prediction.
+
+    Args:
+        estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
+        n_estimators: Number of members, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
+        criterion: Loss of the mean and the targets; cross-entropy by default.
+        weights: Weights of the members in the mean, >= 0; equal ones by default.
+        n_outputs: Number of classes; by default the number of the members' outputs.
+        vectorize: Whether members run at once.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: torchensemble's class of this name.
+    """
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Return the probabilities of the mean logits."""
+        return weighted_mean(outputs, self.member_weights(outputs)).softmax(-1)
+
+    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+        """Split the entropy of the prediction by how much the members disagree."""
+        return around_prediction(super().uncertainty(outputs), self.combine(at_least_single(outputs)))
+
+    def log_prediction(self, outputs: Tensor) -> Tensor:
+        """Return the mean logits."""
+        return weighted_mean(outputs, self.member_weights(outputs))
+
+
+class FusionRegressor(FusedMembers, RegressorEnsemble):
+    """Train regressors together: the loss is that of their mean, and so is the prediction.
+
+    Args:
+        estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
+        n_estimators: Number of members, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
+        criterion: Loss of the mean and the targets; the mean squared error by default.
+        weights: Weights of the members in the mean, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
+        vectorize: Whether members run at once.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: torchensemble's class of this name.
     """

@@ -19,22 +19,11 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.own_samples import OwnSamples
-from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.checks import check_choices, check_count, check_output_transform
 from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks._shared.report_parts import Pictures
 from lightning_tricks._shared.tensors import gather_objects, tensors_in
-from lightning_tricks.images.functional import (
-    RankedSamples,
-    class_colors,
-    concat_samples,
-    denormalize,
-    image_grid,
-    overlay_masks,
-    png_texts,
-    rank_predictions,
-    shrink,
-    to_tensor,
-)
+from lightning_tricks.images import functional
 
 _STAGES = ("train", "val", "test")
 _MOST_REPORTED = 24
@@ -102,24 +91,19 @@ class ImageLogger(StepsCallback):
         self.mean = mean
         self.std = std
         self.shape = shape
-        self.stages = stages
+        self.stages = check_choices("stages", stages, _STAGES)
         self.output_transform = output_transform
         self.ignore_index = ignore_index
-        for stage in [stages] if isinstance(stages, str) else stages:
-            check_choice("stages", stage, _STAGES)
         if (mean is None) != (std is None):
             raise ValueError(f"mean and std belong together, got mean={mean!r} and std={std!r}.")
         if shape is not None and (len(shape) != 3 or any(check_count("shape", side) < 1 for side in shape)):
             raise ValueError(f"shape must be (channels, height, width), got {shape!r}.")
-        if output_transform is not None and not callable(output_transform):
-            raise TypeError(
-                f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
-            )
+        check_output_transform(output_transform)
         self._active = self._is_reported = False
         self._reset()
 
     def _reset(self) -> None:
-        self._kept: dict[str, RankedSamples] = {}
+        self._kept: dict[str, functional.RankedSamples] = {}
         # epoch, captions and images of each stage, and whether they are ranked by an error
         self._reported: dict[str, tuple[int, list[str], Tensor, bool]] = {}
         self._prediction_kinds: dict[str, dict[str, bool]] = {}
@@ -156,8 +140,8 @@ class ImageLogger(StepsCallback):
         own, _ = self._own_samples.take(trainer, stage, dataloader_idx, batch_idx, inputs)
         with torch.inference_mode(False), torch.no_grad():
             kind: Any = {**self._prediction_kinds[stage], "ignore_index": self.ignore_index}
-            samples = rank_predictions(**own, **kind).top(self.n)
-            self._kept[stage] = concat_samples([*self._samples_of(stage), samples]).top(self.n)
+            samples = functional.rank_predictions(**own, **kind).top(self.n)
+            self._kept[stage] = functional.concat_samples([*self._samples_of(stage), samples]).top(self.n)
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log the images of an epoch."""
@@ -168,7 +152,7 @@ class ImageLogger(StepsCallback):
         ranks = [samples for rank in gather_objects(own) for samples in rank]
         if not trainer.is_global_zero or not ranks:
             return
-        samples = concat_samples(ranks).top(self.n).cpu()
+        samples = functional.concat_samples(ranks).top(self.n).cpu()
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
         captions = self._captions(samples, self._prediction_kinds[stage]["values"])
@@ -177,17 +161,17 @@ class ImageLogger(StepsCallback):
             seen = torch.cat([samples.predicted.flatten(), samples.target.flatten()]).unique().tolist()
             seen = [label for label in seen if self.class_names and label >= 0 and label != self.ignore_index]
             names = [self._name(label) for label in seen]
-            legend = list(class_colors(torch.tensor(seen, dtype=torch.int64, device="cpu"))[..., None, None])
+            legend = list(functional.class_colors(torch.tensor(seen, dtype=torch.int64, device="cpu"))[..., None, None])
             masks = (torch.full_like(samples.target, -1), samples.predicted, samples.target)
-            drawn = [overlay_masks(shown, mask, ignore_index=self.ignore_index) for mask in masks]
+            drawn = [functional.overlay_masks(shown, mask, ignore_index=self.ignore_index) for mask in masks]
             shown = torch.cat([pad(part, (0, _GAP), value=1.0) for part in drawn], -1)[..., :-_GAP]
         if self._is_reported:
             few, by_error = slice(_MOST_REPORTED), of_masks or self._prediction_kinds[stage]["values"]
-            self._reported[stage] = trainer.current_epoch, captions[few], shrink(shown[few]), by_error
+            self._reported[stage] = trainer.current_epoch, captions[few], functional.shrink(shown[few]), by_error
         if not can_log_images(trainer.loggers):
             return
         try:
-            grid = image_grid([*shown, *legend] if names else shown, captions=[*captions, *names])
+            grid = functional.image_grid([*shown, *legend] if names else shown, captions=[*captions, *names])
         except ModuleNotFoundError as error:
             rank_zero_info(f"ImageLogger logs no images: {error}")
             return
@@ -200,7 +184,7 @@ class ImageLogger(StepsCallback):
     def load_epoch_counts(self, counts: dict[str, Any], device: torch.device) -> None:
         """Go back to what `epoch_counts` returned."""
         self._kept.pop("train", None)
-        self._kept |= {stage: RankedSamples(**samples) for stage, samples in counts.items()}
+        self._kept |= {stage: functional.RankedSamples(**samples) for stage, samples in counts.items()}
 
     def report_parts(self, trainer: Trainer) -> list[Pictures]:
         """Return the mistakes, or of values the largest errors, of the last epoch of each stage."""
@@ -210,10 +194,8 @@ class ImageLogger(StepsCallback):
             when = "" if stage == "test" else f"Epoch {epoch}. "
             some = "" if count == len(captions) else f"There are no {'more' if count else 'mistakes'}."
             title = f"{'Largest errors' if by_error else 'Most confident mistakes'} ({stage})"
-            pictures = png_texts(images[:count])
-            parts.append(
-                Pictures(title=title, note=(when + some).strip(), captions=captions[:count], pictures=pictures)
-            )
+            shown = {"captions": captions[:count], "pictures": functional.png_texts(images[:count])}
+            parts.append(Pictures(title=title, note=(when + some).strip(), **shown))
         return parts
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -226,7 +208,7 @@ class ImageLogger(StepsCallback):
             return False
         return self._function != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _samples_of(self, stage: str) -> list[RankedSamples]:
+    def _samples_of(self, stage: str) -> list[functional.RankedSamples]:
         return [self._kept[stage]] if stage in self._kept else []
 
     def _read_outputs(self, outputs: Any, batch: Any, stage: str) -> dict[str, Tensor] | None:
@@ -253,9 +235,7 @@ class ImageLogger(StepsCallback):
                     f"{type(returned[name]).__name__}: return a tensor, or give output_transform=(outputs, batch, "
                     "stage) -> dict."
                 )
-        images = returned.get("images")
-        if images is None:
-            images = self._images_in(batch)
+        images = self._images_in(batch) if returned.get("images") is None else returned["images"]
         if self.shape is not None:
             images = images.reshape(-1, *self.shape)
         preds, target = (_without_column(returned[name].detach()) for name in ("preds", "target"))
@@ -288,7 +268,7 @@ class ImageLogger(StepsCallback):
                 f"shape (N,); or masks, scores (N, C, H, W) or classes (N, H, W) for classes (N, H, W), got {shapes}."
             )
         try:
-            to_tensor(self._shown(images))
+            functional.to_tensor(self._shown(images))
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(f"ImageLogger cannot show the images of {stage}: {error}") from error
         logits = False
@@ -301,9 +281,9 @@ class ImageLogger(StepsCallback):
     def _shown(self, images: Tensor) -> Tensor:
         if self.mean is None or self.std is None:
             return images
-        return denormalize(images.float(), self.mean, self.std)
+        return functional.denormalize(images.float(), self.mean, self.std)
 
-    def _captions(self, samples: RankedSamples, values: bool) -> list[str]:
+    def _captions(self, samples: functional.RankedSamples, values: bool) -> list[str]:
         if samples.target.ndim == 3:
             return [f"{share:.1%} of the pixels are wrong" for share in samples.confidence.tolist()]
         rows = zip(samples.predicted.tolist(), samples.target.tolist(), samples.confidence.tolist(), strict=True)

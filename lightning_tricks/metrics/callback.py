@@ -14,18 +14,11 @@ from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer
 from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others, log_epoch_value
 from lightning_tricks._lightning_compat.own_samples import OwnSamples
-from lightning_tricks._shared.checks import check_choices, check_count
+from lightning_tricks._shared.checks import check_choices, check_count, check_output_transform
 from lightning_tricks._shared.report_parts import Facts, ReportPart
 from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks.metrics import key_checks
 from lightning_tricks.metrics.core.history import EpochRecord, History
-from lightning_tricks.metrics.core.logged_keys import (
-    STAGES,
-    BestKeys,
-    LoggedKeys,
-    check_prefix,
-    unsure_names,
-    value_names,
-)
 from lightning_tricks.metrics.core.metric_table import (
     is_number,
     output_numbers,
@@ -36,15 +29,6 @@ from lightning_tricks.metrics.core.metric_table import (
 from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics, EvaluationPlots
-from lightning_tricks.metrics.key_checks import (
-    Collisions,
-    MetricsError,
-    UnmeasuredBatches,
-    check_not_empty,
-    loader_names,
-    refuse_unordered,
-    warn_of_no_validation,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +103,7 @@ class MetricsMonitor(StepsCallback):
         plots: bool | int = True,
         best: dict[str, str] | None = None,
         exact: bool = True,
-        stages: Sequence[str] = STAGES,
+        stages: Sequence[str] = key_checks.STAGES,
         output_transform: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
         prefix: str | None = None,
         log_all: bool = False,
@@ -130,24 +114,23 @@ class MetricsMonitor(StepsCallback):
         self.class_names = class_names
         self.plots = plots
         self.exact = exact
-        self.stages = check_choices("stages", stages, STAGES)
+        self.stages = check_choices("stages", stages, key_checks.STAGES)
         self.output_transform = output_transform
         self.prefix = prefix
         self.log_all = log_all
         self.log_classes = log_classes
         self.verbose = verbose
         self._best = best
-        check_prefix(prefix)
+        key_checks.check_prefix(prefix)
         if not isinstance(plots, bool):
             check_count("plots", plots)
-        if output_transform is not None and not callable(output_transform):
-            raise TypeError(
-                f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
-            )
+        check_output_transform(output_transform)
         self._seldom_plotted = seldom_plotted_keys(metrics)
         self._parts = class_names or output_numbers(metrics)  # classes, or outputs, that have values of their own
-        self._keys = LoggedKeys(value_names(metrics, class_names), prefix, tuple(stages), unsure_names(metrics))
-        self._best_keys = BestKeys(self._keys, best or {})
+        self._keys = key_checks.LoggedKeys(
+            key_checks.value_names(metrics, class_names), prefix, tuple(stages), key_checks.unsure_names(metrics)
+        )
+        self._best_keys = key_checks.BestKeys(self._keys, best or {})
         self.results: dict[str, Tensor] = {}
         self._history = History()
         self._outer_exception = id(None)
@@ -156,13 +139,13 @@ class MetricsMonitor(StepsCallback):
 
     def _reset(self) -> None:
         self._epoch = EpochMetrics(self.metrics, self.class_names, curves=self._are_shown)
-        every_n_epochs = 0 if isinstance(self.plots, bool) else self.plots
-        self._plots = EvaluationPlots(
-            self._history, self._keys, self._parts, every_n_epochs, are_logged=self._are_plotted
-        )
-        self._collisions = Collisions(self._name)
+        every = 0 if isinstance(self.plots, bool) else self.plots
+        self._plots = EvaluationPlots(self._history, self._keys, self._parts, every, are_logged=self._are_plotted)
+        self._collisions = key_checks.Collisions(self._name)
         self._own_samples = OwnSamples(self._name)
-        self._unmeasured = UnmeasuredBatches(self._name, self.stages, has_transform=self.output_transform is not None)
+        self._unmeasured = key_checks.UnmeasuredBatches(
+            self._name, self.stages, has_transform=self.output_transform is not None
+        )
 
     @property
     def state_key(self) -> str:
@@ -203,7 +186,7 @@ class MetricsMonitor(StepsCallback):
         """Start without data."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            warn_of_no_validation(trainer, self._name, self._best_keys.of_stage("val"))
+            key_checks.warn_of_no_validation(trainer, self._name, self._best_keys.of_stage("val"))
             self._history, self.results = History(), {}
         self._are_plotted = self.plots is not False and self.has_image_logger(trainer)
         self._are_shown = self._are_plotted or is_reported(trainer)
@@ -212,7 +195,7 @@ class MetricsMonitor(StepsCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a dataloader without batches."""
-        check_not_empty(trainer, self._function, self.stages, self._name)
+        key_checks.check_not_empty(trainer, self._function, self.stages, self._name)
         super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -241,9 +224,9 @@ class MetricsMonitor(StepsCallback):
             dataloader.has_seen_batch = True
             if self._function == "fit":
                 with self._errors(""):
-                    self._best_keys.check_loaders(stage, loader_names(trainer, stage))
+                    self._best_keys.check_loaders(stage, key_checks.loader_names(trainer, stage))
             if trainer.world_size > 1:
-                refuse_unordered(self._name, stage, dataloader.suite.ordered_keys)
+                key_checks.refuse_unordered(self._name, stage, dataloader.suite.ordered_keys)
         returned = self._transform(outputs, batch, stage)
         is_complete = self._check_inputs(dataloader.suite, returned, stage, batch_idx)
         if self._is_sanity_checking:
@@ -264,7 +247,7 @@ class MetricsMonitor(StepsCallback):
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log the metrics of an epoch."""
-        check_not_empty(trainer, self._function, self.stages, self._name)
+        key_checks.check_not_empty(trainer, self._function, self.stages, self._name)
         if stage not in self.stages:
             return
         self._epoch.add_resumed(trainer, pl_module, stage)
@@ -275,7 +258,7 @@ class MetricsMonitor(StepsCallback):
         num_unmeasured = sum(dataloader.num_unmeasured for dataloader in dataloaders.values())
         num_measured = sum(dataloader.suite.updates for dataloader in dataloaders.values())
         self._unmeasured.report_epoch(stage, num_unmeasured, num_measured)
-        names = loader_names(trainer, stage)
+        names = key_checks.loader_names(trainer, stage)
         for index, dataloader in dataloaders.items():
             if dataloader.suite.updates or dataloader.loss.samples:
                 place = (index, names[index]) if len(names) > 1 else (None, None)
@@ -298,7 +281,7 @@ class MetricsMonitor(StepsCallback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the data."""
-        check_not_empty(trainer, self._function, self.stages, self._name)
+        key_checks.check_not_empty(trainer, self._function, self.stages, self._name)
         self._reset()
         super().teardown(trainer, pl_module, stage)
 
@@ -344,7 +327,7 @@ class MetricsMonitor(StepsCallback):
         try:
             yield
         except ValueError as error:
-            raise MetricsError(f"{self._name}{where}: {error}") from error
+            raise key_checks.MetricsError(f"{self._name}{where}: {error}") from error
 
     def _transform(self, outputs: Any, batch: Any, stage: str) -> Any:
         if self.output_transform is not None:
@@ -379,17 +362,9 @@ class MetricsMonitor(StepsCallback):
         if mean_loss is not None and not has_loss_metric:
             values["loss"] = mean_loss
         numbers = {name: value for name, value in values.items() if is_number(value)}
-        record = EpochRecord(
-            stage,
-            place[0],
-            trainer.current_epoch,
-            trainer.global_step,
-            self._function == "fit",
-            list(numbers),
-            stack_numbers(numbers.values()),
-            dataloader.suite.num_invalid(),
-            place[1],
-        )
+        found = list(numbers), stack_numbers(numbers.values()), dataloader.suite.num_invalid()
+        when = trainer.current_epoch, trainer.global_step, self._function == "fit"
+        record = EpochRecord(stage, place[0], *when, *found, loader_name=place[1])
         self._history.add(record)
         self.results |= {self._keys.key(record.prefix, name): value for name, value in values.items()}
         to_log = {self._keys.key(record.prefix, name): value for name, value in numbers.items()}

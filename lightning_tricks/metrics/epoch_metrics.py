@@ -9,22 +9,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning_compat.flavor import (
-    LightningModule,
-    ParallelStrategy,
-    Trainer,
-    rank_zero_info,
-)
+from lightning_tricks._lightning_compat.flavor import LightningModule, ParallelStrategy, Trainer, rank_zero_info
 from lightning_tricks._lightning_compat.own_samples import has_rows
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.pictures import log_image
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.tensors import gather_objects, tensors_in
 from lightning_tricks.metrics.core.history import EpochRecord, EvaluationData, History, make_parts
-from lightning_tricks.metrics.core.logged_keys import LoggedKeys
 from lightning_tricks.metrics.core.plots import as_array, make_figures
 from lightning_tricks.metrics.core.suite import MetricSuite
-from lightning_tricks.metrics.key_checks import merge_logged_keys
+from lightning_tricks.metrics.key_checks import LoggedKeys, merge_logged_keys
 
 
 class EpochMetrics:
@@ -281,6 +275,5 @@ class EvaluationPlots:
     def report_parts(self) -> list[ReportPart]:
         """Return confusion matrix, reliability and single classes of the last evaluation."""
         self._history.records()  # reads the values of the records from the device
-        return [
-            part for data in self._to_report.values() for part in make_parts(data, self._class_names, self._keys.key)
-        ]
+        evaluations = self._to_report.values()
+        return [part for data in evaluations for part in make_parts(data, self._class_names, self._keys.key)]

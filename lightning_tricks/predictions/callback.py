@@ -6,7 +6,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -32,17 +31,9 @@ from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.predictions.core.columns import to_columns
+from lightning_tricks.predictions.core import parts
+from lightning_tricks.predictions.core.columns import OrderWatch, to_columns
 from lightning_tricks.predictions.core.formats import FORMATS, check_kinds, write_predictions
-from lightning_tricks.predictions.core.parts import (
-    KnownBatches,
-    MergedParts,
-    PartWriter,
-    begin_parts,
-    remove_parts,
-    weights_digest,
-)
-from lightning_tricks.predictions.core.sample_order import OrderWatch
 
 
 class PredictionWriter(TrickCallback):
@@ -110,8 +101,8 @@ class PredictionWriter(TrickCallback):
         return Path(f"{os.fspath(self.path)}.parts")
 
     def _forget_run(self) -> None:
-        self._parts: PartWriter | None = None
-        self._loaders: dict[str, KnownBatches | Iterator[int]] = {}  # the running numbers of one without indices
+        self._parts: parts.PartWriter | None = None
+        self._loaders: dict[str, parts.KnownBatches | Iterator[int]] = {}  # the running numbers of one without indices
         self._watches: dict[str, OrderWatch] = {}  # of loaders with a collate_fn of their own
         self._samples = 0
 
@@ -132,11 +123,12 @@ class PredictionWriter(TrickCallback):
     ) -> None:
         """Find out which samples the loaders read, and open a part, on all ranks."""
         for (name, loader), limit in zip(loaders.items(), limits, strict=True):
-            known = batch_sampler_replaced(loader, partial(KnownBatches, limit=limit))
+            known = batch_sampler_replaced(loader, partial(parts.KnownBatches, limit=limit))
             sampler = self._installed.enter_context(known)
             source = self._loaders[name] = count() if sampler is None else sampler
             if sampler is not None and loader.collate_fn is not default_collate:
-                self._watches[name] = self._installed.enter_context(_order_watched(loader))
+                self._installed.callback(setattr, loader, "collate_fn", loader.collate_fn)
+                loader.collate_fn = self._watches[name] = OrderWatch(loader.collate_fn)
             is_stream = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
             is_unordered = not getattr(loader, "in_order", True) and loader.num_workers > 1
             if is_unordered or (isinstance(source, count) and (trainer.world_size > 1 or not is_stream)):
@@ -146,7 +138,7 @@ class PredictionWriter(TrickCallback):
                 )
         sizes = {name: sized_len(getattr(loader, "dataset", loader)) for name, loader in loaders.items()}
         run = {
-            "weights": sorted(set(gather_objects(weights_digest(pl_module)))),
+            "weights": sorted(set(gather_objects(parts.weights_digest(pl_module)))),
             "samples": sizes,
             "limit_predict_batches": trainer.limit_predict_batches,
             "precision": str(trainer.precision),
@@ -154,27 +146,27 @@ class PredictionWriter(TrickCallback):
             "hyperparameters": {**getattr(datamodule_of(trainer), "hparams_initial", {}), **pl_module.hparams_initial},
         }
         resume = self.resume and not any(isinstance(source, count) for source in self._loaders.values())
-        begin = partial(begin_parts, Path(self.path), self._folder, run, resume=resume)
+        begin = partial(parts.begin_parts, Path(self.path), self._folder, run, resume=resume)
         attempt, changed = _on_rank_zero(trainer, begin)
         if changed:
             rank_zero_warn(
                 f"PredictionWriter: {self._folder} holds predictions of other hyperparameters, which stay ({changed}). "
                 "Give resume=False to start anew."
             )
-        parts = MergedParts(self._folder)
+        found = parts.MergedParts(self._folder)
         if not all(gather_objects(self._folder.exists())):  # all ranks have read before one adds a part
             raise MisconfigurationException(f"Not all ranks see {self._folder}: give a path on a disk that they share.")
-        if len(parts):
-            rank_zero_info(f"PredictionWriter: resumes with {len(parts):,} predictions in {self._folder}.")
+        if len(found):
+            rank_zero_info(f"PredictionWriter: resumes with {len(found):,} predictions in {self._folder}.")
         # Batches are left out if nobody else wants them, and no rank waits for another
         is_free = trainer.world_size == 1 or isinstance(trainer.strategy, DDPStrategy)
         is_wanted = trainer.predict_loop.return_predictions or callbacks_of_type(trainer, BasePredictionWriter)
         for number, source in enumerate(self._loaders.values()):
-            if is_free and not is_wanted and isinstance(source, KnownBatches):
-                source.done = parts.index[parts.loader == number]
+            if is_free and not is_wanted and isinstance(source, parts.KnownBatches):
+                source.done = found.index[found.loader == number]
         self._samples = sum(size or 0 for size in sizes.values()) * (trainer.limit_predict_batches == 1.0)
         stem = self._folder / f"{attempt:06}-{trainer.global_rank:06}"
-        self._parts = PartWriter(stem, self._installed, parts.kinds, partial(check_kinds, self._format))
+        self._parts = parts.PartWriter(stem, self._installed, found.kinds, partial(check_kinds, self._format))
 
     def on_predict_batch_end(
         self,
@@ -190,7 +182,7 @@ class PredictionWriter(TrickCallback):
             return
         name, source = [*self._loaders.items()][dataloader_idx]
         try:
-            indices = source.take(batch_idx) if isinstance(source, KnownBatches) else None
+            indices = source.take(batch_idx) if isinstance(source, parts.KnownBatches) else None
             columns = to_columns(outputs, None if indices is None else len(indices), self._patterns)
             if isinstance(source, Iterator):
                 indices = [*islice(source, len(next(iter(columns.values()))))]
@@ -215,30 +207,20 @@ class PredictionWriter(TrickCallback):
             _on_rank_zero(trainer, partial(merge, sum(gather_objects(rows))))  # when all ranks have written
 
     def _merge(self, loaders: list[str], samples: int, rows: int) -> None:
-        parts = MergedParts(self._folder)
-        if (found := len(parts) + parts.repeated) < rows:
+        merged = parts.MergedParts(self._folder)
+        if (found := len(merged) + merged.repeated) < rows:
             raise OSError(
                 f"{self._folder} holds {found:,} of {rows:,} predictions that were written into it. Start again with "
                 "resume=True, while no other program uses that path, and on a disk that all nodes see alike."
             )
-        write_predictions(Path(self.path), self._format, parts, loaders)
-        remove_parts(self._folder)
-        said = f"{len(parts):,}{f' of {samples:,}' if samples else ''} samples to {self.path}"
-        if parts.repeated:
-            said += f", without {parts.repeated:,} that were repeated"
-        if is_lossy := parts.repeated and len(parts) < samples:
+        write_predictions(Path(self.path), self._format, merged, loaders)
+        parts.remove_parts(self._folder)
+        said = f"{len(merged):,}{f' of {samples:,}' if samples else ''} samples to {self.path}"
+        if merged.repeated:
+            said += f", without {merged.repeated:,} that were repeated"
+        if is_lossy := merged.repeated and len(merged) < samples:
             said += ". Samples get lost where ranks shuffle differently, or some are drawn twice: use shuffle=False"
         (rank_zero_warn if is_lossy else rank_zero_info)(f"PredictionWriter: wrote the predictions of {said}.")
-
-
-@contextmanager
-def _order_watched(loader: DataLoader[Any]) -> Iterator[OrderWatch]:
-    collate = loader.collate_fn
-    loader.collate_fn = watch = OrderWatch(collate)
-    try:
-        yield watch
-    finally:
-        loader.collate_fn = collate
 
 
 def _on_rank_zero(trainer: Trainer, function: Callable[[], Any]) -> Any:

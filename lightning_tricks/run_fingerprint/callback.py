@@ -19,13 +19,8 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
 from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import Facts
-from lightning_tricks.run_fingerprint.core.record import (
-    FingerprintRecord,
-    RecordHeader,
-    earlier_path,
-    rank_path,
-    read_first_rows,
-)
+from lightning_tricks.run_fingerprint.core import record as on_disk
+from lightning_tricks.run_fingerprint.core.record import FingerprintRecord, RecordHeader
 from lightning_tricks.run_fingerprint.core.step_recorder import RowWriter, StepRecorder
 
 
@@ -107,7 +102,7 @@ class RunFingerprint(TrickCallback):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        path = rank_path(self.path, trainer.global_rank)
+        path = on_disk.rank_path(self.path, trainer.global_rank)
         recorder = self._recorder = StepRecorder(RowWriter(path, header), pl_module)
         self._installed.callback(recorder.writer.close)
         self._installed.callback(recorder.close)
@@ -116,7 +111,7 @@ class RunFingerprint(TrickCallback):
         record = found[2] if found is not None else None
         with self._stops_on_oserror(recorder):
             if not trainer.is_global_zero and source is not None and self._num_rows_to_keep is not None:
-                record = read_first_rows(self._earlier(source, trainer), header, self._num_rows_to_keep)
+                record = on_disk.read_first_rows(self._earlier(source, trainer), header, self._num_rows_to_keep)
             if path.exists() and not (record is not None and source == 0):
                 aside = self._earlier(unused, trainer)
                 path.replace(aside)
@@ -134,16 +129,17 @@ class RunFingerprint(TrickCallback):
             the rows.
         """
         path = Path(self.path)
-        unused = next(number for number in count(1) if not earlier_path(path, number).exists())
+        unused = next(number for number in count(1) if not on_disk.earlier_path(path, number).exists())
         if self._num_rows_to_keep is not None:
             for number in range(unused):
-                record = read_first_rows(earlier_path(path, number), header, self._num_rows_to_keep, self._digest)
+                earlier = on_disk.earlier_path(path, number)
+                record = on_disk.read_first_rows(earlier, header, self._num_rows_to_keep, self._digest)
                 if record is not None:
                     return number, unused, record
         return None, unused, None
 
     def _earlier(self, number: int, trainer: Trainer) -> Path:
-        return rank_path(earlier_path(Path(self.path), number), trainer.global_rank)
+        return on_disk.rank_path(on_disk.earlier_path(Path(self.path), number), trainer.global_rank)
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Record what `AutoResume` could not restore; `fingerprint diff` names it where the runs diverge."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_tricks.run_report.core.record import Finding as Finding
     from lightning_tricks.run_report.core.record import RunRecord as RunRecord
     from lightning_tricks.run_report.core.record import RunReportError as RunReportError
-    from lightning_tricks.run_report.core.record_file import read_record as read_record
+    from lightning_tricks.run_report.core.record import read_record as read_record
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

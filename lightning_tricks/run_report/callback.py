@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.logged_values import logger_step, logs_at_this_step, observe_logged_values
-from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import ReportPart, part_name
+from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.run_report.core.record import Position, Resume, RunRecord, Status
-from lightning_tricks.run_report.core.record_file import PAGE_FILE
+from lightning_tricks.run_report.core.record import PAGE_FILE, Position, Resume, RunRecord, Status
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.run_settings import describe_run, learning_rates
 
@@ -98,9 +96,8 @@ class RunReport(TrickCallback):
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._stops_on_error():
-            writer = self._writer = RunWriter(
-                Path(self.path), describe_run(trainer, pl_module), trainer.train_dataloader
-            )
+            record = describe_run(trainer, pl_module)
+            writer = self._writer = RunWriter(Path(self.path), record, trainer.train_dataloader)
             self._installed.callback(writer.close)
             if self._position_to_keep is None:
                 writer.start()
@@ -120,10 +117,7 @@ class RunReport(TrickCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the learning rates that the step uses, if it is one that is logged."""
         if self._writer is not None and logs_at_this_step(trainer):
-            rates = learning_rates(trainer)
-            self._rates = {
-                name: rate.detach().clone() if isinstance(rate, Tensor) else rate for name, rate in rates.items()
-            }
+            self._rates = clone_tensors(learning_rates(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -238,12 +232,8 @@ class RunReport(TrickCallback):
             self._position = writer.position()
 
     def _parts(self, trainer: Trainer) -> list[ReportPart]:
-        return [
-            part
-            for callback in callbacks_of(trainer)
-            if isinstance(callback, TrickCallback)
-            for part in callback.report_parts(trainer)
-        ]
+        tricks = callbacks_of_type(trainer, TrickCallback)
+        return [part for trick in tricks for part in trick.report_parts(trainer)]
 
     @contextmanager
     def _stops_on_error(self) -> Iterator[None]:

@@ -46,9 +46,10 @@ def add_to(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_report.core.comparison_page import comparison_page
+    from lightning_tricks.run_report.core.other_runs import find_run_before, runs_in
     from lightning_tricks.run_report.core.page import run_page
-    from lightning_tricks.run_report.core.record_file import PAGE_FILE, RUN_FILE, read_record, write_page
-    from lightning_tricks.run_report.core.run_folders import find_run_before, runs_in
+    from lightning_tricks.run_report.core.record import PAGE_FILE, RUN_FILE, read_record
+    from lightning_tricks.run_report.core.rendering import write_page
 
     folders = arguments.folders
     found = [[folder] if (folder / RUN_FILE).exists() else list(runs_in(folder)) or [folder] for folder in folders]
@@ -70,10 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(arguments: argparse.Namespace, folders: Iterable[Path]) -> int:
-    from lightning_tricks.run_report.core.overview import make_overview
-    from lightning_tricks.run_report.core.record import RunReportError
-    from lightning_tricks.run_report.core.record_file import read_record
-    from lightning_tricks.run_report.core.run_folders import ends_of
+    from lightning_tricks.run_report.core.other_runs import ends_of, make_overview
+    from lightning_tricks.run_report.core.record import RunReportError, read_record
 
     runs: list[tuple[Path, RunRecord]] = []
     left_out: list[str] = []

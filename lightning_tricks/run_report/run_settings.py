@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import platform
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +21,13 @@ from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningM
 from lightning_tricks._lightning_compat.hyperparameters import initial_hyperparameters
 from lightning_tricks._lightning_compat.loaders import ends_with_shortest_loader
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
-from lightning_tricks._shared.text import counted, describe_error
+from lightning_tricks._shared.text import counted, describe_error, list_names
+from lightning_tricks.auto_resume.core import configuration
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
-from lightning_tricks.auto_resume.core.configuration import (
-    arguments_of,
-    describe_loaders,
-    describe_optimizers,
-    numbered,
-    plain,
-)
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import RunRecord
-from lightning_tricks.run_report.core.secret_values import hidden
-from lightning_tricks.run_report.core.setting_texts import (
-    SettingTexts,
-    digest,
-    other_versions,
-    text_of,
-    torch_settings,
-    versions,
-)
+from lightning_tricks.run_report.core.secret_values import HIDDEN, hidden, is_secret
 
 _TOLD_ELSEWHERE = frozenset({"accelerator", "barebones", "callbacks", "fast_dev_run", "logger", "strategy"})
 
@@ -50,6 +40,10 @@ _LOADER_ARGUMENTS = (
     *("prefetch_factor", "timeout", "worker_init_fn"),
 )
 _MOST_FILES = 500
+_PACKAGES = ("torch", "lightning", "lightning-tricks", "torchmetrics", "torchvision", "transformers", "timm", "numpy")
+_LONGEST_TEXT = 300
+_MOST_ITEMS = 100_000  # of a list whose content is recorded
+_MOST_SETTINGS = 3000
 
 
 def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
@@ -67,7 +61,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
         ranks=trainer.world_size,
         is_seeded=seed is not None,
         arguments=arguments.pairs(),
-        trainer=[*_trainer_facts(trainer), *_optimizer_facts(trainer), *torch_settings(), *seeds],
+        trainer=[*_trainer_facts(trainer), *torch_settings(), *seeds],
         data=list(_data_facts(trainer)),
         versions=versions(),
         settings=[*details.pairs(), *other_versions()],
@@ -79,17 +73,13 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
 def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
     yield "strategy", f"{type(trainer.strategy).__name__}, {counted(trainer.world_size, 'rank')}"
     device = trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    yield "device", name
+    yield "device", torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     for argument in inspect.signature(Trainer.__init__).parameters:
         value = getattr(trainer, argument, None)
         if value is not None and argument not in _TOLD_ELSEWHERE:
             is_count = argument.startswith("limit_") and isinstance(value, int)
-            yield argument, f"{value} batches" if is_count else text_of(hidden(argument, plain(value)))
+            yield argument, f"{value} batches" if is_count else text_of(hidden(argument, configuration.plain(value)))
     yield "callbacks", ", ".join(type(callback).__name__ for callback in callbacks_of(trainer))[:1000]
-
-
-def _optimizer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for number, optimizer in enumerate(trainer.optimizers):
         suffix = f" {number}" if len(trainer.optimizers) > 1 else ""
         yield f"optimizer{suffix}", type(optimizer).__name__
@@ -133,22 +123,18 @@ def learning_rates(trainer: Trainer) -> dict[str, Any]:
 def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
     """Return the settings of callbacks, layers, optimizers, schedulers, loaders, environment and code."""
     found = SettingTexts()
-    for topic, add in (
-        ("callbacks", _add_callbacks),
-        ("layers", _add_layers),
-        ("optimizers", _add_optimizers),
-        ("data", _add_data),
-    ):
+    for add in (_add_callbacks, _add_layers, _add_optimizers, _add_data):
         try:
             add(found, trainer, module)
         except Exception as error:  # objects of users may do anything when they are asked
-            found.unknown.append(f"{topic} ({describe_error(error)[:200]})")
+            found.unknown.append(f"{add.__name__.removeprefix('_add_')} ({describe_error(error)[:200]})")
     for variable, value in sorted(os.environ.items()):
         if variable.startswith(_ENVIRONMENT):
             found.add(variable, value, "environment")
     for path in _user_files(module):
         with suppress(OSError):
-            found.texts[f"code of {_short(path)}"] = f"SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            found.texts[f"code of {shown}"] = f"SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     found.unknown += ["plugins and use_distributed_sampler of Trainer", "environment variables of other libraries"]
     return found
 
@@ -156,9 +142,8 @@ def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
 def _add_callbacks(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
     callbacks = [callback for callback in callbacks_of(trainer) if not getattr(callback, "takes_report_parts", False)]
     for objects in (callbacks, trainer.loggers):
-        for label, instance in zip(numbered(objects), objects, strict=True):
-            found.add("type", type(instance).__qualname__, label)
-            found.add_arguments(label, instance)
+        for label, instance in zip(configuration.numbered(objects), objects, strict=True):
+            found.add_object(label, instance)
 
 
 def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
@@ -166,10 +151,10 @@ def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) 
     for path, layer in module.named_modules():
         if path.endswith("_orig_mod"):
             continue
-        known = {name: plain(value) for name, value in arguments_of(layer).items() if path or name not in hparams}
         label = f"layer {path.replace('_orig_mod.', '')}" if path else "module"
-        for name, value in known.items():
-            found.add(name, value, label)
+        for name, value in configuration.arguments_of(layer).items():
+            if path or name not in hparams:
+                found.add(name, configuration.plain(value), label)
         found.add("type", type(layer).__qualname__, label)
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     found.add("trained parameters", f"{len(trained):,} tensors ({digest(sorted(trained))})")
@@ -177,21 +162,20 @@ def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) 
 
 def _add_optimizers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
     optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
-    described = describe_optimizers(optimizers, configs, param_group_names(module, optimizers))
+    described = configuration.describe_optimizers(optimizers, configs, param_group_names(module, optimizers))
     for name, value in {**described.kinds, **described.values}.items():
         found.add(name, value)
 
 
 def _add_data(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
     if (datamodule := datamodule_of(trainer)) is not None:
-        found.add("type", type(datamodule).__qualname__, "datamodule")
-        found.add_arguments("datamodule", datamodule)
+        found.add_object("datamodule", datamodule)
     for name, loaders in (("train_dataloader", trainer.train_dataloader), ("val_dataloaders", trainer.val_dataloaders)):
         _add_loaders(found, name, [] if loaders is None else CombinedLoader(loaders, "sequential").flattened)
 
 
 def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
-    described = describe_loaders(loaders, name)
+    described = configuration.describe_loaders(loaders, name)
     for setting, value in {**described.kinds, **described.values}.items():
         found.add(setting, value)
     for number, loader in enumerate(loaders):
@@ -202,10 +186,9 @@ def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
         data, depth = getattr(loader, "dataset", None), 0
         while data is not None and depth < 5:  # data sets in data sets, such as a Subset
             label, depth = f"{label}.dataset", depth + 1
-            found.add("type", type(data).__qualname__, label)
+            found.add_object(label, data)
             with suppress(Exception):  # not each has a length
                 found.add("length", len(data), label)
-            found.add_arguments(label, data)
             data = getattr(data, "dataset", None)
 
 
@@ -217,5 +200,132 @@ def _user_files(module: LightningModule) -> list[Path]:
     return list(found)[:_MOST_FILES]
 
 
-def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+@dataclass
+class SettingTexts:
+    """Gathers names and texts of settings.
+
+    Attributes:
+        texts: Name -> text.
+        types_only: The names of those of which only the type was recorded.
+        secrets: The names of those whose values were left out, as they may be secret.
+        unknown: Other settings that exist and were not recorded, in words.
+    """
+
+    texts: dict[str, str] = field(default_factory=dict)
+    types_only: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def add_object(self, label: str, instance: object) -> None:
+        """Add an object's type, and those arguments of its constructor that it stores as `name` or `_name`."""
+        self.add("type", type(instance).__qualname__, label)
+        try:
+            parameters = inspect.signature(type(instance).__init__).parameters
+        except (TypeError, ValueError):
+            return
+        held, lost = getattr(instance, "__dict__", {}), []
+        for name, parameter in list(parameters.items())[1:]:
+            stored = next((key for key in (name, f"_{name}") if key in held), None)
+            if stored is not None:
+                self.add(name, held[stored], label)
+            elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                lost.append(name)
+        if lost:
+            self.unknown.append(f"{', '.join(lost)} of {label}")
+
+    def not_recorded(self) -> list[str]:
+        """Return which settings were not recorded, in words."""
+        words = {
+            "values that may be secret: ": self.secrets,
+            "more than the type of ": self.types_only,
+            "arguments that objects do not store: ": self.unknown,
+        }
+        return [text + list_names(names, 20) for text, names in words.items() if names]
+
+    def add(self, name: str, value: Any, owner: str = "") -> None:
+        """Add a value; of mappings, namespaces and dataclasses each part, under names that are joined by dots."""
+        parts = list(configuration.flatten(name, value))
+        if isinstance(value, list | tuple) and len(value) > 1000:  # whose items `plain` leaves out
+            parts = [(name, [configuration.plain(item) for item in value[:_MOST_ITEMS]])]
+        for path, part in parts:
+            words = [name, *(path.removeprefix(f"{name}.").split(".") if path != name else ())]
+            secret = next((place for place, word in enumerate(words) if is_secret(word)), None)
+            path = path if secret is None else ".".join(words[: secret + 1])
+            path = f"{owner}.{path}" if owner else path
+            shown = hidden(words[-1 if secret is None else secret], part)
+            if shown == HIDDEN:
+                self.secrets += [path] if path not in self.secrets else []
+            elif not configuration.is_comparable(shown):
+                self.types_only.append(path)
+            if self.texts.get(path) != HIDDEN:
+                self.texts[path[:_LONGEST_TEXT]] = text_of(shown)
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return names and texts; of those beyond the first 3,000 a digest."""
+        pairs = list(self.texts.items())
+        others = pairs[_MOST_SETTINGS:]
+        return pairs[:_MOST_SETTINGS] + ([(f"{len(others):,} more", digest(map(repr, others)))] if others else [])
+
+
+def text_of(value: Any) -> str:
+    """Return a plain value as text; of a long one the beginning, and a digest of the whole.
+
+    Examples:
+        >>> text_of(0.1), text_of(1.0), text_of(0.30000004), text_of("sgd"), text_of([1, "a"])
+        ('0.1', '1', '0.30000004', 'sgd', "[1, 'a']")
+    """
+    text = value if isinstance(value, str) else repr(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        text = f"{value:g}"
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:_LONGEST_TEXT]}… ({len(text):,} characters, SHA-256 {digest([text])})"
+
+
+def digest(texts: Iterable[str]) -> str:
+    """Return the first 12 digits of a digest of texts."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return found.hexdigest()[:12]
+
+
+def versions() -> list[tuple[str, str]]:
+    """Return the versions of Python, the system and the libraries that are installed."""
+    found = [("python", platform.python_version())]
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append((name, metadata.version(name)))
+    if torch.version.cuda:
+        found.append(("CUDA", torch.version.cuda))
+    return [*found, ("system", platform.platform())]
+
+
+def other_versions() -> list[tuple[str, str]]:
+    """Return the versions of all other packages that are installed, by the names of their folders."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        with suppress(OSError):
+            for entry in os.listdir(folder or os.curdir):  # noqa: PTH208 - a Path for each takes ten times as long
+                parts = re.fullmatch(r"(.+?)-([^-]+)(-py[\d.]+)?\.(dist|egg)-info", entry)
+                if parts is not None:
+                    found.setdefault(parts[1].replace("_", "-").lower(), parts[2])
+    return [(f"version of {name}", version) for name, version in sorted(found.items()) if name not in _PACKAGES]
+
+
+def torch_settings() -> list[tuple[str, str]]:
+    """Return torch's settings that decide whether a run can be repeated, and how fast it is."""
+    return [
+        ("deterministic algorithms", _on_off(torch.are_deterministic_algorithms_enabled())),
+        ("cudnn.benchmark", _on_off(torch.backends.cudnn.benchmark)),
+        ("cudnn.deterministic", _on_off(torch.backends.cudnn.deterministic)),
+        ("float32 matmul precision", torch.get_float32_matmul_precision()),
+        ("cudnn.allow_tf32", _on_off(torch.backends.cudnn.allow_tf32)),
+        ("anomaly detection", _on_off(torch.is_anomaly_enabled())),
+        ("default dtype", str(torch.get_default_dtype())),
+        ("threads of torch", str(torch.get_num_threads())),
+    ]
+
+
+def _on_off(is_on: bool) -> str:
+    return "on" if is_on else "off"

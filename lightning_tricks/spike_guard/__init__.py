@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.spike_guard.callback import SpikeGuard as SpikeGuard
-    from lightning_tricks.spike_guard.core.band import RobustBand as RobustBand
+    from lightning_tricks.spike_guard.functional import RobustBand as RobustBand
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

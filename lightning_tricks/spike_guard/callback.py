@@ -33,7 +33,7 @@ from lightning_tricks._shared.tensors import local_part, tensors_in
 from lightning_tricks._shared.text import counted
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
-from lightning_tricks.spike_guard.core.band import RobustBand
+from lightning_tricks.spike_guard.functional import RobustBand
 from lightning_tricks.spike_guard.snapshot import Snapshots
 
 
@@ -194,11 +194,9 @@ class SpikeGuard(TrickCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look whether it is an epoch's last batch with fewer rows, whose values spread more than those of others."""
         self._is_fresh, self.has_left_out_batch = True, False
-        rows, before = [len(tensor) for tensor in tensors_in(batch) if tensor.ndim], self._rows
-        self._is_short = is_last_batch(trainer) and (
-            not rows or any(now < then for now, then in zip(rows, before, strict=False))
-        )
-        self._rows = rows
+        rows = [len(tensor) for tensor in tensors_in(batch) if tensor.ndim]
+        has_fewer = not rows or any(now < then for now, then in zip(rows, self._rows, strict=False))
+        self._is_short, self._rows = has_fewer and is_last_batch(trainer), rows
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -211,8 +209,7 @@ class SpikeGuard(TrickCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were left out."""
         left_out, batches = self._counts["left_out"], self._counts["batches"]
-        spikes = counted(len(self.spikes), "spike")
-        self.say(f"left out {left_out:,} of {batches:,} batches, for {spikes}")
+        self.say(f"left out {left_out:,} of {batches:,} batches, for {counted(len(self.spikes), 'spike')}")
         super().on_fit_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:

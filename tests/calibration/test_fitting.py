@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from lightning_tricks import Calibration
 from lightning_tricks._shared import calibration_scores as scores
 from lightning_tricks.calibration import calibration_scores
-from lightning_tricks.calibration.core.fitting import (
+from lightning_tricks.calibration.functional import (
     fit_calibration,
     fit_temperature,
     fit_vector,

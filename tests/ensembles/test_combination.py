@@ -22,7 +22,7 @@ from lightning_tricks.ensembles.core.combination import (
     votes,
     weighted_mean,
 )
-from lightning_tricks.ensembles.core.seeds import purpose_seed
+from lightning_tricks.ensembles.core.sampling import purpose_seed
 
 
 def _scores(n=5, rows=7, classes=4, seed=0):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchensemble._base import BaseTree
 
 from lightning_tricks import NeuralForestClassifier, NeuralForestRegressor
-from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty
+from lightning_tricks.ensembles.neural_forest import SoftDecisionTree, balance_penalty
 from tests.ensembles.nets import diabetes, digits, few, fit, some, values
 from tests.small import QUIET
 

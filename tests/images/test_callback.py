@@ -74,7 +74,7 @@ def test_the_worst_mistakes_are_captioned_with_names(tmp_path, monkeypatch):
         return Image.new("RGB", (2, 2))
 
     kept = []
-    monkeypatch.setattr("lightning_tricks.images.callback.image_grid", keep)
+    monkeypatch.setattr("lightning_tricks.images.callback.functional.image_grid", keep)
 
     def scores(images, labels):  # all right, but for two
         scores = nn.functional.one_hot(labels, 10).float() * 0.9 + 0.01
@@ -93,7 +93,7 @@ def test_the_worst_mistakes_are_captioned_with_names(tmp_path, monkeypatch):
 def test_an_epoch_shows_its_own_images_alone(tmp_path, monkeypatch, stage):
     kept = []
     monkeypatch.setattr(
-        "lightning_tricks.images.callback.image_grid",
+        "lightning_tricks.images.callback.functional.image_grid",
         lambda images, **options: kept.append(images.clone()) or Image.new("RGB", (2, 2)),
     )
 
@@ -117,7 +117,7 @@ def test_an_epoch_shows_its_own_images_alone(tmp_path, monkeypatch, stage):
 
 def test_each_sample_is_shown_once_on_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "lightning_tricks.images.callback.image_grid",
+        "lightning_tricks.images.callback.functional.image_grid",
         lambda images, **options: torch.save(images, tmp_path / "shown.pt") or Image.new("RGB", (2, 2)),
     )
 
@@ -244,7 +244,7 @@ def test_one_output_may_have_a_column_of_its_own(tmp_path, monkeypatch, is_value
     """The softmax of one score is always 1, and its class 0."""
     shown = []
     monkeypatch.setattr(
-        "lightning_tricks.images.callback.image_grid",
+        "lightning_tricks.images.callback.functional.image_grid",
         lambda images, captions, **options: shown.append(captions) or Image.new("RGB", (2, 2)),
     )
     for column in (True, False):

@@ -103,7 +103,7 @@ def _tiles(folder, images, monkeypatch, module, labels, **options):
         kept.append(([tile.clone() for tile in tiles], list(captions)))
         return Image.new("RGB", (2, 2))
 
-    monkeypatch.setattr("lightning_tricks.images.callback.image_grid", keep)
+    monkeypatch.setattr("lightning_tricks.images.callback.functional.image_grid", keep)
     trainer(images, CSVLogger(folder), max_epochs=1, **options).validate(module, loader(_PIXELS, labels), verbose=False)
     (found,) = kept
     return found

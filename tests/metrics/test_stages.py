@@ -24,7 +24,7 @@ from lightning_tricks import (
     retrieval_metrics,
     segmentation_metrics,
 )
-from lightning_tricks.metrics.core.metric_properties import can_concat_batches
+from lightning_tricks.metrics.core.metric_table import can_concat_batches
 from tests.metrics.tables import Table
 from tests.small import QUIET
 

@@ -19,8 +19,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.metric_groups import ScoreHistogram
-from lightning_tricks.metrics.core.metric_properties import Task
-from lightning_tricks.metrics.core.metric_table import stack_numbers
+from lightning_tricks.metrics.core.metric_table import Task, stack_numbers
 from tests.small import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)

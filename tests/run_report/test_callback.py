@@ -269,7 +269,7 @@ def test_full_disk_stops_the_report_and_not_the_training(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("lightning_tricks.run_report.core.run_writer.append_rows", fails)
+    monkeypatch.setattr("lightning_tricks.run_report.core.run_writer.on_disk.append_rows", fails)
     with pytest.warns(UserWarning, match="RunReport stops writing .*No space left") as warned:
         trainer = train([RunReport(tmp_path)])
     assert trainer.global_step == 20

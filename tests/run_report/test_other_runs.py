@@ -13,11 +13,9 @@ import pytest
 from lightning_tricks import RunReport
 from lightning_tricks.cli import main
 from lightning_tricks.run_report import RunRecord, read_record, run_page
-from lightning_tricks.run_report.core import run_folders
-from lightning_tricks.run_report.core.overview import make_overview
-from lightning_tricks.run_report.core.record import Row
-from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
-from lightning_tricks.run_report.core.run_folders import ends_of, find_run_before
+from lightning_tricks.run_report.core import other_runs
+from lightning_tricks.run_report.core.other_runs import ends_of, find_run_before, make_overview
+from lightning_tricks.run_report.core.record import RUN_FILE, VALUES_FILE, Row, write_rows, write_run
 from tests.run_report.test_callback import Logs, train
 from tests.run_report.test_page import EVIL
 from tests.run_report.test_whole_page import Tree, rows, sections, words
@@ -104,7 +102,9 @@ def test_neighbours_that_are_broken_large_or_links_are_passed_over(tmp_path, mon
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep" / "linked", target_is_directory=True)
     assert find_run_before(tmp_path / "own", own)[0] == "good"
     seen = []
-    monkeypatch.setattr(run_folders, "read_run", lambda path: seen.append(path) or record_of(1.0, module="Other"))
+    monkeypatch.setattr(
+        other_runs.on_disk, "read_run", lambda path: seen.append(path) or record_of(1.0, module="Other")
+    )
     for number in range(100):
         save(tmp_path / f"n{number}", record_of(100.0))
     assert find_run_before(tmp_path / "own", own) is None
@@ -252,7 +252,7 @@ def test_names_do_nothing_to_a_terminal(tmp_path, capsys):
 
 
 def test_folder_with_very_many_names_is_refused_in_words(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run_folders, "_MOST_ENTRIES", 5)
+    monkeypatch.setattr(other_runs, "_MOST_ENTRIES", 5)
     with pytest.raises(SystemExit):
         main(["report", str(runs(tmp_path))])
     assert "holds more than 5 names" in capsys.readouterr().err

@@ -10,8 +10,7 @@ from lightning_tricks._shared.report_parts import ClassValues, ClippedSteps, Con
 from lightning_tricks.cli import main
 from lightning_tricks.run_report import RunRecord, comparison_page, read_record, run_page
 from lightning_tricks.run_report.core.comparison_page import differing_settings
-from lightning_tricks.run_report.core.record import GitState, Resume, Row
-from lightning_tricks.run_report.core.record_file import write_rows, write_run
+from lightning_tricks.run_report.core.record import GitState, Resume, Row, write_rows, write_run
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.core.svg import make_scale
 from tests.run_report.test_callback import train

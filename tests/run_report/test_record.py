@@ -13,9 +13,18 @@ from hypothesis import strategies as st
 from lightning_tricks._shared.report_parts import ClippedSteps, Facts, Pictures
 from lightning_tricks.run_report import RunRecord, RunReportError, read_record
 from lightning_tricks.run_report.core.curves import is_weight, sign_of_better, smooth, split_key, thin_points
-from lightning_tricks.run_report.core.record import GitState, Point, Position, Resume, Row, merge_rows, thin_rows
-from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
-from lightning_tricks.run_report.core.run_writer import RunWriter, ValueRecorder, keep_first_rows
+from lightning_tricks.run_report.core.record import (
+    RUN_FILE,
+    VALUES_FILE,
+    GitState,
+    Point,
+    Position,
+    Resume,
+    Row,
+    write_rows,
+    write_run,
+)
+from lightning_tricks.run_report.core.run_writer import RunWriter, ValueRecorder, keep_first_rows, merge_rows, thin_rows
 
 
 def some_record(**known):

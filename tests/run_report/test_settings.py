@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSa
 from lightning_tricks import GradientClipping, RunReport
 from lightning_tricks.run_report import comparison_page, find_all, read_record
 from lightning_tricks.run_report.core.comparison_page import differing_settings
-from lightning_tricks.run_report.core.setting_texts import SettingTexts
+from lightning_tricks.run_report.run_settings import SettingTexts
 from tests.small import QUIET, EvaluatedNet, digits, loader
 
 

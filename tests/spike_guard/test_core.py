@@ -17,7 +17,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks.microbatching.core.comparison import compare_with_parts
-from lightning_tricks.spike_guard.core.band import RobustBand
+from lightning_tricks.spike_guard.functional import RobustBand
 from lightning_tricks.spike_guard.snapshot import copy_optimizer, restore_optimizer
 
 VALUES = st.lists(st.floats(0.1, 10, allow_nan=False), min_size=5, max_size=40)

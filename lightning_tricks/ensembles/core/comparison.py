@@ -89,9 +89,7 @@ def _step_of_loop(stack: Any, inputs: Sequence[Tensor]) -> Step:
     outputs, gradients, state, changed, draws = [], [], [], [], []
     for index, (member, own) in enumerate(zip(stack.skeletons, rows, strict=True)):
         copied, mode = _Copy(stack.in_mode(member), stack.net), MemberDraws([index])
-        tensors = {
-            name: parts[index].detach().requires_grad_(parts[index].requires_grad) for name, parts in cut.items()
-        }
+        tensors = {key: parts[index].detach().requires_grad_(parts[index].requires_grad) for key, parts in cut.items()}
         output, found = _pass(copied, mode, tensors, own, lambda output: output.unsqueeze(0))
         outputs.append(output.squeeze(0))
         gradients.append(found)

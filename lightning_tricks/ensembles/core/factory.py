@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.checkpoint_remapping.core.loading import load_weights
 from lightning_tricks.ensembles.core.members import tensors_of
-from lightning_tricks.ensembles.core.seeds import INITIAL_WEIGHTS, purpose_seed
+from lightning_tricks.ensembles.core.sampling import INITIAL_WEIGHTS, purpose_seed
 
 Factory = Callable[..., nn.Module]
 Estimator = Factory | nn.Module | Sequence[Any] | str

@@ -9,22 +9,27 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils import data
 
-from lightning_tricks._shared.rng import isolated_rng, seed_global_rngs
-from lightning_tricks.ensembles.core.seeds import BOOTSTRAP, SAMPLE_ORDER, WORKERS, purpose_seed
+from lightning_tricks._shared.rng import derive_seed, isolated_rng, seed_global_rngs
+
+# The purposes of an ensemble's seeds: no two of them draw the same numbers
+INITIAL_WEIGHTS, SAMPLE_ORDER, BOOTSTRAP, WORKERS, HELD_OUT, CROSS_VALIDATION = range(6)
+
+
+def purpose_seed(seed: int, *path: int) -> int:
+    """Derive the seed for one purpose from the seed of the ensemble.
+
+    Args:
+        seed: Seed of the ensemble, >= 0.
+        *path: The purpose and whole numbers >= 0 that go with it, such as the member and the epoch. Paths of different
+            length have different seeds: (1,) and (1, 0) differ.
+
+    Returns:
+        A seed in [0, 2**32 - 1].
+    """
+    # numpy's SeedSequence does not tell (1,) from (1, 0): the length of the path is hashed as well
+    return derive_seed(len(path), seed, *path)
 
 
 class MemberOrders:
@@ -79,7 +84,7 @@ class MemberOrders:
         sampler, own = self.sampler, torch.Generator().manual_seed(seed)
         if sampler is None:
             return torch.randperm(self.size, generator=own)
-        if isinstance(sampler, DistributedSampler):
+        if isinstance(sampler, data.DistributedSampler):
             sampler = copy.copy(sampler)
             sampler.seed = purpose_seed(sampler.seed, SAMPLE_ORDER, self.seed, member)
         elif _generator(sampler) is not None:
@@ -105,13 +110,13 @@ def bootstrap_rows(size: int, n_members: int, seed: int) -> list[Tensor]:
 
 def why_not_reorder(loader: Any) -> str:
     """Return why the order of a loader's samples cannot be chosen, or nothing."""
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, data.DataLoader):
         return f"a {type(loader).__name__} is not a DataLoader"
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if type(loader).__iter__ is not data.DataLoader.__iter__:
         return f"{type(loader).__name__} iterates in a way of its own"
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, data.IterableDataset):
         return f"{type(loader.dataset).__name__} is an IterableDataset, which gives one order"
-    if type(loader.batch_sampler) is not BatchSampler:
+    if type(loader.batch_sampler) is not data.BatchSampler:
         return f"{type(loader.batch_sampler or loader.dataset).__name__} makes the batches itself"
     return _why_not_ask(sampler_of(loader))
 
@@ -123,7 +128,7 @@ def _why_not_ask(sampler: Any) -> str:
         size = len(sampler)
     except (TypeError, NotImplementedError):
         return f"{name} has no length"
-    if type(sampler).__module__ == RandomSampler.__module__:
+    if type(sampler).__module__ == data.RandomSampler.__module__:
         return ""
     with isolated_rng():
         first = next(iter(copy.copy(sampler)), None) if size else None
@@ -131,15 +136,17 @@ def _why_not_ask(sampler: Any) -> str:
     return "" if is_row else f"{name} yields {first!r} instead of the number of a row"
 
 
-def is_shuffled(loader: DataLoader[Any]) -> bool:
+def is_shuffled(loader: data.DataLoader[Any]) -> bool:
     """Whether a loader gives another order each time."""
     sampler = sampler_of(loader)
-    return bool(sampler.shuffle) if isinstance(sampler, DistributedSampler) else type(sampler) is not SequentialSampler
+    if isinstance(sampler, data.DistributedSampler):
+        return bool(sampler.shuffle)
+    return type(sampler) is not data.SequentialSampler
 
 
-def sampler_of(loader: DataLoader[Any]) -> Any:
+def sampler_of(loader: data.DataLoader[Any]) -> Any:
     """Return the sampler that chooses the rows; `loader.sampler` is another one where a batch sampler was given."""
-    return cast(BatchSampler, loader.batch_sampler).sampler
+    return cast(data.BatchSampler, loader.batch_sampler).sampler
 
 
 def _generator(sampler: Any) -> torch.Generator | None:
@@ -149,13 +156,13 @@ def _generator(sampler: Any) -> torch.Generator | None:
 
 def yields_all_once(sampler: Any) -> bool:
     """Whether a sampler yields the rows from 0 to its length, each of them once in an epoch."""
-    if type(sampler) is RandomSampler:
+    if type(sampler) is data.RandomSampler:
         return not sampler.replacement and sampler._num_samples is None
-    return type(sampler) is SequentialSampler
+    return type(sampler) is data.SequentialSampler
 
 
 def member_orders(
-    loader: DataLoader[Any],
+    loader: data.DataLoader[Any],
     members: Sequence[int],
     seed: int,
     member_rows: Sequence[Tensor] | None = None,
@@ -174,7 +181,7 @@ def member_orders(
     """
     sampler = sampler_of(loader)
     size, generator = len(sampler), _generator(sampler)
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(sampler, data.DistributedSampler):
         shard = (0, 1)  # shares out by itself
     if member_rows is not None:
         if not yields_all_once(sampler):
@@ -183,8 +190,8 @@ def member_orders(
             is_drawn = getattr(sampler, "replacement", False)
             orders = drawn.draw_orders()
             member_rows = [rows if is_drawn else rows[own] for rows, own in zip(orders, member_rows, strict=True)]
-        sampler = None if is_shuffled(loader) else SequentialSampler(range(size))
-    elif type(sampler) is RandomSampler and yields_all_once(sampler):
+        sampler = None if is_shuffled(loader) else data.SequentialSampler(range(size))
+    elif type(sampler) is data.RandomSampler and yields_all_once(sampler):
         sampler = None
     if generator is not None:  # its seed alone, so that a run that is resumed has the same orders
         seed = generator.initial_seed()
@@ -204,12 +211,12 @@ class MemberLoader:
         orders: The sample orders of the members.
     """
 
-    def __init__(self, loader: DataLoader[Any], orders: MemberOrders) -> None:
+    def __init__(self, loader: data.DataLoader[Any], orders: MemberOrders) -> None:
         self.loader, self.sampler = loader, orders
-        batches = cast(BatchSampler, loader.batch_sampler)
+        batches = cast(data.BatchSampler, loader.batch_sampler)
         self.dataset, self.batch_size, self.drop_last = loader.dataset, batches.batch_size, batches.drop_last
         self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
-        self._batch_loader: DataLoader[Any] | None = None
+        self._batch_loader: data.DataLoader[Any] | None = None
         self._indices: Tensor | None = None  # those of the epoch
         self.data: tuple[tuple[Tensor, ...], Tensor | None] | None = None  # `tensors_in_memory` in this epoch
         self.given = 0  # batches of the epoch in which the last iteration started
@@ -271,7 +278,7 @@ class MemberLoader:
     def _load_batches(self) -> Iterator[Any]:
         if self._batch_loader is None:
             given = self.loader
-            self._batch_loader = DataLoader(
+            self._batch_loader = data.DataLoader(
                 _SeededBatchDataset(given.dataset),
                 batch_sampler=_FlatBatchSampler(self),
                 num_workers=given.num_workers,
@@ -303,7 +310,7 @@ class _FlatBatchSampler:
             yield [seed, *indices.flatten().tolist()]
 
 
-class _SeededBatchDataset(Dataset[Any]):
+class _SeededBatchDataset(data.Dataset[Any]):
     """A data set asked for whole batches, whose random numbers in workers follow from the batch alone."""
 
     def __init__(self, dataset: Any) -> None:
@@ -311,27 +318,27 @@ class _SeededBatchDataset(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         seed, *rows = indices
-        if get_worker_info() is not None:
+        if data.get_worker_info() is not None:
             seed_global_rngs(seed)
         whole = getattr(self.dataset, "__getitems__", None)
         return list(whole(rows)) if whole is not None else [self.dataset[row] for row in rows]
 
 
-def tensors_in_memory(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+def tensors_in_memory(loader: data.DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     """Return the tensors behind a loader, and the rows of a subset of them; None where there is more to it."""
     dataset: Any = loader.dataset
     rows: Tensor | None = None
-    while type(dataset) is Subset:
+    while type(dataset) is data.Subset:
         indices = torch.as_tensor(dataset.indices)
         rows = indices if rows is None else indices[rows]
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or loader.collate_fn is not default_collate:
+    if type(dataset) is not data.TensorDataset or loader.collate_fn is not data.default_collate:
         return None
     return dataset.tensors, rows
 
 
 def batch_of_first_sample(loader: Any) -> Any:
     """Return the first sample of a loader's data set as a batch of one; None where that would read on in a stream."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, data.DataLoader) or isinstance(loader.dataset, data.IterableDataset):
         return None
     return loader.collate_fn([loader.dataset[0]])

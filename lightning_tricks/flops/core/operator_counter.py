@@ -14,20 +14,9 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks._torch_compat.operators import (
-    OpOverload,
-    TorchDispatchMode,
-    is_composite,
-    without_dispatch_modes,
-)
+from lightning_tricks._torch_compat.operators import OpOverload, TorchDispatchMode, is_composite, without_dispatch_modes
 from lightning_tricks._torch_compat.tensors import tree_map
-from lightning_tricks.flops.core.operator_costs import (
-    ESTIMATED_COSTS,
-    FREE_OPERATORS,
-    MATMUL_COSTS,
-    Cost,
-    elements_written,
-)
+from lightning_tricks.flops.core import operator_costs
 
 
 class OperatorRule(NamedTuple):
@@ -42,7 +31,7 @@ class OperatorRule(NamedTuple):
     """
 
     kind: Literal["matmul", "other", "free", "composite", "unknown"]
-    cost: Cost | None = None
+    cost: operator_costs.Cost | None = None
 
 
 def find_rule(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> OperatorRule:
@@ -61,21 +50,21 @@ def find_rule(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> Oper
     if not isinstance(operator, OpOverload):
         return _registered_rule(packet) or OperatorRule("unknown")
     name = operator.name().partition(".")[0]
-    if name in MATMUL_COSTS:
-        return OperatorRule("matmul", MATMUL_COSTS[name])
+    if name in operator_costs.MATMUL_COSTS:
+        return OperatorRule("matmul", operator_costs.MATMUL_COSTS[name])
     if registered := _registered_rule(packet):
         return registered
     out_of_place_name = name.removesuffix("_")
-    if out_of_place_name in ESTIMATED_COSTS:
-        return OperatorRule("other", ESTIMATED_COSTS[out_of_place_name])
+    if out_of_place_name in operator_costs.ESTIMATED_COSTS:
+        return OperatorRule("other", operator_costs.ESTIMATED_COSTS[out_of_place_name])
     if (
         operator.is_view
-        or out_of_place_name in FREE_OPERATORS
+        or out_of_place_name in operator_costs.FREE_OPERATORS
         or operator.namespace in ("prim", "c10d", "_c10d_functional")
     ):
         return OperatorRule("free")
     if torch.Tag.pointwise in operator.tags:
-        return OperatorRule("other", elements_written)
+        return OperatorRule("other", operator_costs.elements_written)
     if is_composite(operator):
         return OperatorRule("composite")
     return OperatorRule("unknown")
@@ -89,11 +78,9 @@ def _registered_rule(packet: Any) -> OperatorRule | None:
     return OperatorRule("matmul", lambda out, /, *args, **kwargs: formula(*args, **kwargs, out_val=out) / 2)
 
 
-def _from_shape_formula(formula: Callable[..., float]) -> Cost:
+def _from_shape_formula(formula: Callable[..., float]) -> operator_costs.Cost:
     def cost(out: Any, /, *args: Any, **kwargs: Any) -> float:
-        args, kwargs, shape = tree_map(
-            lambda leaf: leaf.shape if isinstance(leaf, Tensor) else leaf, (args, kwargs, out)
-        )
+        args, kwargs, shape = tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, (args, kwargs, out))
         return formula(*args, **kwargs, out_shape=shape) / 2
 
     return cost

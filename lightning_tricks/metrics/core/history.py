@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 from lightning_tricks._shared.report_parts import ClassValues, ConfusionMatrix, Reliability, ReportPart
 from lightning_tricks._shared.tensors import read_numbers
-from lightning_tricks._shared.text import counted
+from lightning_tricks._shared.text import counted, format_number
 from lightning_tricks.metrics.core.counts import reliability_curve
 from lightning_tricks.metrics.core.metric_table import per_class_names
 
@@ -129,12 +129,9 @@ class History:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each value: stage, loader, epoch, step, metric and value."""
+        places = ("stage", "loader", "epoch", "step")
         return [
-            {
-                **{key: getattr(record, key) for key in ("stage", "loader", "epoch", "step")},
-                "metric": name,
-                "value": value,
-            }
+            {**{place: getattr(record, place) for place in places}, "metric": name, "value": value}
             for record in self.records()
             for name, value in zip(record.names, cast(list[float], record.values), strict=True)
         ]
@@ -162,13 +159,13 @@ class History:
             left_out: A function of the names of values that returns those that are not said.
         """
         if best:
-            return ", ".join(f"best {key} {_format(value)} at step {step}" for key, (value, step) in best.items())
+            return ", ".join(f"best {key} {format_number(value)} at step {step}" for key, (value, step) in best.items())
         last = self.last_values()
         evaluated = [prefix for prefix in last if not prefix.startswith("train")]
         said = []
         for prefix in sorted(evaluated or last)[:_MOST_SAID]:
             unsaid = left_out(last[prefix])
-            few = [f"{name} {_format(value)}" for name, value in last[prefix].items() if name not in unsaid]
+            few = [f"{name} {format_number(value)}" for name, value in last[prefix].items() if name not in unsaid]
             said.append(f"{prefix} {', '.join(few[:_MOST_SAID])}")
         more = len(evaluated) - len(said)
         others = [counted(more, "more loader")] if more > 0 else []
@@ -203,8 +200,8 @@ class History:
             table.add_column("best")
         for name, values in overall.items():
             found = [(stage, *best[key]) for stage in stages if (key := f"{stage}/{name}") in best]
-            of_best = [", ".join(f"{stage} {_format(value)} at step {step}" for stage, value, step in found)]
-            numbers = (_format(values.get(stage)) for stage in stages)
+            of_best = [", ".join(f"{stage} {format_number(value)} at step {step}" for stage, value, step in found)]
+            numbers = (format_number(values.get(stage)) for stage in stages)
             table.add_row(FoldedName(name), *numbers, *(of_best if best else []))
         with_classes = [stage for stage in stages if stage in by_class]
         return RenderGroup(table, *(_class_table(stage, by_class[stage]) for stage in with_classes[-1:]))
@@ -225,14 +222,10 @@ def _class_table(stage: str, values: Mapping[str, Mapping[str, float]]) -> Fitti
     table = _make_table(f"Classes, {stage}", ["class", *values], drop=list(values)[:0:-1])
     classes = list(next(iter(values.values())))
     for name in classes[:_MAX_CLASSES]:
-        table.add_row(Text(name), *(_format(of_metric[name]) for of_metric in values.values()))
+        table.add_row(Text(name), *(format_number(of_metric[name]) for of_metric in values.values()))
     if len(classes) > _MAX_CLASSES:
         table.notes = f"{len(classes) - _MAX_CLASSES} more classes"
     return table
-
-
-def _format(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def make_parts(data: EvaluationData, class_names: Sequence[str], key: Callable[[str, str], str]) -> list[ReportPart]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_tricks.metrics.core.counts import not_ignored
 from lightning_tricks.metrics.core.metric_groups import MetricGroup
-from lightning_tricks.metrics.core.metric_properties import Task
+from lightning_tricks.metrics.core.metric_table import Task
 
 
 def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks: Mapping[str, Task | None]) -> None:

@@ -11,18 +11,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core.counts import (
-    binary_cells,
-    cells_to_matrix,
-    count_cells_,
-    count_invalid,
-    count_scores_,
-    multiclass_cells,
-    not_ignored,
-    stat_scores,
-    zero_counts,
-)
-from lightning_tricks.metrics.core.metric_properties import (
+from lightning_tricks.metrics.core import counts
+from lightning_tricks.metrics.core.metric_table import (
     Task,
     metrics_in,
     stores_confusion_matrix,
@@ -125,8 +115,8 @@ class CountsGroup(MetricGroup):
 
     def load(self, states: Sequence[State], samples: Sequence[int] = ()) -> None:
         """Replace the counts by the sum of those of several parts."""
-        counts = [part for part in states if part is not None]
-        self._counts = torch.stack(counts).sum(0) if counts else None
+        known = [part for part in states if part is not None]
+        self._counts = torch.stack(known).sum(0) if known else None
 
 
 class ConfusionMatrixGroup(CountsGroup):
@@ -145,30 +135,30 @@ class ConfusionMatrixGroup(CountsGroup):
         """Count the cells of a batch."""
         preds, target = inputs["preds"], inputs["target"]
         if self._counts is None:
-            self._counts = zero_counts(self._size, preds.device)
+            self._counts = counts.zero_counts(self._size, preds.device)
         if self.task.kind == "multiclass":
-            cells = multiclass_cells(self.shape[0], preds, target, self.task.ignore_index)
+            cells = counts.multiclass_cells(self.shape[0], preds, target, self.task.ignore_index)
         else:
             labels = self.shape[0] if self.task.kind == "multilabel" else 1
-            cells = binary_cells(preds, target, self._threshold, self.task.ignore_index, labels)
-        count_cells_(self._counts, cells)
+            cells = counts.binary_cells(preds, target, self._threshold, self.task.ignore_index, labels)
+        counts.count_cells_(self._counts, cells)
 
     def matrix(self) -> Tensor:
         """Return the confusion matrix: rows are targets, columns predictions."""
-        counts = zero_counts(self._size) if self._counts is None else self._counts
-        return cells_to_matrix(counts, *self.shape)
+        found = counts.zero_counts(self._size) if self._counts is None else self._counts
+        return counts.cells_to_matrix(found, *self.shape)
 
     def set_member_states(self) -> None:
         """Set the states that each member would have counted itself."""
         matrix = self.matrix()
         per_class = matrix[None] if self.task.kind == "binary" else matrix
-        scores = dict(zip(("tp", "fp", "tn", "fn"), stat_scores(per_class), strict=True))
+        scores = dict(zip(("tp", "fp", "tn", "fn"), counts.stat_scores(per_class), strict=True))
         for metric in self.members.values():
             set_states(metric, {"confmat": matrix} if stores_confusion_matrix(metric) else scores)
 
     def num_invalid(self) -> Tensor | int:
         """Return how many elements fell into no cell."""
-        return 0 if self._counts is None else count_invalid(self._counts)
+        return 0 if self._counts is None else counts.count_invalid(self._counts)
 
 
 class ScoreHistogram(CountsGroup):
@@ -194,7 +184,7 @@ class ScoreHistogram(CountsGroup):
             return
         if not len(preds):
             return
-        counted = not_ignored(target, self.task.ignore_index)
+        counted = counts.not_ignored(target, self.task.ignore_index)
         if self.task.kind == "multiclass":
             preds, target = self._binarize(preds.float(), target)
         elif self.task.kind == "binary":
@@ -202,7 +192,7 @@ class ScoreHistogram(CountsGroup):
         if self._counts is None:
             shape = (preds.shape[1], 2, self.bins)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=preds.device)
-        count_scores_(self._counts, preds, target.clamp(0, 1), counted)
+        counts.count_scores_(self._counts, preds, target.clamp(0, 1), counted)
 
     def _binarize(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if self._logits is None:  # read from the device at the first batch alone

@@ -75,12 +75,10 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str] = (), title: str
     classes = len(counts)
     side = 3 + min(classes, 30) * 0.28
     figure = new_figure(2 * side + 0.8, side)
-    for axes, values, heading, form in zip(
-        figure.subplots(1, 2),
-        (counts, shares),
-        ("counts", "share of the target's class"),
-        ("{:.0f}", "{:.2f}"),
-        strict=True,
+    left, right = figure.subplots(1, 2)
+    for axes, values, heading, form in (
+        (left, counts, "counts", "{:.0f}"),
+        (right, shares, "share of the target's class", "{:.2f}"),
     ):
         _draw_cells(axes, values, form)
         _set_class_ticks(axes, classes, class_names)
@@ -148,9 +146,8 @@ def curves_figure(histograms: Tensor, kind: str, class_names: Sequence[str] = ()
         pr.legend(fontsize=7, ncols=2, loc="lower left")
     confidence, positives, share = _numpy(reliability_curve(top_scores))
     reliability.bar(confidence, share, width=0.05, color="lightgrey", label="share of the samples")
-    reliability.plot(
-        confidence, positives, marker=".", label="accuracy" if kind == "multiclass" else "share of positives"
-    )
+    label = "accuracy" if kind == "multiclass" else "share of positives"
+    reliability.plot(confidence, positives, marker=".", label=label)
     reliability.plot([0, 1], [0, 1], color="grey", linewidth=0.5)
     reliability.set(xlabel="probability", title="reliability", xlim=(0, 1), ylim=(0, 1.02))
     reliability.legend(fontsize=8, loc="upper left")

@@ -17,7 +17,6 @@ from lightning_tricks._shared.checks import check_choice, check_count, check_nam
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.metrics.core import own_metrics as own
 from lightning_tricks.metrics.core.own_metrics import BalancedAccuracy as BalancedAccuracy
-from lightning_tricks.metrics.core.soft_targets import SOFT_TARGET_VALUES, SoftTargetScore, split_soft_target
 
 
 class Preset(MetricCollection):
@@ -45,11 +44,11 @@ class SoftTargetPreset(Preset):
 
     def update(self, preds: Tensor, target: Tensor) -> None:  # type: ignore[override]  # torch has another `update`
         """Add a batch."""
-        super().update(**split_soft_target({"preds": preds, "target": target}))
+        super().update(**own.split_soft_target({"preds": preds, "target": target}))
 
     def forward(self, preds: Tensor, target: Tensor) -> dict[str, Any]:
         """Add a batch, and return the values of it alone."""
-        return super().forward(**split_soft_target({"preds": preds, "target": target}))
+        return super().forward(**own.split_soft_target({"preds": preds, "target": target}))
 
 
 def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
@@ -140,12 +139,12 @@ def multiclass_metrics(
             raise ValueError(
                 "curves=True needs probabilities: return softmax of the logits, and give from_logits=False."
             )
-        metrics |= {name: SoftTargetScore(name, from_logits, ignore_index) for name in SOFT_TARGET_VALUES}
+        metrics |= {name: own.SoftTargetScore(name, from_logits, ignore_index) for name in own.SOFT_TARGET_VALUES}
     spec: dict[str, Any] = {"task": "multiclass", **common, "top_k": top_k, "curves": curves}
     spec |= {"soft_targets": True, "from_logits": from_logits} if soft_targets else {}
     groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
     make = SoftTargetPreset if soft_targets else Preset
-    return make(metrics, [*groups, SOFT_TARGET_VALUES], spec, ["acc", "f1", "auroc", f"acc_top{top_k}"])
+    return make(metrics, [*groups, own.SOFT_TARGET_VALUES], spec, ["acc", "f1", "auroc", f"acc_top{top_k}"])
 
 
 def _share_in_top_k(top_k: int, common: dict[str, Any]) -> Metric:

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.metric_groups import MetricGroup, State, joined_rows, set_states
-from lightning_tricks.metrics.core.metric_properties import can_concat_batches, metrics_in, task_of
+from lightning_tricks.metrics.core.metric_table import can_concat_batches, metrics_in, task_of
 
 
 class SharedStateGroup(MetricGroup):
@@ -71,9 +71,7 @@ class SharedStateGroup(MetricGroup):
             for name, reduction in part._reductions.items() if seen else ():
                 found = [state["states"][name] for state in seen]
                 values[name] = merge_state(found, reduction, stacked, counts)  # type: ignore[arg-type]
-            can_stack = any(
-                part._reductions[name] is None and isinstance(value, Tensor) for name, value in values.items()
-            )
+            can_stack = any(part._reductions[name] is None and isinstance(one, Tensor) for name, one in values.items())
             updates = sum(state["updates"] for state in seen)
             is_stacked = any(stacked) or (len(seen) > 1 and can_stack)
             merged.append({"updates": updates, "states": values, "stacked": is_stacked})

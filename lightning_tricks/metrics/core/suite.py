@@ -12,38 +12,19 @@ from torchmetrics import Metric
 
 from lightning_tricks._shared.tensors import clone_tensors, detach_tensors, outside_inference_mode
 from lightning_tricks._torch_compat.tensors import tree_map_only
+from lightning_tricks.metrics.core import metric_groups, metric_table
 from lightning_tricks.metrics.core.input_checks import check_batch
-from lightning_tricks.metrics.core.metric_groups import (
-    ConfusionMatrixGroup,
-    CountsGroup,
-    CurveGroup,
-    MetricGroup,
-    RetrievalGroup,
-    ScoreHistogram,
-)
-from lightning_tricks.metrics.core.metric_properties import (
-    Task,
-    depends_on_order,
-    state_sharing_key,
-    task_of,
-)
-from lightning_tricks.metrics.core.metric_table import (
-    is_floating_number,
-    is_number,
-    metric_entries,
-    named_values,
-    refuse_name_conflict,
-)
-from lightning_tricks.metrics.core.own_metrics import CalibrationError
+from lightning_tricks.metrics.core.own_metrics import SOFT_TARGET, CalibrationError, split_soft_target
 from lightning_tricks.metrics.core.shared_state import SharedStateGroup
-from lightning_tricks.metrics.core.soft_targets import SOFT_TARGET, split_soft_target
 
 _MAX_ROWS = 4096
 _MAX_BYTES = 4 * 2**20
-_GROUPS: dict[str, type[ConfusionMatrixGroup | RetrievalGroup | CurveGroup]] = {
-    "confusion matrix": ConfusionMatrixGroup,
-    "retrieval": RetrievalGroup,
-    "curve": CurveGroup,
+_GROUPS: dict[
+    str, type[metric_groups.ConfusionMatrixGroup | metric_groups.RetrievalGroup | metric_groups.CurveGroup]
+] = {
+    "confusion matrix": metric_groups.ConfusionMatrixGroup,
+    "retrieval": metric_groups.RetrievalGroup,
+    "curve": metric_groups.CurveGroup,
 }
 
 
@@ -75,17 +56,17 @@ class MetricSuite:
     """
 
     def __init__(self, metrics: Any, class_names: Sequence[str] | None = None, *, curves: bool = False) -> None:
-        entries = metric_entries(metrics, class_names)
+        entries = metric_table.metric_entries(metrics, class_names)
         self._entries = {entry.key + "/*" * entry.is_per_class: entry for entry in entries}
         with outside_inference_mode():  # states that a validation makes could be changed in inference mode alone
             groups = group_metrics({name: entry.metric for name, entry in self._entries.items()})
         self._metrics = {name: metric for group in groups for name, metric in group.members.items()}
-        self._tasks: dict[str, Task | None] = {
-            entry.key: task_of(entry.metric) for entry in entries if not entry.is_per_class
+        self._tasks: dict[str, metric_table.Task | None] = {
+            entry.key: metric_table.task_of(entry.metric) for entry in entries if not entry.is_per_class
         }
-        self._histogram = ScoreHistogram(task) if curves and (task := self.task) is not None else None
+        self._histogram = metric_groups.ScoreHistogram(task) if curves and (task := self.task) is not None else None
         groups += [self._histogram] if self._histogram is not None else []
-        self._groups: list[MetricGroup] = groups
+        self._groups: list[metric_groups.MetricGroup] = groups
         self._splits = any(SOFT_TARGET in group.accepted_inputs for group in groups)
         required = frozenset[str]().union(*(group.required_inputs for group in groups))
         self.required_inputs = (required - {SOFT_TARGET}) | {"target"} if self._splits else required
@@ -94,11 +75,11 @@ class MetricSuite:
         self._buffer = BatchBuffer(
             self._update_buffered,
             frozenset().union(*(group.accepted_inputs for group in self._buffered)),
-            clone=not all(isinstance(group, CountsGroup) for group in self._buffered),
+            clone=not all(isinstance(group, metric_groups.CountsGroup) for group in self._buffered),
         )
         self._needs_probabilities = any(task is not None and task.needs_probabilities for task in self._tasks.values())
         # a confusion matrix counts by itself what fits none of its cells
-        self._counts_invalid = not all(isinstance(group, ConfusionMatrixGroup) for group in self._buffered)
+        self._counts_invalid = not all(isinstance(one, metric_groups.ConfusionMatrixGroup) for one in self._buffered)
         self._has_begun = False
         self.checked = False
         self.updates = 0
@@ -162,7 +143,7 @@ class MetricSuite:
     @property
     def ordered_keys(self) -> list[str]:
         """The keys of metrics whose value depends on the order of the samples, or on which of them are in one batch."""
-        return [entry.key for entry in self._entries.values() if depends_on_order(entry.metric)]
+        return [entry.key for entry in self._entries.values() if metric_table.depends_on_order(entry.metric)]
 
     def compute(self) -> dict[str, Tensor]:
         """Compute the metrics of all data so far.
@@ -175,7 +156,7 @@ class MetricSuite:
         Raises:
             ValueError: If two values have one name, or the name of one is a folder of the other's.
         """
-        return {name: value for name, value in self.compute_all().items() if is_number(value)}
+        return {name: value for name, value in self.compute_all().items() if metric_table.is_number(value)}
 
     def compute_all(self) -> dict[str, Any]:
         """Compute the metrics, including those whose value is not a number, such as a confusion matrix or a curve."""
@@ -186,17 +167,19 @@ class MetricSuite:
             for group in self._groups:
                 group.set_member_states()
             for name, entry in self._entries.items():
-                values += named_values(entry, self._metrics[name], self._metrics[name].compute())
-            refuse_name_conflict(name for name, _ in values)
+                values += metric_table.named_values(entry, self._metrics[name], self._metrics[name].compute())
+            metric_table.refuse_name_conflict(name for name, _ in values)
             return {
-                name: value + nan_or_zero.to(value.device, value.dtype) if is_floating_number(value) else value
+                name: value + nan_or_zero.to(value.device, value.dtype)
+                if metric_table.is_floating_number(value)
+                else value
                 for name, value in values
             }
 
     def confusion_matrix(self) -> Tensor | None:
         """Return the first confusion matrix that the metrics share, (C, C) or (L, 2, 2), on the CPU; or None."""
         self._buffer.flush()
-        groups = (group for group in self._groups if isinstance(group, ConfusionMatrixGroup))
+        groups = (group for group in self._groups if isinstance(group, metric_groups.ConfusionMatrixGroup))
         return next((group.matrix().cpu() for group in groups), None)
 
     def score_histogram(self) -> Tensor | None:
@@ -211,7 +194,7 @@ class MetricSuite:
         return None if metric is None or not self.updates else metric.reliability()
 
     @property
-    def task(self) -> Task | None:
+    def task(self) -> metric_table.Task | None:
         """The first classification among the metrics' tasks."""
         kinds = ("binary", "multiclass", "multilabel")
         return next((task for task in self._tasks.values() if task is not None and task.kind in kinds), None)
@@ -279,13 +262,13 @@ class MetricSuite:
                     metric.to(device)
 
 
-def group_metrics(metrics: Mapping[str, Metric]) -> list[MetricGroup]:
+def group_metrics(metrics: Mapping[str, Metric]) -> list[metric_groups.MetricGroup]:
     """Put copies of metrics, reset, into groups that share one statistic each."""
     members_by_key: dict[Any, dict[str, Metric]] = {}
     for name, metric in metrics.items():
         member = copy.deepcopy(metric)
         member.reset()
-        sharing_key = state_sharing_key(metric)
+        sharing_key = metric_table.state_sharing_key(metric)
         members_by_key.setdefault(("alone", name) if sharing_key is None else sharing_key, {})[name] = member
     return [_GROUPS.get(key[0], SharedStateGroup)(members) for key, members in members_by_key.items()]
 

@@ -191,9 +191,7 @@ def _attributes(value: object) -> dict[str, Any] | None:
     for base in type(value).__mro__:
         own = vars(base).get("__slots__", ())
         private = f"_{base.__name__.lstrip('_')}"  # before names with two underscores; the special ones drop out
-        slots += [
-            private + name if name.startswith("__") else name for name in ([own] if isinstance(own, str) else own)
-        ]
+        slots += [private + key if key.startswith("__") else key for key in ([own] if isinstance(own, str) else own)]
     if not slots and not hasattr(value, "__dict__"):
         return None
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))

@@ -19,17 +19,9 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
 from lightning_tricks._torch_compat.tensors import outside_transforms
+from lightning_tricks.run_fingerprint.core import record as on_disk
 from lightning_tricks.run_fingerprint.core.fingerprint import children_of, fingerprint
-from lightning_tricks.run_fingerprint.core.record import (
-    INTEGER,
-    Column,
-    FingerprintRecord,
-    IncompleteResume,
-    RecordHeader,
-    format_resume,
-    format_rows,
-    write_record,
-)
+from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, IncompleteResume, RecordHeader
 
 _ROWS = 128  # in a block
 # in evaluation these take a fast path, unless a hook is on one of their modules
@@ -155,7 +147,7 @@ class RowWriter:
         """
         self.close()
         record = FingerprintRecord(self.header) if record is None else record
-        write_record(self.path, record)
+        on_disk.write_record(self.path, record)
         self._file = self.path.open("a", encoding="utf-8")
         self._digest = record.digest()
         self.num_rows = len(record)
@@ -215,8 +207,8 @@ class RowWriter:
             return
         self._keys, self._block = [], []
         table = np.concatenate([np.array(keys, np.int64), torch.stack(block).cpu().numpy()], axis=1)
-        self._append(format_rows(columns, table, self._written_columns))
-        self._digest.update(table.astype(INTEGER).tobytes())
+        self._append(on_disk.format_rows(columns, table, self._written_columns))
+        self._digest.update(table.astype(on_disk.INTEGER).tobytes())
         self._written_columns = columns
 
     def add_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
@@ -225,7 +217,7 @@ class RowWriter:
         Raises:
             OSError: If that fails.
         """
-        self._append(format_resume(IncompleteResume(self.num_rows, step, epoch, tuple(not_restored))))
+        self._append(on_disk.format_resume(IncompleteResume(self.num_rows, step, epoch, tuple(not_restored))))
 
     def _append(self, lines: str) -> None:
         if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:

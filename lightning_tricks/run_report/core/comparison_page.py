@@ -6,22 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from lightning_tricks._shared.report_parts import Facts
-from lightning_tricks.run_report.core.curves import (
-    GRADIENTS,
-    LEARNING_RATE,
-    NOISY,
-    best_point,
-    keys_of_topic,
-    metric_curves,
-    sign_of_better,
-    smooth,
-    split_key,
-)
+from lightning_tricks._shared.text import format_number, format_seconds, format_time
+from lightning_tricks.run_report.core import curves
 from lightning_tricks.run_report.core.findings import find_all
-from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
 from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.rendering import render
 from lightning_tricks.run_report.core.svg import Figure, Line, line_chart
-from lightning_tricks.run_report.core.templates import render
 
 _MOST_ROWS = 300
 Runs: TypeAlias = tuple[RunRecord, RunRecord]
@@ -42,7 +32,7 @@ def comparison_page(first: RunRecord, second: RunRecord, names: Sequence[str] = 
     """
     runs = (first, second)
     differences, sentences = _differences(runs, names)
-    keys = dict.fromkeys(key for run in runs for _, key in metric_curves(run))
+    keys = dict.fromkeys(key for run in runs for _, key in curves.metric_curves(run))
     return render(
         "comparison.html",
         f"{names[0]} and {names[1]}",
@@ -78,10 +68,8 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
     if diffs[0] != diffs[1]:
         files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
         names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
-        left_names, right_names = (
-            ", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files
-        )
-        differing.append(("differences to the commit, which differ in", left_names, right_names))
+        left, right = (", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files)
+        differing.append(("differences to the commit, which differ in", left, right))
     return differing
 
 
@@ -102,9 +90,7 @@ def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str,
         ("resumes", str(len(first.resumes)), str(len(second.resumes))),
         ("module", first.module, second.module),
     ]
-    facts = [
-        {f"{name} ({part.title})": text for part in run.parts_of(Facts) for name, text in part.facts} for run in runs
-    ]
+    facts = [{f"{name} ({one.title})": text for one in run.parts_of(Facts) for name, text in one.facts} for run in runs]
     rows = [*(row for row in rows if row[1] != row[2]), *_differing(*facts)]
     settings = differing_settings(first, second)
     said = [] if settings else ["Nothing that is recorded of the settings and versions differs."]
@@ -121,42 +107,38 @@ def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str,
 def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return the names of texts that differ, with both texts; "-" where one is missing."""
     names = {**first, **second}
-    return [
-        (name, first.get(name, "-"), second.get(name, "-")) for name in names if first.get(name) != second.get(name)
-    ]
+    return [(key, first.get(key, "-"), second.get(key, "-")) for key in names if first.get(key) != second.get(key)]
 
 
 def _metric_figures(runs: Runs, names: Sequence[str]) -> list[Figure]:
-    curves: dict[str, tuple[str, list[Line]]] = {}  # quantity -> its name and its lines
+    drawn: dict[str, tuple[str, list[Line]]] = {}  # quantity -> its name and its lines
     for color, (run, name) in enumerate(zip(runs, names, strict=True)):
-        for parts, key in metric_curves(run):
-            points = run.curve(key)
-            if len(points) > NOISY:
-                points = smooth(points)
+        for parts, key in curves.metric_curves(run):
+            points = curves.mean_of_noisy(run.curve(key))
             loader = f"loader {parts.loader}" if parts.loader else ""
             label = " ".join(word for word in (name, parts.stage, loader, parts.kind) if word)
             is_train = parts.stage == "train"
-            best = None if is_train or len(points) < 2 else best_point(points, sign_of_better(parts.name))
-            _, lines = curves.setdefault(parts.quantity, (parts.name, []))
+            best = None if is_train or len(points) < 2 else curves.best_point(points, curves.sign_of_better(parts.name))
+            _, lines = drawn.setdefault(parts.quantity, (parts.name, []))
             dash = 1 if is_train else 2 if parts.loader not in ("", "0") else 0
             lines.append(Line(label, points, color, dash=dash, best=best))
     return [
         Figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
-        for name, lines in curves.values()
+        for name, lines in drawn.values()
         if any(len(line.points) > 1 for line in lines)
     ]
 
 
 def _other_figures(runs: Runs, names: Sequence[str]) -> list[Figure]:
-    keys = [key for topic in (LEARNING_RATE, GRADIENTS) for run in runs for key in keys_of_topic(run, topic)]
+    topics = curves.LEARNING_RATE, curves.GRADIENTS
+    keys = [key for topic in topics for run in runs for key in curves.keys_of_topic(run, topic)]
     figures = []
     for key in list(dict.fromkeys(keys))[:12]:
         lines = []
         for color, (run, name) in enumerate(zip(runs, names, strict=True)):
             points = run.curve(key)
-            if len(points) > NOISY and not key.startswith("learning_rate"):
-                points = smooth(points)
-            lines.append(Line(name, points, color, dash=color))
+            shown = points if key.startswith("learning_rate") else curves.mean_of_noisy(points)
+            lines.append(Line(name, shown, color, dash=color))
         figures.append(Figure(key.replace("_", " "), line_chart(lines), [line for line in lines if line.points]))
     return figures
 
@@ -165,9 +147,9 @@ def values_of(runs: Runs, keys: Iterable[str]) -> list[tuple[str, ...]]:
     """Return metrics of two runs: key, the last value of each, their difference, and the best value of each."""
     rows = []
     for key in keys:
-        curves = [run.curve(key) for run in runs]
-        last = [points[-1].value if points else None for points in curves]
-        best = [best_point(points, sign_of_better(split_key(key).name)) for points in curves]
+        both = [run.curve(key) for run in runs]
+        last = [points[-1].value if points else None for points in both]
+        best = [curves.best_point(points, curves.sign_of_better(curves.split_key(key).name)) for points in both]
         difference = None if last[0] is None or last[1] is None else last[1] - last[0]
         numbers = (*last, difference, *(None if point is None else point.value for point in best))
         rows.append((key, *map(format_number, numbers)))

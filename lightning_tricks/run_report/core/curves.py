@@ -24,11 +24,9 @@ _HIGHER_IS_BETTER = re.compile(
     r"|rew|reward|return)($|[^a-z])"
 )
 # `loss_scale` and `kl_loss_weight` are not losses, `std_loss` is: the last word of a name tells the kind of value
-_SETTING = (
-    r"(scal(e|er|ing)|weight|coef|coeff|coefficient|factor|lambda|beta|temperature|threshold|ratio|count|std|lr)s?"
-)
+_SETTING = r"(scal(e|er|ing)|weight|coef(f|ficient)?|factor|lambda|beta|temperature|threshold|ratio|count|std|lr)s?"
 _NO_METRIC = re.compile(rf"[ .-]{_SETTING}( \d+)?($|/)|loss[ .-]{_SETTING}[ .-]")
-_WEIGHT = re.compile(r"(^|[^a-z])(weight|coef|coeff|coefficient|factor|lambda|beta|anneal(ing)?)s?( \d+)?($|/)")
+_WEIGHT = re.compile(r"(^|[^a-z])(weight|coef(f|ficient)?|factor|lambda|beta|anneal(ing)?)s?( \d+)?($|/)")
 NOISY = 60  # points from which a mean is drawn
 LEARNING_RATE, GRADIENTS, COST, DEVICES = "learning rate", "gradients", "cost", "devices"
 _DEVICE = re.compile(r"^(gpu\d+|host)/")
@@ -127,6 +125,11 @@ def keys_of_topic(record: RunRecord, topic: str) -> list[str]:
     return [key for key in record.logged_keys() if topic_of(key) == topic and len(record.curve(key)) > 1]
 
 
+def learning_rates(record: RunRecord) -> list[list[Point]]:
+    """Return the curves of the learning rates."""
+    return [finite(record.curve(key)) for key in keys_of_topic(record, LEARNING_RATE)]
+
+
 def metric_pictures(record: RunRecord) -> dict[str, list[tuple[KeyParts, str]]]:
     """Return the pictures of losses and metrics, losses first: one for each quantity, however its keys are spelled.
 
@@ -182,6 +185,11 @@ def smooth(points: Sequence[Point]) -> list[Point]:
         mean = (sums[last] - sums[first]) / (last - first)
         smooth.append(Point(point.step, point.epoch, mean, mean, mean))
     return smooth
+
+
+def mean_of_noisy(points: Sequence[Point]) -> Sequence[Point]:
+    """Return the running mean of a curve of many points, or else the curve."""
+    return smooth(points) if len(points) > NOISY else points
 
 
 def equal_parts(points: Sequence[Point], count: int) -> list[Sequence[Point]]:

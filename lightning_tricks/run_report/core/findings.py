@@ -9,16 +9,10 @@ from itertools import pairwise
 from statistics import median
 
 from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Reliability
-from lightning_tricks.run_report.core.curves import (
-    LEARNING_RATE,
-    equal_parts,
-    finite,
-    keys_of_topic,
-    sign_of_better,
-)
+from lightning_tricks._shared.text import format_number, format_percent, list_names
+from lightning_tricks.run_report.core import curves
 from lightning_tricks.run_report.core.loss_findings import loss_not_finite, loss_rises, overfitting, still_improving
-from lightning_tricks.run_report.core.numbers import format_number, format_percent
-from lightning_tricks.run_report.core.record import Finding, RunRecord, note, warning
+from lightning_tricks.run_report.core.record import Finding, GitState, RunRecord, note, warning
 
 _FEWEST_STEPS = 20  # below, a share of steps says nothing
 _FEWEST_SAMPLES = 10  # of a class
@@ -57,15 +51,12 @@ def skipped_steps(record: RunRecord) -> Iterator[Finding]:
 
     In true fp16 a GradScaler finds its scale by steps that overflow: a warning needs more than 1 % of them, and 10.
     """
-    parts = record.parts_of(ClippedSteps)
     is_scaled = dict(record.trainer).get("precision", "").startswith("16")
-    for part in parts:
+    for part in record.parts_of(ClippedSteps):
         if part.skipped > (max(10, 0.01 * part.steps) if is_scaled else 0):
             share = format_percent(part.skipped / max(part.steps, 1))
-            said = (
-                f"{part.skipped:,} of {record.describe_steps(part)} ({share}) were skipped: gradients were NaN or Inf."
-            )
-            yield warning(said)
+            steps = f"{part.skipped:,} of {record.describe_steps(part)}"
+            yield warning(f"{steps} ({share}) were skipped: gradients were NaN or Inf.")
 
 
 def clipped_steps(record: RunRecord) -> Iterator[Finding]:
@@ -79,7 +70,7 @@ def clipped_steps(record: RunRecord) -> Iterator[Finding]:
         if part.max_norm is None or part.steps < _FEWEST_STEPS:
             continue
         prefix = "grad_norm" if len(parts) == 1 else f"grad_norm/{part.optimizer}"
-        norms = [point.value for point in finite(record.curve(f"{prefix}/pre_clip"))]
+        norms = [point.value for point in curves.finite(record.curve(f"{prefix}/pre_clip"))]
         limit = f"max_norm={format_number(part.max_norm)}"
         if part.clipped > 0.5 * part.steps:
             usual = median(norms) if norms else 0.0
@@ -108,9 +99,8 @@ def weak_classes(record: RunRecord) -> Iterator[Finding]:
         worst = min(known, key=recalls.__getitem__)
         others = [recalls[place] for place in known if place != worst]
         usual = median(others)
-        scatter = (
-            1.25 * sum(abs(recall - usual) for recall in others) / len(others)
-        )  # of normal numbers, their deviation
+        # 1.25 mean distances are, of normal numbers, their deviation
+        scatter = 1.25 * sum(abs(recall - usual) for recall in others) / len(others)
         smoothed = (usual * totals[worst] + 2) / (totals[worst] + 4)  # as 100 % has no deviation
         chance = math.sqrt(smoothed * (1 - smoothed) / totals[worst])
         if recalls[worst] < min(0.8, usual - max(0.15, 4 * scatter, 4 * chance)):
@@ -128,21 +118,20 @@ def learning_rate(record: RunRecord) -> Iterator[Finding]:
     It was cut off if the rate fell without a break since its peak, ended above half of it, and fell in the last tenth
     no slower than on average: rates that fall in stairs, or ever more slowly, have no end that a run could miss.
     """
-    curves = [finite(record.curve(key)) for key in keys_of_topic(record, LEARNING_RATE)]
-    curves = [points for points in curves if len(points) >= _FEWEST_STEPS]
+    rates = [points for points in curves.learning_rates(record) if len(points) >= _FEWEST_STEPS]
     schedulers = ", ".join(text for name, text in record.trainer if name.startswith("scheduler"))
     optimizers = ", ".join(text for name, text in record.trainer if name.startswith("optimizer"))
-    if not curves or record.status != "finished" or "plateau" in schedulers.lower():  # which waits, rightly
+    if not rates or record.status != "finished" or "plateau" in schedulers.lower():  # which waits, rightly
         return
-    if all(point.low == point.high == points[0].value for points in curves for point in points):
-        rates = list(dict.fromkeys(format_number(points[0].value) for points in curves))
-        said = f"The learning rate was {rates[0]}" if len(rates) == 1 else f"The learning rates were {', '.join(rates)}"
+    if all(point.low == point.high == points[0].value for points in rates for point in points):
+        shown = list(dict.fromkeys(format_number(points[0].value) for points in rates))
+        said = f"The learning rate was {shown[0]}" if len(shown) == 1 else f"The learning rates were {', '.join(shown)}"
         if schedulers:
             yield note(f"{said} in all steps: {schedulers} never changed it.")
         elif not _NEEDS_NO_SCHEDULE.search(optimizers):
             yield note(f"{said} in all steps: a schedule that ends near 0 often gives a better model.")
     elif schedulers:
-        for points in curves:
+        for points in rates:
             last_at = {point.value: point.step for point in points}  # stairs of epochs fall without a break, too
             stairs = list(last_at.items())[list(last_at).index(max(last_at)) :]
             if _is_cut_off(stairs):
@@ -189,16 +178,13 @@ def data_wait(record: RunRecord) -> Iterator[Finding]:
     without the first, whose time includes the start.
     """
     uses = record.parts_of(DeviceUse)
-    waits = [
-        (part.data_wait, " ".join(part.verdict))
-        for part in uses
-        if part.data_wait and not any("keeps up" in said for said in part.verdict)
-    ]
+    told = [(part.data_wait or 0.0, " ".join(part.verdict)) for part in uses]
+    waits = [(share, verdict) for share, verdict in told if "keeps up" not in verdict]
     if not uses:
         keys = [key for key in record.logged_keys() if re.fullmatch(r"gpu\d+/data_wait", key)]
         has_gpu = any(key.startswith("gpu") and "/" in key for key in record.logged_keys())
         for key in keys if has_gpu else ["host/data_wait"]:
-            points = finite(record.curve(key))[1:]
+            points = curves.finite(record.curve(key))[1:]
             waits += [(sum(point.value for point in points) / len(points), "")] if len(points) > 1 else []
     share, verdict = max(waits, default=(0.0, ""))
     if share <= _MUCH_WAIT:
@@ -214,37 +200,33 @@ def memory_grows(record: RunRecord) -> Iterator[Finding]:
     A cache that fills, a second stage with larger images, or an occasional peak is thus not reported.
     """
     for key in record.logged_keys():
-        is_memory = _MEMORY.search(key.lower()) and not _NOT_IN_USE.search(key.lower()) and not sign_of_better(key)
-        points = finite(record.curve(key)) if is_memory else []
+        name, sign = key.lower(), curves.sign_of_better(key)
+        is_memory = _MEMORY.search(name) and not _NOT_IN_USE.search(name) and not sign
+        points = curves.finite(record.curve(key)) if is_memory else []
         if len(points) < 12:
             continue
-        levels = [median([point.value for point in part]) for part in equal_parts(points, 10)]
+        levels = [median([point.value for point in part]) for part in curves.equal_parts(points, 10)]
         growth = levels[-1] - levels[0]
         steady = sum(after - before > 0.3 * growth / 9 for before, after in pairwise(levels))
         if growth > 0.1 * abs(levels[0]) and steady >= 7 and levels[-1] - levels[-4] > 0.5 * growth / 3:
             scale, unit = (2.0**30, " GiB") if "bytes" in key else (1.0, " GiB" if key.endswith("_gib") else "")
-            said = (
-                f"{key} grew from {format_number(levels[0] / scale)} to {format_number(points[-1].value / scale)}{unit}"
-            )
+            first, last = (format_number(value / scale) for value in (levels[0], points[-1].value))
             yield warning(
-                f"{said} and was still growing at the end: unless that is intended, something keeps tensors, such as "
-                "a list of losses with their graphs."
+                f"{key} grew from {first} to {last}{unit} and was still growing at the end: unless that is intended, "
+                "something keeps tensors, such as a list of losses with their graphs."
             )
 
 
 def low_utilization(record: RunRecord) -> Iterator[Finding]:
     """The device did less than a fifth of the matrix products that it could, in the median and without the start."""
-    points = finite(record.curve("flops/mfu"))[1:]
-    if len(points) < 5:
-        return
-    usual = median([point.value for point in points])
-    if usual >= _LOW_UTILIZATION:
-        return
-    lower = "lower precision " if dict(record.trainer).get("precision", "32").startswith(("32", "64")) else ""
-    yield note(
-        f"The model FLOPs utilization was {format_percent(usual)} (median of {len(points):,} values): larger batches, "
-        f"{lower}or torch.compile may use the device better."
-    )
+    points = curves.finite(record.curve("flops/mfu"))[1:]
+    usual = median([point.value for point in points]) if len(points) >= 5 else math.inf
+    if usual < _LOW_UTILIZATION:
+        lower = "lower precision " if dict(record.trainer).get("precision", "32").startswith(("32", "64")) else ""
+        yield note(
+            f"The model FLOPs utilization was {format_percent(usual)} (median of {len(points):,} values): larger "
+            f"batches, {lower}or torch.compile may use the device better."
+        )
 
 
 def resumes(record: RunRecord) -> Iterator[Finding]:
@@ -257,33 +239,28 @@ def resumes(record: RunRecord) -> Iterator[Finding]:
     said = f"The run was resumed {times} {steps}"
     lost = list(dict.fromkeys(name for resume in record.resumes for name in resume.not_restored))
     if lost:
-        names = ", ".join(lost[:5]) + (f" and {len(lost) - 5:,} more" if len(lost) > 5 else "")
-        yield warning(f"{said}, and not exactly: {names} could not be restored.")
+        yield warning(f"{said}, and not exactly: {list_names(lost, 5)} could not be restored.")
     else:
         yield note(f"{said}.")
 
 
 def not_seeded(record: RunRecord) -> Iterator[Finding]:
     """The run cannot be repeated."""
-    if record.is_seeded or not record.step:
-        return
-    yield note(
-        "The run was not seeded by SeedEverything or seed_everything: unless the script does it in another way, it "
-        "cannot be repeated. SeedEverything(42) seeds it."
-    )
+    if record.step and not record.is_seeded:
+        yield note(
+            "The run was not seeded by SeedEverything or seed_everything: unless the script does it in another way, it "
+            "cannot be repeated. SeedEverything(42) seeds it."
+        )
 
 
 def uncommitted_changes(record: RunRecord) -> Iterator[Finding]:
     """The code is not that of the commit."""
-    git = record.git
-    if git is None:
-        return
+    git = record.git or GitState("")
     tracked = [name for name in git.changed if not name.startswith("??")]
-    if not tracked:
-        return
-    files = "1 file differs" if len(tracked) == 1 else f"{len(tracked):,} files differ"
-    where = ": the differences are in the section Code" if git.diff else ""
-    yield note(f"{files} from commit {git.commit[:10]}{where}.")
+    if tracked:
+        files = "1 file differs" if len(tracked) == 1 else f"{len(tracked):,} files differ"
+        where = ": the differences are in the section Code" if git.diff else ""
+        yield note(f"{files} from commit {git.commit[:10]}{where}.")
 
 
 def limited_data(record: RunRecord) -> Iterator[Finding]:

@@ -54,9 +54,7 @@ def _compare(state: GitState, top: Path, paths: Mapping[str, Path], settings: Ma
     variables = _make_git_directory(own, state.commit, top, paths, settings.get("extensions.objectformat", ""))
     options = [f"{name}={settings[name]}" for name in _COMPARING if name in settings]
     home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config", "git")
-    options += [
-        f"{name}={Path(settings.get(name, home / default)).expanduser()}" for name, default in _USER_FILES.items()
-    ]
+    options += [f"{name}={Path(settings.get(name, home / file)).expanduser()}" for name, file in _USER_FILES.items()]
     before = [word for option in options for word in ("-c", option)]
     same = ("--no-renames", "--ignore-submodules=dirty")
     status = _git(top, variables, *before, "status", "--porcelain", "-z", *same)

@@ -6,19 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from lightning_tricks.run_report.core.curves import (
-    LEARNING_RATE,
-    best_point,
-    equal_parts,
-    finite,
-    is_weight,
-    keys_of_topic,
-    losses,
-    sign_of_better,
-    split_key,
-    watched,
-)
-from lightning_tricks.run_report.core.numbers import format_number, format_percent
+from lightning_tricks._shared.text import format_number, format_percent
+from lightning_tricks.run_report.core import curves
 from lightning_tricks.run_report.core.record import Finding, Point, RunRecord, note, warning
 
 _PARTS = 10  # of a curve, whose levels are compared: each is a median
@@ -29,7 +18,7 @@ _WHOLE_LOSS = ("loss", "total_loss", "loss_total", "loss/total")
 def loss_not_finite(record: RunRecord) -> Iterator[Finding]:
     """A loss was NaN or Inf: such a value is never meant, and its gradients are lost."""
     for stage in ("train", "val", "test", ""):
-        for key, points in losses(record, stage):
+        for key, points in curves.losses(record, stage):
             bad = [point for point in points if not math.isfinite(point.value)]
             if bad:
                 where = f"at step {bad[0].step:,} (epoch {bad[0].epoch})"
@@ -46,12 +35,12 @@ def loss_rises(record: RunRecord) -> Iterator[Finding]:
     else: of several losses, such as a GAN's, some rise; the weight of a part of it rose meanwhile (`kl_weight`); or
     another value got better meanwhile, such as the reward.
     """
-    curves = _training_losses(record)
-    for key, points in curves:
-        values = finite(points)
-        if len(values) < _PARTS or (len(curves) > 1 and split_key(key).name.lower() not in _WHOLE_LOSS):
+    trained = _training_losses(record)
+    for key, points in trained:
+        values = curves.finite(points)
+        if len(values) < _PARTS or (len(trained) > 1 and curves.split_key(key).name.lower() not in _WHOLE_LOSS):
             continue
-        parts = equal_parts(values, _PARTS)
+        parts = curves.equal_parts(values, _PARTS)
         levels = [median([point.value for point in part]) for part in parts]
         lowest = min(range(_PARTS), key=levels.__getitem__)
         low, last, step = levels[lowest], levels[-1], parts[lowest][-1].step
@@ -66,12 +55,8 @@ def loss_rises(record: RunRecord) -> Iterator[Finding]:
 
 def _training_losses(record: RunRecord) -> list[tuple[str, list[Point]]]:
     """Return the losses of training: those that say so, and those that say nothing and have values of steps."""
-    unnamed = [
-        (key, points)
-        for key, points in losses(record, "")
-        if any(key in row.values for row in record.rows if row.kind == "step")
-    ]
-    return losses(record, "train") + unnamed
+    of_steps = {key for row in record.rows if row.kind == "step" for key in row.values}
+    return curves.losses(record, "train") + [loss for loss in curves.losses(record, "") if loss[0] in of_steps]
 
 
 def _has_another_meaning(record: RunRecord, key: str, step: int, *, of_training: bool) -> bool:
@@ -80,9 +65,9 @@ def _has_another_meaning(record: RunRecord, key: str, step: int, *, of_training:
     The other value is one of validation or, if `of_training`, one that should be high.
     """
     for other in record.logged_keys():
-        parts = split_key(other)
-        sign = 1 if is_weight(other) else sign_of_better(parts.name)
-        sign *= is_weight(other) or parts.stage == "val" or (of_training and sign > 0)
+        parts = curves.split_key(other)
+        sign = 1 if curves.is_weight(other) else curves.sign_of_better(parts.name)
+        sign *= curves.is_weight(other) or parts.stage == "val" or (of_training and sign > 0)
         if sign and other != key and sign * _change(record.curve(other), step) > 0:
             return True
     return False
@@ -90,7 +75,7 @@ def _has_another_meaning(record: RunRecord, key: str, step: int, *, of_training:
 
 def _change(points: Sequence[Point], step: int) -> int:
     """Return 1 if a curve rose after a step, -1 if it fell, 0 if it did neither by more than it scatters."""
-    values = finite(points)
+    values = curves.finite(points)
     before = [point.value for point in values if point.step <= step][-3:] or [point.value for point in values[:1]]
     after = [point.value for point in values if point.step > step][-3:]
     if not after:
@@ -105,14 +90,12 @@ def overfitting(record: RunRecord) -> Iterator[Finding]:
     Long is a third of the values, and three at least; worse is by a tenth of the whole range, and by more than they
     scatter. Only a training loss that did not rise meanwhile makes it overfitting: else training may have gone wrong.
     """
-    for key, sign, points in watched(record):
-        values = finite(points)
-        best = best_point(values, sign)
-        if (
-            best is None
-            or len(values) < _FEWEST_EPOCHS
-            or _has_another_meaning(record, key, best.step, of_training=False)
-        ):
+    for key, sign, points in curves.watched(record):
+        values = curves.finite(points)
+        best = curves.best_point(values, sign)
+        if best is None or len(values) < _FEWEST_EPOCHS:
+            continue
+        if _has_another_meaning(record, key, best.step, of_training=False):
             continue
         last, spread = values[-1], max(point.value for point in values) - min(point.value for point in values)
         since = [point.value for point in values[values.index(best) :]]
@@ -158,9 +141,9 @@ def still_improving(record: RunRecord) -> Iterator[Finding]:
     """
     if record.status != "finished" or _ended_low(record):
         return
-    for key, sign, points in watched(record):
-        values = finite(points)
-        if len(values) < 2 * _FEWEST_EPOCHS or best_point(values, sign) != values[-1]:
+    for key, sign, points in curves.watched(record):
+        values = curves.finite(points)
+        if len(values) < 2 * _FEWEST_EPOCHS or curves.best_point(values, sign) != values[-1]:
             continue
         whole = sign * (values[-1].value - values[0].value)
         quarter = values[-1 - len(values) // 4]
@@ -174,5 +157,5 @@ def still_improving(record: RunRecord) -> Iterator[Finding]:
 
 
 def _ended_low(record: RunRecord) -> bool:
-    curves = [[point.value for point in finite(record.curve(key))] for key in keys_of_topic(record, LEARNING_RATE)]
-    return any(values and values[-1] < 0.5 * max(values) for values in curves)
+    rates = [[point.value for point in points] for points in curves.learning_rates(record)]
+    return any(values and values[-1] < 0.5 * max(values) for values in rates)

@@ -17,28 +17,13 @@ from lightning_tricks._shared.report_parts import (
     Pictures,
     Reliability,
 )
+from lightning_tricks._shared.text import format_number, format_percent
+from lightning_tricks.run_report.core import curves
 from lightning_tricks.run_report.core.comparison_page import differing_settings, values_of
-from lightning_tricks.run_report.core.curves import (
-    COST,
-    DEVICES,
-    GRADIENTS,
-    LEARNING_RATE,
-    NOISY,
-    KeyParts,
-    best_point,
-    curve_labels,
-    keys_of_topic,
-    metric_curves,
-    metric_pictures,
-    sign_of_better,
-    smooth,
-    unit_of,
-)
 from lightning_tricks.run_report.core.findings import find_all
-from lightning_tricks.run_report.core.numbers import format_number, format_percent
 from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.rendering import render
 from lightning_tricks.run_report.core.svg import Figure, Line, line_chart, matrix_chart, reliability_chart
-from lightning_tricks.run_report.core.templates import render
 
 _COLORS = {"train": 0, "val": 1, "test": 2, "": 6}
 _LONGEST_TEXT = 300
@@ -56,8 +41,9 @@ def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> 
         before: The name and the record of another run that it is compared with, or None.
     """
     resumes = [(resume.step, f"resumed at step {resume.step:,}") for resume in record.resumes[-50:]]
-    curves = [_metric_figure(record, name, curves, resumes) for name, curves in metric_pictures(record).items()]
-    rates = keys_of_topic(record, LEARNING_RATE)[:_MOST_CURVES]
+    pictures = [_metric_figure(record, name, drawn, resumes) for name, drawn in curves.metric_pictures(record).items()]
+    rates = curves.keys_of_topic(record, curves.LEARNING_RATE)[:_MOST_CURVES]
+    costs = curves.keys_of_topic(record, curves.COST)[:24]
     learning_rates = {key.removeprefix("learning_rate/"): key for key in rates}
     return render(
         "run.html",
@@ -67,41 +53,41 @@ def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> 
         tiles=_tiles(record),
         findings=find_all(record),
         before=before and _compared(record, *before),
-        curves=[shown for shown in curves if shown is not None],
+        curves=[shown for shown in pictures if shown is not None],
         values=_last_and_best(record),
         facts=record.parts_of(Facts),
         throughput=throughput(record),
         rates_and_norms=[*_figures_of(record, "learning rate", learning_rates), *_gradient_figures(record)],
         classes=_classes(record),
         pictures=[(part, _png_files(part)) for part in record.parts_of(Pictures)],
-        cost_curves=[one for key in keys_of_topic(record, COST)[:24] for one in _figures_of(record, key, {"": key})],
+        cost_curves=[one for key in costs for one in _figures_of(record, key, {"": key})],
         devices=_device_uses(record),
         device_curves=_device_figures(record),
     )
 
 
 def _metric_figure(
-    record: RunRecord, name: str, curves: Sequence[tuple[KeyParts, str]], marks: Sequence[tuple[int, str]]
+    record: RunRecord, name: str, drawn: Sequence[tuple[curves.KeyParts, str]], marks: Sequence[tuple[int, str]]
 ) -> Figure | None:
     """Return the curves of one metric, or None if there is nothing to draw."""
     lines: list[Line] = []
     styles: dict[str, tuple[int, int]] = {}  # series -> its colour and its dashes
-    kinds = {(parts.series, parts.kind) for parts, _ in curves}
-    for (parts, key), label in zip(curves[:_MOST_CURVES], curve_labels(curves), strict=False):
+    kinds = {(parts.series, parts.kind) for parts, _ in drawn}
+    for (parts, key), label in zip(drawn[:_MOST_CURVES], curves.curve_labels(drawn), strict=False):
         points = record.curve(key)
         color, dash = styles.setdefault(parts.series, _style(parts.stage, list(styles.values())))
         is_step = parts.kind == "step" or (parts.kind == "" and _is_of_steps(record, key))
-        if is_step and len(points) > NOISY:
+        if is_step and len(points) > curves.NOISY:
             lines.append(Line(label, points, color, is_faint=True))
             if (parts.series, "epoch") not in kinds:
                 mean = f"{label}, running mean" if label else "running mean"
-                lines.append(Line(mean, smooth(points), color, dash=dash))
+                lines.append(Line(mean, curves.smooth(points), color, dash=dash))
         else:
-            best = best_point(points, sign_of_better(name)) if parts.stage in ("val", "test") else None
+            best = curves.best_point(points, curves.sign_of_better(name)) if parts.stage in ("val", "test") else None
             lines.append(Line(label, points, color, dash=dash, best=best if len(points) > 1 else None))
     if not any(len(line.points) > 1 for line in lines):
         return None
-    left_out = len(curves) - _MOST_CURVES
+    left_out = len(drawn) - _MOST_CURVES
     note = f"{left_out:,} more are in the table below." if left_out > 0 else ""
     return Figure(name, line_chart(lines, marks=marks, may_be_log="loss" in name.lower()), lines, note)
 
@@ -120,18 +106,16 @@ def _is_of_steps(record: RunRecord, key: str) -> bool:
 def _figures_of(record: RunRecord, name: str, keys: Mapping[str, str]) -> list[Figure]:
     """Return the curves of keys, which are given by their labels, in one picture, or nothing if there are none."""
     labels = list(keys) if len(keys) > 1 else [""]
-    lines = [
-        Line(label, record.curve(key), place % 7, dash=place % 4)
-        for place, (label, key) in enumerate(zip(labels, keys.values(), strict=False))
-    ]
-    units = (unit_of(key) for key in keys.values())
+    labelled = enumerate(zip(labels, keys.values(), strict=False))
+    lines = [Line(label, record.curve(key), place % 7, dash=place % 4) for place, (label, key) in labelled]
+    units = (curves.unit_of(key) for key in keys.values())
     return [Figure(name, line_chart(lines, y_label=next(units)), lines)] if lines else []
 
 
 def _device_figures(record: RunRecord) -> list[Figure]:
     """Return a picture of each quantity, with a curve of each GPU, in training and in validation."""
     quantities: dict[str, dict[str, str]] = {}
-    for key in keys_of_topic(record, DEVICES):
+    for key in curves.keys_of_topic(record, curves.DEVICES):
         device, _, name = key.partition("/")
         quantity = f"{device.rstrip('0123456789')}/{name.removeprefix('val_')}"
         label = f"{device}, validation" if name.startswith("val_") else device
@@ -143,14 +127,12 @@ def _device_figures(record: RunRecord) -> list[Figure]:
 
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     """Return what stands on top: how long the run was, and the best value of validation of the first three metrics."""
-    tiles = {"steps": f"{record.step:,}", "epochs": f"{record.epochs:,}"}
-    if (rate := record.samples_per_second) is not None:
-        whose = f", on rank 0 of {record.ranks}" if record.ranks > 1 else ""
-        tiles[f"samples a second{whose}"] = format_number(rate)
+    rate = throughput(record).facts[:1] if record.samples_per_second is not None else ()
+    tiles = {"steps": f"{record.step:,}", "epochs": f"{record.epochs:,}", **dict(rate)}
     quantities: dict[str, tuple[str, str]] = {}
-    for parts, key in metric_curves(record):
+    for parts, key in curves.metric_curves(record):
         is_of_epochs = parts.stage == "val" and parts.kind != "step" and parts.quantity not in quantities
-        best = best_point(record.curve(key), sign_of_better(parts.name)) if is_of_epochs else None
+        best = curves.best_point(record.curve(key), curves.sign_of_better(parts.name)) if is_of_epochs else None
         if best is not None:
             quantities[parts.quantity] = f"best {key}, epoch {best.epoch}", format_number(best.value)
     return [*tiles.items(), *list(quantities.values())[:3]]
@@ -158,13 +140,13 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
 
 def _compared(record: RunRecord, name: str, before: RunRecord) -> dict[str, Any]:
     """Return what differs from another run, in the metrics that both have and in the settings."""
-    shared = {key for _, key in metric_curves(before)}
-    curves = [(parts, key) for parts, key in metric_curves(record) if key in shared and parts.kind != "step"]
-    curves.sort(key=lambda curve: curve[0].stage not in ("val", "test"))
+    shared = {key for _, key in curves.metric_curves(before)}
+    common = [(parts, key) for parts, key in curves.metric_curves(record) if key in shared and parts.kind != "step"]
+    common.sort(key=lambda curve: curve[0].stage not in ("val", "test"))
     return {
         "name": name,
         "run": before,
-        "metrics": values_of((before, record), [key for _, key in curves]),
+        "metrics": values_of((before, record), [key for _, key in common]),
         "settings": [[text[:_LONGEST_TEXT] for text in row] for row in differing_settings(before, record)],
     }
 
@@ -172,11 +154,11 @@ def _compared(record: RunRecord, name: str, before: RunRecord) -> dict[str, Any]
 def _last_and_best(record: RunRecord) -> list[tuple[str, str, str]]:
     """Return the last and the best value of each metric."""
     rows = []
-    for parts, key in metric_curves(record):
+    for parts, key in curves.metric_curves(record):
         points = [point for point in record.curve(key) if not math.isnan(point.value)]
         if points:
             of_epochs = parts.stage != "test" and parts.kind != "step" and not _is_of_steps(record, key)
-            best = best_point(points, sign_of_better(parts.name)) if of_epochs else None
+            best = curves.best_point(points, curves.sign_of_better(parts.name)) if of_epochs else None
             shown = f"{format_number(best.value)} (epoch {best.epoch})" if best is not None else ""
             rows.append((key, format_number(points[-1].value), shown))
     return rows
@@ -184,7 +166,7 @@ def _last_and_best(record: RunRecord) -> list[tuple[str, str, str]]:
 
 def _gradient_figures(record: RunRecord) -> list[Figure]:
     """Return the norms of the gradients of each optimizer, with clipped and skipped steps."""
-    keys = keys_of_topic(record, GRADIENTS)
+    keys = curves.keys_of_topic(record, curves.GRADIENTS)
     clipped = {part.optimizer: part for part in record.parts_of(ClippedSteps)}
     figures = []
     for key in sorted(key for key in keys if key.endswith("/pre_clip")):
@@ -251,11 +233,8 @@ def _reliability(part: Reliability) -> Figure:
 
 
 def _class_values(part: ClassValues) -> Figure:
-    rows = [
-        (name, *map(format_number, values))
-        for name, values in zip(part.classes, part.values, strict=False)
-        if len(values) == len(part.metrics)
-    ]
+    of_classes = zip(part.classes, part.values, strict=False)
+    rows = [(name, *map(format_number, row)) for name, row in of_classes if len(row) == len(part.metrics)]
     return Figure("metrics of each class" + _epoch(part), columns=("class", *part.metrics), rows=rows)
 
 
@@ -271,28 +250,26 @@ def _recalls(part: ConfusionMatrix) -> Figure:
 
 def throughput(record: RunRecord) -> Facts:
     """Return how fast a run trained and what it waited for, as far as it is known."""
-    facts: list[tuple[str, str]] = []
+    facts: dict[str, str] = {}
     rate = record.samples_per_second
     whose = f", on rank 0 of {record.ranks}" if record.ranks > 1 else ""
     training = record.seconds - record.validation_seconds
     if rate is not None:
-        facts.append((f"samples a second{whose}", format_number(rate)))
+        facts[f"samples a second{whose}"] = format_number(rate)
         if record.validation_seconds and training > 0:
-            facts.append(
-                (f"samples a second, without validation{whose}", format_number(rate * record.seconds / training))
-            )
+            facts[f"samples a second, without validation{whose}"] = format_number(rate * record.seconds / training)
     if record.batches and record.seconds > 0:
-        facts.append((f"batches a second{whose}", format_number(record.batches / record.seconds)))
-        facts.append(("share of the time in validation", format_percent(record.validation_seconds / record.seconds)))
+        facts[f"batches a second{whose}"] = format_number(record.batches / record.seconds)
+        facts["share of the time in validation"] = format_percent(record.validation_seconds / record.seconds)
     uses = record.parts_of(DeviceUse)
     for use in uses:
         if use.data_wait is not None:
             rank = f" of rank {use.rank}" if len(uses) > 1 else ""
-            facts.append((f"share of the time{rank} waiting for data", format_percent(use.data_wait / 100)))
+            facts[f"share of the time{rank} waiting for data"] = format_percent(use.data_wait / 100)
     verdicts = [f"Rank {use.rank}: {said}" if len(uses) > 1 else said for use in uses for said in use.verdict]
     if facts and not uses:
         verdicts = ["With a DeviceMonitor, it is said here what training waited for."]
-    return Facts(title="Throughput", facts=facts, sentences=verdicts)
+    return Facts(title="Throughput", facts=list(facts.items()), sentences=verdicts)
 
 
 def _png_files(part: Pictures) -> list[tuple[str, str]]:

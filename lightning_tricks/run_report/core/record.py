@@ -1,17 +1,30 @@
-"""`RunRecord`: the facts about one run, as plain data."""
+"""`RunRecord`: the facts about one run, as plain data, and its files `run.json` and `values.jsonl`."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import types
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lightning_tricks._shared.report_parts import ClippedSteps, ReportPart, part_name
+from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
+from lightning_tricks._shared.read_budget import Budget, parse_json
+from lightning_tricks._shared.report_parts import PART_KINDS, ClippedSteps, ReportPart, part_name
 
-MOST_KEYS = 1000
 Status = Literal["running", "finished", "stopped", "failed"]
 Part = TypeVar("Part")
+RUN_FILE, VALUES_FILE, PAGE_FILE = "run.json", "values.jsonl", "report.html"
+_FORMAT, _VERSION = "lightning_tricks.run_report", 2
+Made = TypeVar("Made")
+_LONGEST_LIST = 30_000  # a page of more is slow; what a report has most of are classes
+_OUTSIDE_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class RunReportError(ValueError):
@@ -206,10 +219,8 @@ class RunRecord:
         """Whether the first rows are those that a run had when it saved a checkpoint."""
         segments = self.segments()
         ends = [start for _, start in segments[1:]] + [position.rows]
-        return any(
-            name == position.id and start <= position.rows <= end
-            for (name, start), end in zip(segments, ends, strict=True)
-        )
+        places = zip(segments, ends, strict=True)
+        return any(name == position.id and start <= position.rows <= end for (name, start), end in places)
 
     def logged_keys(self) -> list[str]:
         """Return the keys of all rows, in the order in which they came."""
@@ -243,34 +254,171 @@ class RunRecord:
         self.parts = list(named.values())
 
 
-def merge_rows(rows: Sequence[Row]) -> Row:
-    """Merge neighbouring rows of one kind: means, weighted, with the smallest and the largest value of each key."""
-    last = rows[-1]
-    values, low, high = {}, {}, {}
-    for key in dict.fromkeys(key for row in rows for key in row.values):
-        having = [row for row in rows if key in row.values]
-        total = sum(row.count for row in having)
-        values[key] = sum(row.values[key] * row.count for row in having) / total
-        low[key] = _extreme(min, [row.low.get(key, row.values[key]) for row in having])
-        high[key] = _extreme(max, [row.high.get(key, row.values[key]) for row in having])
-    return Row(last.kind, last.step, last.epoch, values, sum(row.count for row in rows), low, high)
+def write_run(folder: Path, record: RunRecord) -> None:
+    """Write `run.json`, atomically: all of a record but its rows.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    described = asdict(replace(record, rows=[], parts=[]))
+    del described["rows"]
+    parts = [{"kind": part_name(part)[0], **asdict(part)} for part in record.parts]
+    content = {"format": _FORMAT, "version": _VERSION, **described, "parts": parts}
+    with atomic_write(folder / RUN_FILE) as staged:
+        staged.write_text(json.dumps(_encode(content), indent=1) + "\n", encoding="utf-8")
 
 
-def _extreme(choose: Any, values: Sequence[float]) -> float:
-    return float(choose((value for value in values if not math.isnan(value)), default=math.nan))
+def write_rows(folder: Path, rows: Sequence[Row]) -> None:
+    """Write `values.jsonl` anew, atomically.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with atomic_write(folder / VALUES_FILE) as staged:
+        staged.write_text("".join(map(_format_row, rows)), encoding="utf-8")
 
 
-def thin_rows(rows: Sequence[Row], most: int) -> list[Row]:
-    """Merge pairs of neighbouring rows of each kind of which there are more than `most`."""
-    waiting: dict[str, Row] = {}
-    crowded = {kind for kind in ("step", "epoch") if sum(row.kind == kind for row in rows) > most}
-    thinned: list[tuple[int, Row]] = []
-    for place, row in enumerate(rows):
-        if row.kind not in crowded:
-            thinned.append((place, row))
-        elif row.kind in waiting:
-            thinned.append((place, merge_rows([waiting.pop(row.kind), row])))
-        else:
-            waiting[row.kind] = row
-    last = [(len(rows), row) for row in waiting.values()]
-    return [row for _, row in sorted([*thinned, *last], key=lambda pair: pair[0])]
+def append_rows(folder: Path, rows: Sequence[Row]) -> None:
+    """Append rows to `values.jsonl`.
+
+    Raises:
+        OSError: If that fails.
+    """
+    with (folder / VALUES_FILE).open("a", encoding="utf-8") as file:
+        file.write("".join(map(_format_row, rows)))
+
+
+def read_record(folder: str | os.PathLike[str]) -> RunRecord:
+    """Read the record in a folder that `RunReport` wrote; an incomplete last row is ignored.
+
+    Raises:
+        OSError: If a file cannot be read.
+        RunReportError: If there is no record, or it is damaged, has a later version, or needs far more memory or time
+            than its size explains.
+    """
+    folder = Path(check_path("folder", folder, "a folder"))
+    try:
+        record = read_run(folder / RUN_FILE)
+        record.rows = _read_rows(folder / VALUES_FILE)
+    except FileNotFoundError as error:
+        raise RunReportError(
+            f"{folder} holds no report: {Path(str(error.filename)).name} is missing. Name a folder that was the path "
+            "of a RunReport."
+        ) from None
+    except NotAFileError as error:
+        raise RunReportError(f"{error}.") from error
+    return record
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a `run.json`: a record without its rows.
+
+    Raises:
+        OSError: If it cannot be read.
+        RunReportError: As `read_record`.
+    """
+    with open_file(path) as stream:
+        data = stream.read()
+    try:
+        content = _decode(parse_json(data, Budget(len(data))))
+        if content.pop("format") != _FORMAT:
+            raise ValueError("it has another format")
+        version = content.pop("version")
+        if version != _VERSION:
+            raise ValueError(f"it has version {version!r}, and this lightning_tricks reads version {_VERSION}")
+        parts = [dict(part) for part in content.pop("parts")]
+        record: RunRecord = from_plain(RunRecord, content)
+        record.parts = [from_plain(PART_KINDS[part.pop("kind")], part) for part in parts]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise RunReportError(f"{path} is not a file of RunReport: {str(error)[:200]}.") from error
+    return record
+
+
+def _read_rows(path: Path) -> list[Row]:
+    rows = []
+    with open_file(path) as stream:
+        budget = Budget(os.fstat(stream.fileno()).st_size)
+        for number, line in enumerate(stream, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                budget.spend(512)
+                row: Row = from_plain(Row, _decode(parse_json(line, budget)))
+                if row.count < 1:
+                    raise ValueError("it is not a row")
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                raise RunReportError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
+            rows.append(row)
+    return rows
+
+
+def _format_row(row: Row) -> str:
+    content = {name: value for name, value in vars(row).items() if value not in ({}, 1) or name in ("step", "epoch")}
+    return json.dumps(_encode({"values": {}, **content})) + "\n"
+
+
+def _encode(value: Any) -> Any:
+    """Replace numbers that JSON lacks by their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": str(value)}
+    if isinstance(value, dict):
+        return {str(name): _encode(part) for name, part in value.items()}
+    return [_encode(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"number"} and isinstance(name := value["number"], str) and name in _OUTSIDE_JSON:
+            return _OUTSIDE_JSON[name]
+        return {name: _decode(part) for name, part in value.items()}
+    if isinstance(value, list) and len(value) > _LONGEST_LIST:
+        raise ValueError(f"it has a list of {len(value):,} entries, and {_LONGEST_LIST:,} are read")
+    return [_decode(part) for part in value] if isinstance(value, list) else value
+
+
+def from_plain(kind: type[Made], content: dict[str, Any]) -> Made:
+    """Make a dataclass of a dict of its fields.
+
+    Raises:
+        TypeError: If a field is missing or unknown, or its value is of another type.
+
+    Examples:
+        >>> from lightning_tricks.run_report.core.record import Resume
+        >>> from_plain(Resume, {"step": 3, "epoch": 0, "time": 1.5})
+        Resume(step=3, epoch=0, time=1.5, not_restored=[], id='', rows=0)
+    """
+    declared: Any = kind
+    hints = _hints(declared)
+    unknown = content.keys() - hints.keys()
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no {min(unknown)!r}")
+    return kind(**{name: _checked(hints[name], value, name) for name, value in content.items()})
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    if type(value) is int and abs(value) >= 1 << 63:  # Python counts on, and then no float holds it
+        raise TypeError(f"{name} must be below 2**63 in size, got a number of {value.bit_length():,} bits")
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        for inner in arguments:
+            with suppress(TypeError):
+                return _checked(inner, value, name)
+    is_fitting = (origin is Literal and value in arguments) or (hint in (int, str, bool) and type(value) is hint)
+    if is_fitting or hint is Any or (value is None and hint in (None, type(None))):
+        return value
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return from_plain(hint, value)
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _checked(arguments[1], part, name) for key, part in value.items()}
+    if isinstance(value, list | tuple) and origin is tuple and len(value) == len(arguments):
+        return tuple(_checked(inner, part, name) for inner, part in zip(arguments, value, strict=True))
+    if isinstance(value, list | tuple) and origin in (list, Sequence):
+        return [_checked(arguments[0], part, name) for part in value]
+    raise TypeError(f"{name} must be {getattr(hint, '__name__', hint)}, got {type(value).__name__}")

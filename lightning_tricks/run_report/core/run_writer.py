@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,35 +17,19 @@ from torch import Tensor
 from lightning_tricks._shared.file_locks import DirectoryLock
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.tensors import read_numbers, tensors_in
+from lightning_tricks.run_report.core import record as on_disk
+from lightning_tricks.run_report.core.other_runs import find_run_before
 from lightning_tricks.run_report.core.page import run_page
-from lightning_tricks.run_report.core.record import (
-    MOST_KEYS,
-    Position,
-    Resume,
-    Row,
-    RunRecord,
-    RunReportError,
-    Status,
-    thin_rows,
-)
-from lightning_tricks.run_report.core.record_file import (
-    PAGE_FILE,
-    RUN_FILE,
-    VALUES_FILE,
-    append_rows,
-    read_record,
-    write_page,
-    write_rows,
-    write_run,
-)
-from lightning_tricks.run_report.core.run_folders import find_run_before
+from lightning_tricks.run_report.core.record import Position, Resume, Row, RunRecord, RunReportError, Status
+from lightning_tricks.run_report.core.rendering import write_page
 from lightning_tricks.run_report.core.secret_values import hide_in_text
 
 LOCK_FILE = ".lock"
-_FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
+_FILES = (on_disk.PAGE_FILE, on_disk.RUN_FILE, on_disk.VALUES_FILE)
 _EARLIER, _AT_ONCE = "earlier", "at-once"  # folders for other runs: those before, and those at the same time
 _PENDING = 256  # rows on the device
 _MOST_ROWS = 20_000  # of a kind, on the disk
+_MOST_KEYS = 1000
 _MOST_TENSORS = 32  # of a batch that are looked at
 _COST = 0.02  # the share of the time that may be spent on pages
 
@@ -88,8 +73,8 @@ class RunWriter:
         self._move_aside()
         self.record.started = time.time()
         self.record.id = secrets.token_hex(8)
-        write_run(self.folder, self.record)
-        write_rows(self.folder, [])
+        on_disk.write_run(self.folder, self.record)
+        on_disk.write_rows(self.folder, [])
 
     def resume(self, position: Position, resume: Resume) -> None:
         """Continue the record that a checkpoint belongs to; start a new one if the folder does not hold it.
@@ -110,7 +95,7 @@ class RunWriter:
             self.said.append(f"the values before step {resume.step:,} were not found in {self.path}")
             resume.id = self.record.id
             self.record.resumes = [resume]
-            write_run(self.folder, self.record)
+            on_disk.write_run(self.folder, self.record)
             return
         folder, earlier = found
         rows = keep_first_rows(earlier.rows, position.rows)
@@ -130,8 +115,8 @@ class RunWriter:
         self.record.resumes = [*earlier.resumes, resume]
         self.record.add_parts(earlier.parts)
         self.values = ValueRecorder(self.folder, self.record)
-        write_run(self.folder, self.record)
-        write_rows(self.folder, rows)
+        on_disk.write_run(self.folder, self.record)
+        on_disk.write_rows(self.folder, rows)
 
     def reopen(self, rows_id: str) -> bool:
         """Add to the record of a fit that is over; return whether the folder holds it, and nobody writes to it.
@@ -140,7 +125,7 @@ class RunWriter:
             rows_id: The id of its last rows.
         """
         try:
-            earlier = read_record(self.folder)
+            earlier = on_disk.read_record(self.folder)
         except (OSError, RunReportError):
             return False
         self.record, self._started = earlier, None
@@ -183,10 +168,10 @@ class RunWriter:
         if self._started is not None:
             record.seconds = self._seconds_before + begun - self._started
         record.add_parts(parts)
-        write_run(self.folder, record)
+        on_disk.write_run(self.folder, record)
         if status != "running" and self._before is None:  # looking for it may take a moment
             self._before = find_run_before(self.path, record)
-        write_page(self.folder / PAGE_FILE, run_page(record, self._before))
+        write_page(self.folder / on_disk.PAGE_FILE, run_page(record, self._before))
         ended = time.perf_counter()
         self._next_page = ended + (ended - begun) / _COST
 
@@ -206,7 +191,7 @@ class RunWriter:
         inner = [folder for pattern in patterns for folder in sorted(self.path.glob(pattern))]
         for folder in dict.fromkeys((self.folder, self.path, *inner)):
             with suppress(OSError, RunReportError):
-                record = read_record(folder)
+                record = on_disk.read_record(folder)
                 if record.has(position):
                     return folder, record
         return None
@@ -295,7 +280,7 @@ class ValueRecorder:
     def __init__(self, folder: Path, record: RunRecord) -> None:
         self._folder, self._record = folder, record
         self._pending: list[tuple[Row, dict[str, Any]]] = []
-        self._keys = dict.fromkeys(record.logged_keys())
+        self._keys = set(record.logged_keys())
         self._keys_left_out: set[str] = set()
         self._rows_of_earlier = sum(row.count for row in record.rows)
 
@@ -327,34 +312,52 @@ class ValueRecorder:
         def number_of(value: Any) -> float:
             return next(numbers)[0] if isinstance(value, Tensor) else float(value)
 
-        rows = [
-            replace(row, values={name: number_of(value) for name, value in values.items()}) for row, values in pending
-        ]
+        rows = [replace(row, values={name: number_of(one) for name, one in values.items()}) for row, values in pending]
         self._rows_of_earlier += len(rows)
         self._record.rows += rows
         self._record.keys_left_out = len(self._keys_left_out)
         thinned = thin_rows(self._record.rows, _MOST_ROWS)
         if len(thinned) == len(self._record.rows):
-            append_rows(self._folder, rows)
+            on_disk.append_rows(self._folder, rows)
         else:
             self._record.rows = thinned
-            write_rows(self._folder, thinned)
+            on_disk.write_rows(self._folder, thinned)
 
     def _is_known(self, name: str) -> bool:
-        if name not in self._keys:
-            if len(self._keys) >= MOST_KEYS:
-                self._keys_left_out.add(name)
-                return False
-            self._keys[name] = None
-        return True
+        is_known = name in self._keys or len(self._keys) < _MOST_KEYS
+        (self._keys if is_known else self._keys_left_out).add(name)
+        return is_known
 
 
 def keep_first_rows(rows: list[Row], count: int) -> list[Row]:
     """Return the rows of a record that hold the first so many that were added, as some may have been merged."""
-    kept, left = [], count
-    for row in rows:
-        if left < row.count:
-            break
-        kept.append(row)
-        left -= row.count
-    return kept
+    ends = accumulate(row.count for row in rows)
+    return [row for row, end in zip(rows, ends, strict=True) if end <= count]
+
+
+def merge_rows(rows: Sequence[Row]) -> Row:
+    """Merge neighbouring rows of one kind: means, weighted, with the smallest and the largest value of each key."""
+    last = rows[-1]
+    values, low, high = {}, {}, {}
+    for key in dict.fromkeys(key for row in rows for key in row.values):
+        having = [row for row in rows if key in row.values]
+        total = sum(row.count for row in having)
+        values[key] = sum(row.values[key] * row.count for row in having) / total
+        low[key] = _extreme(min, [row.low.get(key, row.values[key]) for row in having])
+        high[key] = _extreme(max, [row.high.get(key, row.values[key]) for row in having])
+    return Row(last.kind, last.step, last.epoch, values, sum(row.count for row in rows), low, high)
+
+
+def _extreme(choose: Any, values: Sequence[float]) -> float:
+    return float(choose((value for value in values if not math.isnan(value)), default=math.nan))
+
+
+def thin_rows(rows: Sequence[Row], most: int) -> list[Row]:
+    """Merge pairs of neighbouring rows of each kind of which there are more than `most`."""
+    thinned: list[Row | None] = list(rows)
+    for kind in ("step", "epoch"):
+        places = [place for place, row in enumerate(rows) if row.kind == kind]
+        if len(places) > most:
+            for place, after in zip(places[::2], places[1::2], strict=False):
+                thinned[place], thinned[after] = None, merge_rows([rows[place], rows[after]])
+    return [row for row in thinned if row is not None]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from lightning_tricks._shared.text import distinct_numbers, format_number
 from lightning_tricks.run_report.core.curves import thin_points
-from lightning_tricks.run_report.core.numbers import distinct_numbers, format_number
 from lightning_tricks.run_report.core.record import Point
 
 _WIDTH, _HEIGHT = 540, 240
@@ -84,13 +84,9 @@ def make_scale(values: Iterable[float], start: float, end: float, *, may_be_log:
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     step = 10.0 ** math.floor(math.log10((high - low) / most))
-    for factor in (1, 2, 5, 10):
-        if (high - low) / (step * factor) <= most:
-            step *= factor
-            break
-    first = math.ceil(low / step - 1e-9)
-    count = math.floor(high / step + 1e-9) - first + 1
-    return [(first + number) * step if first + number else 0.0 for number in range(max(count, 0))]
+    step *= next((factor for factor in (1, 2, 5) if (high - low) / (step * factor) <= most), 10)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
@@ -234,10 +230,8 @@ def _readings(drawn: Sequence[tuple[Line, Sequence[Point]]], x: Scale) -> list[s
                 where = "" if near.step == at.step else f" at step {near.step:,}"
                 texts[place].append(f"{line.label} {format_number(near.value)}{where}".lstrip())
     edges = [_LEFT, *(round(x(middle), 1) for middle in middles), _RIGHT]
-    return [
-        _reading(left, right, x(point.step), lines)
-        for (left, right), point, lines in zip(pairwise(edges), shown, texts, strict=True)
-    ]
+    strips = zip(pairwise(edges), shown, texts, strict=True)
+    return [_reading(left, right, x(point.step), lines) for (left, right), point, lines in strips]
 
 
 def _reading(left: float, right: float, middle: float, lines: Sequence[str]) -> str:
@@ -258,13 +252,10 @@ def _curve(line: Line, points: Sequence[Point], x: Scale, y: Scale) -> str:
         parts.append(f'<path class="band {kinds}" d="M{"L".join(upper + lower)}z"/>')
     if len(finite) > 1:
         parts.append(f'<path class="line {kinds}" d="{_path(points, x, y)}"/>')
-    if len(finite) <= _MOST_MARKERS and not line.is_faint:
-        for point in finite:
-            where = f'cx="{x(point.step):.1f}" cy="{y(point.value):.1f}"'
-            parts.append(f'<circle class="dot {kinds}" {where} r="2.6"/>')
-    if line.best is not None:
-        where = f'cx="{x(line.best.step):.1f}" cy="{y(line.best.value):.1f}"'
-        parts.append(f'<circle class="best {kinds}" {where} r="6"/>')
+    dots = [("dot", point, 2.6) for point in finite] if len(finite) <= _MOST_MARKERS and not line.is_faint else []
+    for kind, point, radius in [*dots, *([("best", line.best, 6)] if line.best is not None else [])]:
+        where = f'cx="{x(point.step):.1f}" cy="{y(point.value):.1f}"'
+        parts.append(f'<circle class="{kind} {kinds}" {where} r="{radius}"/>')
     return "".join(parts)
 
 
@@ -290,10 +281,8 @@ def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str
         for column, count in enumerate(of_target):
             opacity, kind = (count / total) ** 0.6, "right" if row == column else "wrong"
             place = f'x="{left + column * cell:.1f}" y="{row * cell + 2:.1f}" width="{cell:.1f}" height="{cell:.1f}"'
-            words = escape(f"{count:,} of {sum(of_target):,} {classes[row]} predicted as {classes[column]}")
-            parts.append(
-                f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.3f}"><title>{words}</title></rect>'
-            )
+            said = escape(f"{count:,} of {sum(of_target):,} {classes[row]} predicted as {classes[column]}")
+            parts.append(f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.3f}"><title>{said}</title></rect>')
             if count and size <= 20:
                 middle = left + (column + 0.5) * cell
                 kind = "light" if kind == "right" and opacity > 0.93 else "dark"  # a contrast of 4.5 at least
@@ -329,9 +318,7 @@ def reliability_chart(confidence: Sequence[float], share: Sequence[float], weigh
     for (a, b), (c, d) in pairwise(points):
         parts.append(f'<line class="line c0" x1="{x(a):.1f}" y1="{y(b):.1f}" x2="{x(c):.1f}" y2="{y(d):.1f}"/>')
     for (a, b), part in zip(points, weight, strict=True):
-        radius = 4 if part >= 0.01 else 2  # few samples say little
-        words = escape(f"confidence {a:.2f}, {label} {b:.2f}")
-        parts.append(
-            f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{radius}"><title>{words}</title></circle>'
-        )
+        r = 4 if part >= 0.01 else 2  # few samples say little
+        said = escape(f"confidence {a:.2f}, {label} {b:.2f}")
+        parts.append(f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{r}"><title>{said}</title></circle>')
     return _svg(_HEIGHT, parts, f"{label} over confidence")

@@ -61,11 +61,8 @@ class RobustBand:
         least = _LEAST_SPREAD * (1 if is_positive else abs(middle))
         robust = max(_SIGMA * _median(abs(values - middle)), least)
         threshold = self.threshold * (1 if is_positive else _OWN_SCALE)
-        limit = max(
-            middle + threshold * robust,
-            values.mean() + threshold * max(values.std(), least),
-            middle + _TAIL * (values.max() - middle),
-        )
+        by_spread = middle + threshold * robust, values.mean() + threshold * max(values.std(), least)
+        limit = max(*by_spread, middle + _TAIL * (values.max() - middle))
         if not robust:
             return math.inf
         return math.exp(min(limit, _LARGEST)) if is_positive else float(limit)

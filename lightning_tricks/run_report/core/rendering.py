@@ -1,17 +1,20 @@
-"""`render` fills a template of `run_report/templates/` with values."""
+"""`render` fills a template of `run_report/templates/` with values, `write_page` writes the page."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.text import counted, list_names
-from lightning_tricks.run_report.core.numbers import format_seconds, format_time
-from lightning_tricks.run_report.core.record_file import PAGE_MARK
+from lightning_tricks._shared.files import atomic_write, open_file
+from lightning_tricks._shared.text import counted, format_seconds, format_time, list_names
+from lightning_tricks.run_report.core.record import RunReportError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
+
+_PAGE_MARK = "lightning_tricks.run_report"  # stands in the head of each page
 
 
 def render(template: str, title: str, **values: Any) -> str:
@@ -22,7 +25,22 @@ def render(template: str, title: str, **values: Any) -> str:
         title: The title of the page.
         **values: The values that it shows.
     """
-    return _environment().get_template(template).render(title=title, page_mark=PAGE_MARK, **values)
+    return _environment().get_template(template).render(title=title, page_mark=_PAGE_MARK, **values)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page, atomically; a file that is not a page of a report is not replaced.
+
+    Raises:
+        OSError: If it cannot be written.
+        RunReportError: If the path is another file.
+    """
+    if path.exists():
+        with open_file(path) as stream:
+            if _PAGE_MARK.encode() not in stream.read(2000):
+                raise RunReportError(f"{path} is not a page of a report, so it is not replaced: give another path.")
+    with atomic_write(path) as staged:
+        staged.write_text(page, encoding="utf-8", errors="replace")  # a path may have what UTF-8 lacks
 
 
 @cache
