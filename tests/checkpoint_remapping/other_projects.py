@@ -222,12 +222,7 @@ _add(
 )  # fmt: skip
 _add(
     "heads of one shape",
-    {
-        "trunk": _each(_linear()),
-        "boxes": _linear(HIDDEN, 4),
-        "points": _linear(HIDDEN, 4),
-        "scores": _linear(HIDDEN, 4),
-    },
+    {"trunk": _each(_linear())} | {role: _linear(HIDDEN, 4) for role in ("boxes", "points", "scores")},
     detection="trunk trunk.{i},scores cls_head,boxes bbox_head,points kpt_head",
     words="trunk body.{i},boxes regression,points landmarks,scores classification",
 )
@@ -428,10 +423,10 @@ def _layers(parts: dict[str, Any], role: str) -> list[dict[str, torch.Tensor]]:
         layers = zip(*(_layers(parts, f"{side}{each}") for each in _FUSED[fused]), strict=True)
         return [{leaf: _joined([part[leaf] for part in layer], layout) for leaf in layer[0]} for layer in layers]
     several = parts[role] if isinstance(parts[role], list) else [parts[role]]
-    tensors = [{leaf: _value(role, i, leaf, s) for leaf, s in part.items()} for i, part in enumerate(several)]
-    return (
-        [{leaf: _laid_out(tensor, layout) for leaf, tensor in part.items()} for part in tensors] if layout else tensors
-    )
+    return [
+        {leaf: _laid_out(_value(role, i, leaf, shape), layout) for leaf, shape in part.items()}
+        for i, part in enumerate(several)
+    ]
 
 
 def _joined(parts: list[torch.Tensor], layout: str) -> torch.Tensor:
@@ -444,7 +439,7 @@ def _joined(parts: list[torch.Tensor], layout: str) -> torch.Tensor:
 def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "neighbors":  # of the two halves of each head
         return tensor.unflatten(0, (-1, 2, SIZE // 2)).transpose(1, 2).flatten(0, 2)
-    return tensor.mT
+    return tensor.mT if layout else tensor
 
 
 @cache
