@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
-import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from unittest.mock import MagicMock
 import transformers
 from torch import nn
 
-from tests.checkpoint_remapping.converters.cases import Converter, Rules, State, probed, replacements, undone
+from tests.checkpoint_remapping.converters.cases import Converter, State, probed
 
 # What scripts import to run the original, which is not done here
 _UNUSED = {"classy_vision", "datasets", "decord", "gdown", "torchaudio", "vissl"}
@@ -84,55 +83,12 @@ def _read_qkv_of_base(script: Any, state: State, config: Any) -> None:
     script.read_in_q_k_v(state, config, True)
 
 
-def _names(
-    name: str,
-    model: Callable[[], nn.Module],
-    path: str,
-    function: str = "convert_state_dict",
-    fused: Rules = (),
-    first: Rules = (),
-    mapping: str = "rename_key",
-) -> Converter:
-    """Return a script that replaces parts of names, by a function of one name or of all tensors."""
-
-    def convert(state: State, model: nn.Module) -> State:
-        call = getattr(_script(path), function)
-        if function in ("rename_key", "rename_state_dict_key"):
-            return {call(name): tensor for name, tensor in state.items()}
-        if function == "create_rename_keys":
-            return {to: state[name] for name, to in call(state)}
-        argument = list(inspect.signature(call).parameters)[1:2]
-        return call(state, *{"model": (model,), "config": (model.config,)}.get("".join(argument), ()))
-
-    def original(state: State, model: nn.Module) -> State:
-        found = getattr(_script(path), mapping)
-        found = list(found.items()) if isinstance(found, dict) else found
-        pairs = [(old, new) for old, new in found] if isinstance(found, list) else replacements(found)
-        return undone(convert, pairs, fused, first)(state, model)
-
-    return Converter(f"transformers {name}", model, convert, original, "cpu")
-
-
 _SMALL = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 192}
 _VIT = {"image_size": 32, "patch_size": 8, **_SMALL}
 _DINO = {
     "image_size": 28, "patch_size": 14, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3,
 }  # fmt: skip
-_STAGES = {"depths": [2, 2, 3, 2], "hidden_sizes": [16, 32, 48, 64]}
 _SEGFORMER = {"depths": [2, 2, 2, 2], "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 2, 4]}
-_SWIN = {"image_size": 32, "embed_dim": 24, "depths": [2, 2, 2, 2], "num_heads": [1, 2, 3, 6], "window_size": 4}
-_TWO_SIDES = {
-    "vocab_size": 99, "d_model": 48, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
-    "decoder_attention_heads": 3, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
-}  # fmt: skip
-_SWIN_FUSED = (
-    r"swin\.encoder\.layers\.(\d+)\.blocks\.(\d+)\.attention\.self\.(?P<part>query|key|value)\.(\w+)",
-    r"layers.\1.blocks.\2.attn.qkv.\4",
-)
-_LLAVA = (
-    (r"^vision_tower\.", "model.vision_tower.vision_tower."), (r"^language_model\.", ""),
-    (r"^multi_modal_projector\.linear_(\d)", lambda m: f"model.mm_projector.{2 * int(m[1]) - 2}"),
-)  # fmt: skip
 
 
 def _depth_anything() -> nn.Module:
@@ -143,11 +99,6 @@ def _depth_anything() -> nn.Module:
         backbone, reassemble_hidden_size=48, neck_hidden_sizes=[16, 32, 48, 64], fusion_hidden_size=16
     )
     return transformers.DepthAnythingForDepthEstimation(config)
-
-
-def _llava() -> nn.Module:
-    parts = transformers.CLIPVisionConfig(**_VIT), transformers.LlamaConfig(vocab_size=99, **_SMALL)
-    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(*parts))
 
 
 CONVERTERS = [
@@ -175,81 +126,4 @@ CONVERTERS = [
         lambda script, config: script.create_rename_keys(config, vqa_model=True),
     ),
     _table("Depth Anything", _depth_anything, "depth_anything.depth_anything_to_hf", _read_qkv),
-    _names(
-        "BiT",
-        _model("BitForImageClassification", embedding_size=16, num_groups=2, **_STAGES),
-        "bit.bit_to_pytorch",
-        "rename_key",
-        first=((r"^bit\.encoder\.", ""), (r"^bit\.norm", "norm")),
-    ),
-    _names(
-        "Nystromformer",
-        _model("NystromformerForMaskedLM", vocab_size=99, **_SMALL),
-        "nystromformer.nystromformer_original_pytorch_checkpoint_to_pytorch",
-        "rename_key",
-        first=((r"^nystromformer\.", ""), (r"encoder\.layer\.(\d+)\.", r"transformer_\1.")),
-    ),
-    _names(
-        "Swin of timm",
-        _model("SwinForImageClassification", **_SWIN),
-        "swin.swin_timm_to_pytorch",
-        fused=[_SWIN_FUSED],
-        first=((r"^swin\.", ""), (r"^encoder\.", ""), (r"^layernorm", "norm")),
-    ),
-    _names(
-        "RWKV",
-        _model("RwkvForCausalLM", vocab_size=99, hidden_size=48, num_hidden_layers=3),
-        "rwkv.rwkv_checkpoint_to_hf",
-        first=((r"^rwkv\.", ""), (r"\.attention\.", ".att."), ("feed_forward", "ffn")),
-        mapping="convert_state_dict",
-    ),
-    _names(
-        "MobileViT v2",
-        _model("MobileViTV2ForImageClassification", width_multiplier=0.25, image_size=64),
-        "mobilevitv2.mlcvnets_to_pytorch",
-        "create_rename_keys",
-        mapping="create_rename_keys",
-    ),
-    _names(
-        "Whisper",
-        _model(
-            "WhisperModel",
-            num_mel_bins=16,
-            max_source_positions=32,
-            max_target_positions=24,
-            pad_token_id=0,
-            **_TWO_SIDES,
-        ),
-        "whisper.openai_to_hf",
-        "rename_keys",
-        first=(
-            (r"^encoder\.layer_norm", "encoder.ln_post"),
-            (r"fc1", "mlp.0"),
-            (r"fc2", "mlp.2"),
-            ("embed_tokens", "token_embedding"),
-        ),
-        mapping="WHISPER_MAPPING",
-    ),
-    _names(
-        "NLLB with experts",
-        _model("NllbMoeModel", num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2, **_TWO_SIDES),
-        "nllb_moe.nllb_moe_sharded_original_checkpoint_to_pytorch",
-        "rename_fairseq_keys",
-        mapping="rename_fairseq_keys",
-    ),
-    _names(
-        "Blenderbot",
-        _model("BlenderbotModel", max_position_embeddings=32, **_TWO_SIDES),
-        "blenderbot.blenderbot_original_pytorch_checkpoint_to_pytorch",
-        "rename_state_dict_key",
-        mapping="PATTERNS",
-    ),
-    _names(
-        "LLaVA",
-        _llava,
-        "llava.llava_weights_to_hf",
-        "convert_state_dict_to_hf",
-        first=_LLAVA,
-        mapping="KEYS_TO_MODIFY_MAPPING",
-    ),
 ]
