@@ -10,8 +10,8 @@ import transformers
 
 from lightning_tricks import remap_keys
 from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, RemapRule
-from lightning_tricks.checkpoint_remapping.core.conversions.conversion import find_conversion
-from lightning_tricks.checkpoint_remapping.core.conversions.tables import FAMILIES
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
+from lightning_tricks.checkpoint_remapping.core.matching.conversion_tables import FAMILIES
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from tests.checkpoint_remapping.other_projects import (
     CONTAINERS,
