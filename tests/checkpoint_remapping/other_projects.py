@@ -214,25 +214,6 @@ _add(
     "norm2 second.scale,/ head scores",
 )
 _add(
-    "actor and critic",
-    {"trunk": _linear(), "a": _each(_linear()), "b": _each(_linear()), "action": _linear(HIDDEN, 4),
-     "value": _linear(HIDDEN, 1)},
-    actor_critic="trunk trunk,a actor.{i},action actor.3,b critic.{i},value critic.3",
-    value_first="trunk shared,b vf.{i},a pi.{i},value vf_out,action pi_out",
-)  # fmt: skip
-_add(
-    "heads of one shape",
-    {"trunk": _each(_linear())} | {role: _linear(HIDDEN, 4) for role in ("boxes", "points", "scores")},
-    detection="trunk trunk.{i},scores cls_head,boxes bbox_head,points kpt_head",
-    words="trunk body.{i},boxes regression,points landmarks,scores classification",
-)
-_add(
-    "inception with equal branches",
-    {"stem": _conv(3, 16), **{f"b{n}": _each(_conv(16, 16)) for n in range(4)}},
-    words="stem entry,/cells.{i}. b3 pool,b0 one,b2 five,b1 three",
-    numbers="stem stem,/cells.{i}. b0 0,b1 1,b2 2,b3 3",
-)
-_add(
     "feature pyramid, laterals of their own sizes",
     {"stem": _conv(3, 8), "down": [_conv(8, 12), _conv(12, 20)]}
     | {f"lateral{i}": _conv(size, 16, 1, 1) for i, size in enumerate((8, 12, 20))}
@@ -289,15 +270,6 @@ _BLOCK = _attention() | _attention("c") | {"stem": _linear(), "head": _linear(HI
     "wide": _each(_linear(HIDDEN, 64)), "narrow": _each(_linear(64, HIDDEN)),
 }  # fmt: skip
 _add(
-    "RWKV-like",
-    {f"t{name}": _each(_linear(bias=False)) for name in "krvo"}
-    | {f"c{name}": _each(_linear(bias=False)) for name in "krv"}
-    | {"norm1": _each(_norm()), "norm2": _each(_norm())},
-    original="/blocks.{i}. norm1 ln1,norm2 ln2,tk att.key,tv att.value,tr att.receptance,to att.output,ck ffn.key,"
-    "cr ffn.receptance,cv ffn.value",
-    words="/h.{i}. norm1 n1,tr time.r,tk time.k,tv time.v,to time.o,norm2 n2,cr channel.r,ck channel.k,cv channel.v",
-)
-_add(
     "gated feed-forward",
     {"norms": _each(_norm()), "gate": _each(_linear(HIDDEN, 48, False)), "up": _each(_linear(HIDDEN, 48, False)),
      "down": _each(_linear(48, HIDDEN, False))},
@@ -316,13 +288,6 @@ _add(
     kv="context context,/b.{i}. norms norm,q to_q,kv to_kv,o to_out",
     theta="context g,/nl.{i}. q theta,k phi,v g,o W,norms norm",
 )
-_add(
-    "positions and tokens",
-    {"cls": {"": (1, 1, HIDDEN)}, "distilled": {"": (1, 1, HIDDEN)}, "positions": {"": (1, 9, HIDDEN)},
-     "layers": _each(_linear()), "a": _linear(HIDDEN, 4), "b": _linear(HIDDEN, 4)},
-    timm="cls cls_token,distilled dist_token,positions pos_embed,layers blocks.{i},a head,b head_dist",
-    words="positions positional,distilled extra,cls token,layers body.{i},b second,a first",
-)  # fmt: skip
 _LINEAR = "wide mlp.linear1,narrow mlp.linear2,q attn.query,k attn.key,v attn.value,o attn.out_proj"
 _add(
     "norms before and behind",
@@ -363,18 +328,6 @@ _add(
     "narrow 1.fn.net.3,/ norm norm",
     annotated="/layers.{i}. q self_attn.linears.0,k self_attn.linears.1,v self_attn.linears.2,o self_attn.linears.3,"
     "wide feed_forward.w_1,narrow feed_forward.w_2,norm1 sublayer.0.norm,norm3 sublayer.1.norm,/ norm norm",
-)
-_add(
-    "MBart decoder",
-    _BLOCK,
-    HF="/layers.{i}. k self_attn.k_proj,v self_attn.v_proj,q self_attn.q_proj,o self_attn.out_proj,"
-    "norm1 self_attn_layer_norm,ck encoder_attn.k_proj,cv encoder_attn.v_proj,cq encoder_attn.q_proj,"
-    "co encoder_attn.out_proj,cnorm encoder_attn_layer_norm,wide fc1,narrow fc2,norm3 final_layer_norm,"
-    "/ norm layer_norm",
-    annotated="/decoder.layers.{i}. q self_attn.linears.0,k self_attn.linears.1,v self_attn.linears.2,"
-    "o self_attn.linears.3,cq src_attn.linears.0,ck src_attn.linears.1,cv src_attn.linears.2,co src_attn.linears.3,"
-    "wide feed_forward.w_1,narrow feed_forward.w_2,norm1 sublayer.0.norm,cnorm sublayer.1.norm,"
-    "norm3 sublayer.2.norm,/ norm layer_norm",
 )
 _add(
     "blocks of diffusion",

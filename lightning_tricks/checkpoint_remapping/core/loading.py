@@ -209,6 +209,8 @@ class LoadPlan:
             raise CheckpointError(f"{list_names(lazy)} have no shape yet: run a batch through the model first.")
         adapters = self._leave_out_added(checkpoint.state_dict)
         tensors = _with_names_of_header(checkpoint, self.model_tensors)
+        extra = {name: value for name, value in checkpoint.state_dict.items() if name.endswith("_extra_state")}
+        extra = {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
         tensors, normed = normed_as_in(tensors, self.model_tensors)
         self._lacks_norm = bool(find_normed(self.model_tensors)) and not find_normed(tensors)
         self.rules = apply_rules(tensors, rules, self.model_tensors)
@@ -226,8 +228,7 @@ class LoadPlan:
         self._leave_out_other_kinds()
         self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
         self._resize()
-        extra = {name: value for name, value in checkpoint.state_dict.items() if name.endswith("_extra_state")}
-        self.tensors = self.loaded | {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
+        self.tensors = self.loaded | extra
 
     def _leave_out_added(self, tensors: Collection[str]) -> list[str]:
         """Leave out the parameters of LoRA and adapters, if the file has none; return what should be said."""
