@@ -176,6 +176,10 @@ def test_rules_of_a_file_are_trusted_less_than_those_in_code():
     with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules: '\(a\+\)\+\$' repeats a group"):
         load_weights(torch.nn.Linear(1, 1), {"weight": torch.ones(1, 1)}, rules="rules.yaml")
     assert list(remap_keys({"aa": torch.ones(1)}, [("re:(a+)+$", "b")])) == ["b"]
+    for name in ("many repeats", "flags", "no expression", "many stars", "unknown words", "objects"):
+        Path("rules.yaml").write_bytes(RULES[name]()["f"])
+        with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules"):
+            read_rules("rules.yaml")
     Path("rules.yaml").write_text(
         "- {from: 're:^(?:net|model)\\.(.*)\\.(\\d+)\\.(\\w+)$', to: 'x.\\1'}\n- {from: 'a*b*c*', to: 'd*'}"
     )
