@@ -179,14 +179,6 @@ def test_torchscript_and_data_parallel_inside_a_dict():
     equal(read_checkpoint("wrapped.pt").state_dict, {f"module.{n}": t for n, t in net.state_dict().items()})
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.bfloat16, torch.uint16])
-def test_a_safetensors_of_any_dtype_is_read_without_values(dtype, tmp_path):
-    path = tmp_path / "w.safetensors"
-    save_weights({"weight": torch.ones(2, 3).to(dtype)}, path)
-    found = read_checkpoint(path, map_location="meta").state_dict["weight"]
-    assert (found.dtype, found.shape, found.is_meta) == (dtype, (2, 3), True)
-
-
 def test_safetensors_and_shards():
     expected = weights()
     save_weights(expected, "w.safetensors", metadata={"author": "us"})
@@ -219,6 +211,8 @@ def test_views_ties_and_other_layouts():
         "scalar": torch.tensor(1.5, dtype=torch.float64),
         "half": torch.ones(3, dtype=torch.float8_e4m3fn),
         "complex": torch.ones(2, dtype=torch.complex64),
+        "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "negated": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
         "parameter": nn.Parameter(torch.ones(2)),
         "with state": _with_attribute(torch.ones(2)),
     }
@@ -239,7 +233,7 @@ def _with_attribute(tensor):
 
 @pytest.mark.parametrize("name", ["w.pt", "old.pt", "w.safetensors"])
 def test_map_location(name):
-    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
+    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4), "c": torch.ones(2).to(torch.float8_e5m2fnuz)}
     if name == "w.safetensors":
         save_weights(tensors, name)
     else:
@@ -252,12 +246,9 @@ def test_map_location(name):
         read_checkpoint(name, map_location="cuda:7")
     with pytest.raises(TypeError, match="map_location must be a device or None"):
         read_checkpoint(name, map_location={"cpu": "meta"})
-
-
-def test_storages_of_a_device_that_is_not_there_stay_on_the_cpu():
-    torch.save({"a": torch.ones(2, 3)}, "w.pt", _use_new_zipfile_serialization=False)
-    Path("w.pt").write_bytes(Path("w.pt").read_bytes().replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00xpu"))
-    assert read_checkpoint("w.pt", map_location=None).state_dict["a"].tolist() == torch.ones(2, 3).tolist()
+    if name == "old.pt":  # a device that is not there
+        Path(name).write_bytes(Path(name).read_bytes().replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00xpu"))
+        assert torch.equal(read_checkpoint(name, map_location=None).state_dict["a"], tensors["a"])
 
 
 # Arrays of NumPy
@@ -461,23 +452,6 @@ def test_unknown_classes_stay_inert(protocol):
 
 def _touch(name):
     Path(name).touch()
-
-
-def test_names_are_not_imported():
-    module = "module_that_leaves_a_trace"
-    Path(f"{module}.py").write_text("import pathlib; pathlib.Path('pwned').touch()")
-    Path("w.pkl").write_bytes(f"c{module}\nThing\n)R.".encode())
-    with pytest.raises(NotACheckpointError, match=f"a pickled {module}.Thing, not a state dict"):
-        read_checkpoint("w.pkl")
-    assert not Path("pwned").exists()
-
-
-def test_conjugated_and_negated_tensors_keep_their_values(tmp_path):
-    numbers = torch.tensor([1 + 2j, 3 - 1j])
-    tensors = {"plain": numbers, "conjugated": numbers.conj(), "negated": numbers.clone().conj().imag}
-    torch.save(tensors, tmp_path / "a.pt")
-    found = read_checkpoint(tmp_path / "a.pt").state_dict
-    assert {name: found[name].tolist() for name in tensors} == {name: t.tolist() for name, t in tensors.items()}
 
 
 VALUES = st.recursive(

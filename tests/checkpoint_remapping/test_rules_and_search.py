@@ -153,11 +153,16 @@ def test_rules_that_do_not_fit_change_nothing(rules, words):
     assert unchanged(target, before)
 
 
-def test_a_rule_that_matches_nothing_is_named():
-    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+def test_what_is_said_is_about_what_is_missing_and_names_a_rule_that_matches_nothing():
+    """What is ambiguous and allowed to be missing is not named in place of what is not allowed."""
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("trunk", "mu", "logvar")
     report = load_weights(target, source.state_dict(), rules=[("bar", "mu"), ("bazz", "mu")])
     assert "the rule bazz -> mu matched nothing" in report.diagnosis
     assert "rules lead to mu.bias, mu.weight" in report.diagnosis
+    target.extra = nn.Linear(9, 9)
+    allowed = {"allow_missing": ["mu.*", "logvar.*"], "allow_unexpected": "*"}
+    with pytest.raises(CheckpointError, match=r"2 tensors are missing in the file: extra.weight, extra.bias"):
+        load_weights(target, source.state_dict(), **allowed)
 
 
 def test_splits_fusions_and_buffers_beside_the_search():
@@ -235,15 +240,6 @@ def test_rules_in_messages_fit_tensors_without_a_layer(old, new):
         return
     report = load_weights(net, sides[0], rules=rules, allow_missing="*", allow_unexpected="*")
     assert report.loaded == 2
-
-
-def test_a_message_is_about_what_is_missing():
-    """What is ambiguous and allowed to be missing is not named in place of what is not allowed."""
-    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("trunk", "mu", "logvar")
-    target.extra = nn.Linear(9, 9)
-    allowed = {"allow_missing": ["mu.*", "logvar.*"], "allow_unexpected": "*"}
-    with pytest.raises(CheckpointError, match=r"2 tensors are missing in the file: extra.weight, extra.bias"):
-        load_weights(target, source.state_dict(), **allowed)
 
 
 @pytest.mark.parametrize("ending", [[], ["only"]])
