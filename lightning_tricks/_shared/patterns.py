@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
@@ -60,6 +60,16 @@ def as_patterns(argument: str, given: str | Sequence[str]) -> list[Pattern]:
         return [Pattern(text) for text in given]
     except (TypeError, ValueError) as error:
         raise type(error)(f"{argument}: {error}") from error
+
+
+def parse_patterns(argument: str, given: str | Iterable[str]) -> list[Pattern]:
+    """Return the patterns of an argument that takes any iterable of them, too.
+
+    Raises:
+        TypeError, ValueError: As in `as_patterns`.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    return as_patterns(argument, list(given) if several else given)  # type: ignore[arg-type]
 
 
 _TOKENS = re.compile(

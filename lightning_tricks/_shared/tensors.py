@@ -139,3 +139,8 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     values: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(values, value, group)
     return values
+
+
+def is_on_meta(tensor: Any) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_meta

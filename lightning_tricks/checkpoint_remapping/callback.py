@@ -35,7 +35,7 @@ from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoi
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, load_weights, plan_loading
 from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
-from lightning_tricks.checkpoint_remapping.hyperparameters import ARGUMENT_KEYS
+from lightning_tricks.checkpoint_remapping.load_from_checkpoint import ARGUMENT_KEYS
 
 
 class CheckpointRemapping(TrickCallback):

@@ -6,12 +6,10 @@ import ast
 import re
 from typing import Any
 
-import torch
-from torch import nn
-
 from lightning_tricks import align, remap_keys
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
+from tests.checkpoint_remapping.models import module_of
 from tests.checkpoint_remapping.perturbations import Architecture, File
 
 RIGHT, WRONG, LOOPS, STUCK = ENDS = ("right", "WRONG", "loops", "stuck")
@@ -28,7 +26,7 @@ def follow(model: Architecture, file: File) -> tuple[str, int, str]:
     A rule is given as it is proposed if it is true, and else with the true target. What a message would allow is
     allowed if it is true that the file has no tensor for it.
     """
-    module, tensors = _module(model), {name: _tensor(model, file, old) for name, old in file.truth.items()}
+    module, tensors = module_of(model.tensors), file.tensors(model)
     given: dict[str, list[Any]] = {}
     seen = set[str]()
     for step in range(MOST_STEPS):
@@ -79,8 +77,7 @@ def _known(
 
 def _are_true(model: Architecture, file: File, rules: list[Any]) -> bool:
     """Return whether all that is suggested is true."""
-    tensors = {name: _tensor(model, file, old) for name, old in file.truth.items()}
-    found = align(dict(model.tensors), tensors, rules or "auto")
+    found = align(dict(model.tensors), file.tensors(model), rules or "auto")
     pairs = [(tuple(map(found.name_in_file, match.sources)), match.targets) for match in found.suggested]
     return all(tuple(map(file.truth.get, names)) == targets for names, targets in pairs)
 
@@ -124,24 +121,3 @@ def _true_rule(
 
 def _is_inside(name: str, layer: str) -> bool:
     return name.startswith(f"{layer}.") and "." not in name.removeprefix(f"{layer}.")
-
-
-def _module(model: Architecture) -> nn.Module:
-    """Return a module with the names and shapes of a model, and no values."""
-    module = nn.Module()
-    for name, tensor in model.tensors.items():
-        *path, leaf = name.split(".")
-        owner = module
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_buffer(leaf, tensor)
-    return module
-
-
-def _tensor(model: Architecture, file: File, name: str) -> torch.Tensor:
-    """Return a tensor of a shape that takes no memory."""
-    own = model.tensors[name]
-    shape = (own.shape[0] + 7, *own.shape[1:]) if name in file.resized else own.shape
-    return torch.zeros([1] * len(shape), dtype=own.dtype).expand(shape)

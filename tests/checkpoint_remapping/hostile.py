@@ -111,13 +111,8 @@ PICKLES: dict[str, Callable[[], bytes]] = {
     "marks": lambda: beside(b"(" + b"N" * 100_000 + b"(t" * 100_000 + b"l"),
     "open marks": lambda: beside(b"(" * 100_000 + b"1" * 100_000 + b"N"),
     "deep tuples": lambda: beside(b")" + b"\x85" * 200_000),
-    "deep lists": lambda: beside(b"(" * 100_000 + b"l" * 100_000),
-    "deep values of dicts": lambda: beside((b"}" + text("a")) * 100_000 + b"N" + b"s" * 100_000),
-    "deep frozensets": lambda: beside(b"(" * 100_000 + b"\x91" * 100_000),
     "deep objects": lambda: beside(kept(2, b"capp\nNet\n") + b")" + b"q\x010h\x02h\x01\x85R" * 30_000),
-    "deep states": lambda: beside(kept(2, b"capp\nNet\n") + b"N" + b"q\x010h\x02)Rh\x01b" * 30_000),
     "a list in itself": lambda: beside(b"]q\x01h\x01a"),
-    "a dict in itself": lambda: beside(b"}q\x01" + text("a") + b"h\x01s"),
     "memo": lambda: beside(b"N" + b"\x94" * 600_000),
     "sets": lambda: beside(_many(b"\x8f", 600_000)),
     "dicts": lambda: beside(_many(b"}", 600_000)),
@@ -132,7 +127,6 @@ PICKLES: dict[str, Callable[[], bytes]] = {
     "copies of a list": lambda: beside(
         kept(1, _many(b"N", 100_000)) + kept(2, b"cbuiltins\nlist\n") + _many(b"h\x02h\x01\x85R", 100_000)
     ),
-    "copies of a dict": lambda: beside(kept(1, _names(20_000)) + kept(2, ORDERED) + _many(b"h\x02h\x01\x85R", 50_000)),
     "copies of bytes": lambda: beside(
         kept(1, b"B\x00\x00\x10\x00", bytes(1 << 20))
         + kept(2, b"cbuiltins\nbytearray\n")
@@ -142,11 +136,6 @@ PICKLES: dict[str, Callable[[], bytes]] = {
         kept(1, b"(" + b"N" * 100_000 + b"t")
         + kept(2, b"capp\nNet\n")
         + _many(b"h\x02h\x01}" + text("a") + b"Ns\x92", 50_000)
-    ),
-    "copies of a class's arguments": lambda: beside(
-        kept(2, b"ccopyreg\n__newobj__\n")
-        + kept(1, b"(capp\nNet\n" + b"N" * 100_000 + b"t")
-        + _many(b"h\x02h\x01R", 50_000)
     ),
     "copies of a state": lambda: beside(kept(1, _names(20_000)) + ORDERED + b")R" + b"h\x01b" * 100_000),
     "copies of a name": lambda: beside(kept(2, text("a" * 100_000) + text("b") + b"\x93") + _many(b"h\x02)R", 50_000)),
@@ -159,17 +148,10 @@ PICKLES: dict[str, Callable[[], bytes]] = {
     "a large number as a key": lambda: beside(b"}" + number(1 << 800_000) + b"q\x01Ns" + b"h\x01Ns" * 10_000),
     "a large number in digits": lambda: beside(b"I" + b"9" * 200_000 + b"\n"),
     "a length beyond the file": lambda: beside(b"\x8e" + struct.pack("<Q", 1 << 40)),
-    "an array beyond the file": lambda: beside(b"\x96" + struct.pack("<Q", 1 << 40)),
     "a number beyond the file": lambda: beside(b"\x8b" + struct.pack("<i", (1 << 31) - 1)),
-    "a number of negative length": lambda: beside(b"\x8b" + struct.pack("<i", -5)),
     "a frame beyond the file": lambda: beside(b"\x95" + struct.pack("<Q", 1 << 60) + b"\x8d"),
     "no end of a line": lambda: beside(b"S'" + b"a" * 600_000),
     "expanded": lambda: b"\x80\x02}" + text("w") + tensor(number(1 << 40) + b"\x85", b"K\x00\x85") + b"s.",
-    "expanded a little, often": lambda: (
-        b"\x80\x02}("
-        + b"".join(text(str(n)) + tensor(number(1 << 20) + b"\x85", b"K\x00\x85") for n in range(500))
-        + b"u."
-    ),
     "too many dimensions": lambda: beside(tensor(b"(" + b"K\x01" * 100_000 + b"t", b"(" + b"K\x00" * 100_000 + b"t")),
     "beyond its storage": lambda: beside(tensor(b"K\x64\x85", b"K\x01\x85")),
     "an offset beyond its storage": lambda: beside(tensor(b"K\x00\x85", b"K\x01\x85", number(1 << 62))),
@@ -323,13 +305,11 @@ CHECKPOINTS: dict[str, Callable[[], Files]] = {
         "f": _safetensors(b'{"a":{"dtype":"F32","shape":[4294967296,4294967296,4],"data_offsets":[0,8]}}', bytes(8))
     },
     "an index of itself": lambda: {"f": _index(a="f")},
-    "indices of each other": lambda: {"f": _index(a="g"), "g": _index(a="f")},
     "an index of many indices": lambda: {
         "f": _index(a="1", b="2"),
         **{str(n): _index(a=str(n + 1), b=str(n + 2)) for n in range(1, 60)},
     },
     "an index of what is outside": lambda: {"f": _index(a="../outside")},
-    "an index of an absolute path": lambda: {"f": _index(a="/etc/passwd")},
     "an index of its folder": lambda: {"f": _index(a="..")},
     "an index of lists": lambda: {"f": _index(a=[[]])},
     "a deep index": lambda: {"f": b'{"weight_map":' + b"[" * 200_000},
@@ -355,11 +335,6 @@ RECORDS: dict[str, Callable[[], Files]] = {
     "a deep value in the header": lambda: {
         "f": b'{"format":"lightning_tricks.run_fingerprint","version":1,"detail":' + b"[" * 900 + b"]" * 900 + b"}\n"
     },
-    "an unknown header": lambda: {"f": _record(_ROWS, color="red")},
-    "a version that is none": lambda: {"f": _record(_ROWS, version="1")},
-    "a detail that is none": lambda: {"f": _record(_ROWS, detail=["step"])},
-    "a world of none": lambda: {"f": _record(_ROWS, world_size=0)},
-    "a step of none": lambda: {"f": _record(_ROWS, every_n_train_steps=-1)},
     "columns that are lists": lambda: {"f": _record({"columns": [["loss", []]]}, _ROWS)},
     "columns of an unknown kind": lambda: {"f": _record({"columns": [["sound", "a"]]}, _ROWS)},
     "columns that are text": lambda: {"f": _record({"columns": "loss"}, _ROWS)},
@@ -380,18 +355,14 @@ RULES: dict[str, Callable[[], Files]] = {
     },
     "a number in base 60": lambda: {"f": b"- 1" + b":1" * 100_000},
     "repeats of a group": lambda: {"f": b"- {from: 're:(a+)+$', to: b}"},
-    "choices that repeat": lambda: {"f": b"- {from: 're:(?:a|aa)*$', to: b}"},
     "many repeats": lambda: {"f": b"- {from: 're:.*.*.*.*.*x', to: b}"},
-    "counted repeats": lambda: {"f": b"- {from: 're:(a{1,30}){30}', to: b}"},
     "flags": lambda: {"f": b"- {from: 're:(?x)(a+) +$', to: b}"},
     "no expression": lambda: {"f": b"- {from: 're:(', to: b}"},
     "a group that is not there": lambda: {"f": b"- {from: 're:a', to: '\\9'}"},
-    "a group name that is not there": lambda: {"f": b"- {from: 're:a', to: '\\g<b>'}"},
     "many stars": lambda: {"f": b"- {from: 'a*a*a*a*a*a*a*b', to: c}"},
     "unknown words": lambda: {"f": b"- {from: a, to: b, colour: red}"},
     "a number": lambda: {"f": b"5"},
     "sizes that are text": lambda: {"f": b"- {from: a, to: [b, c], sizes: [x, y]}"},
-    "a dimension that is text": lambda: {"f": b"- {from: a, to: [b, c], dim: x}"},
     "too large": lambda: {"f": b"# " + b"a" * 3_000_000},
     "many words": lambda: {"f": b"- {from: a, to: [b, c]}\n" * 30_000},
     "objects": lambda: {"f": b"!!python/object/apply:os.system ['touch pwned']"},

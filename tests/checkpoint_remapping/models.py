@@ -66,12 +66,7 @@ ARCHITECTURES: dict[str, dict[str, Builder]] = {
         "torchvision": _torchvision(models.efficientnet_b0),
         "timm": _timm("efficientnet_b0"),
         "HF": _hugging_face(
-            "EfficientNet",
-            width_coefficient=1.0,
-            depth_coefficient=1.0,
-            hidden_dim=1280,
-            image_size=224,
-            batch_norm_eps=1e-5,
+            "EfficientNet", width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, batch_norm_eps=1e-5
         ),
     },
     "RegNet": {
@@ -90,7 +85,6 @@ ARCHITECTURES: dict[str, dict[str, Builder]] = {
     "MNASNet": {"torchvision": _torchvision(models.mnasnet1_0), "timm": _timm("mnasnet_100")},
     "MobileViT": {"timm": _timm("mobilevit_s"), "HF": _hugging_face("MobileViT", image_size=256)},
     "BERT": {"HF": lambda: BertEncoder(), "torch": lambda: TorchEncoder()},
-    "BERT with a square feed-forward": {"HF": lambda: BertEncoder(64), "torch": lambda: TorchEncoder(64)},
     "GPT-2": {"HF": lambda: HuggingFaceGPT2(), "Linear": lambda: LinearGPT2()},
 }
 SIDES = {"MobileViT": 256}
@@ -128,15 +122,10 @@ def inputs(architecture: str) -> torch.Tensor:
 
 
 class BertEncoder(nn.Module):
-    def __init__(self, width: int = 128):
+    def __init__(self):
         super().__init__()
-        config = transformers.BertConfig(
-            hidden_size=64,
-            num_attention_heads=4,
-            intermediate_size=width,
-            num_hidden_layers=3,
-            attn_implementation="eager",
-        )
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 3}
+        config = transformers.BertConfig(**sizes, attn_implementation="eager")
         self.encoder = transformers.models.bert.modeling_bert.BertEncoder(config)
 
     def forward(self, x):
@@ -144,9 +133,9 @@ class BertEncoder(nn.Module):
 
 
 class TorchEncoder(nn.Module):
-    def __init__(self, width: int = 128):
+    def __init__(self):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, width, activation="gelu", batch_first=True, layer_norm_eps=1e-12)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, activation="gelu", batch_first=True, layer_norm_eps=1e-12)
         self.transformer = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
     def forward(self, x):
@@ -184,14 +173,9 @@ class LinearGPT2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(50, 64),
-                "wpe": nn.Embedding(32, 64),
-                "h": nn.ModuleList(_Block() for _ in range(2)),
-                "ln_f": nn.LayerNorm(64),
-            }
-        )
+        blocks = nn.ModuleList(_Block() for _ in range(2))
+        parts = {"wte": nn.Embedding(50, 64), "wpe": nn.Embedding(32, 64), "h": blocks, "ln_f": nn.LayerNorm(64)}
+        self.transformer = nn.ModuleDict(parts)
 
     def forward(self, x):
         x = x + self.transformer["wpe"].weight[: x.shape[1]]

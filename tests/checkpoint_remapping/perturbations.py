@@ -51,6 +51,15 @@ class File:
     truth: dict[str, str]
     resized: frozenset[str] = field(default_factory=frozenset)
 
+    def tensors(self, model: Architecture) -> dict[str, torch.Tensor]:
+        """Return the tensors, which take no memory."""
+        return {name: self._tensor(model.tensors[old], old in self.resized) for name, old in self.truth.items()}
+
+    @staticmethod
+    def _tensor(own: torch.Tensor, is_resized: bool) -> torch.Tensor:
+        shape = (own.shape[0] + 7, *own.shape[1:]) if is_resized else own.shape
+        return torch.zeros([1] * len(shape), dtype=own.dtype).expand(shape)
+
 
 class NotApplicableError(Exception):
     """A perturbation would change nothing in this model, or would give two tensors one name."""

@@ -2,7 +2,7 @@
 
 `python -m tests.checkpoint_remapping.sweep` with `--result FILE` is what `make sweep` runs. It takes the architectures
 of timm and torchvision that are not too large, and one of each family of transformers, and ends with status 1 where a
-tensor is in another's place. With `--records FILE` it goes on where it was stopped.
+tensor is in another's place.
 
 What the message of a refusal says is done for one in `--follow-every` of the files, always the same ones: it takes up
 to sixty loads, where the file itself takes two.
@@ -14,14 +14,10 @@ import argparse
 import fnmatch
 import gc
 import hashlib
-import json
-import multiprocessing
 import statistics
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +36,7 @@ from tests.checkpoint_remapping.perturbations import PERTURBATIONS, Architecture
 RIGHT, REFUSED, WRONG = OUTCOMES = ("right", "refused", "WRONG")
 CASES = ("cases", "accepted")  # what a record calls them: with evidence alone, and with all that is suggested
 _BUILDERS = architectures()
+_MOST_WRONG = 20  # files that are listed
 _SEEN = set[str]()  # structures of models; another of the same is not examined
 Record = dict[str, Any]  # what was found of one model, as JSON
 
@@ -49,7 +46,7 @@ End = tuple[str, list[str]]  # how a file ended, and the tensors that are in ano
 
 def outcomes(model: Architecture, file: File) -> dict[str, End]:
     """Align a file with its model; return how it ended with what is evidence alone, and with all that is suggested."""
-    tensors = {name: _tensor(model, file, old) for name, old in file.truth.items()}
+    tensors = file.tensors(model)
     try:
         found = align(dict(model.tensors), tensors, accept="*")
     except AmbiguousAlignmentError:
@@ -73,12 +70,6 @@ def _end(model: Architecture, file: File, found: Alignment, matches: Iterable[Ma
     return WRONG if wrong else RIGHT if wanted <= matched else REFUSED, wrong
 
 
-def _tensor(model: Architecture, file: File, name: str) -> torch.Tensor:
-    own = model.tensors[name]
-    shape = (own.shape[0] + 7, *own.shape[1:]) if name in file.resized else own.shape
-    return torch.empty(shape, dtype=own.dtype, device="meta")
-
-
 def examine(name: str, follow_every: int | None = 1) -> Record:
     """Build a model, and align all files made of it; where one in so many is refused, do what the message says."""
     try:
@@ -96,7 +87,6 @@ def examine(name: str, follow_every: int | None = 1) -> Record:
     if model.structure in _SEEN:
         return record
     _SEEN.add(model.structure)
-    began = time.process_time()
     for perturbation in PERTURBATIONS:
         file = perturbed(model, perturbation)
         if file is not None:
@@ -108,7 +98,7 @@ def examine(name: str, follow_every: int | None = 1) -> Record:
             end = ends["cases"][0]
             if end == REFUSED and follow_every and _is_followed(f"{model.structure}: {perturbation}", follow_every):
                 record["followed"][perturbation] = follow(model, file)[:2]
-    return record | {"seconds": round(time.process_time() - began, 2)}
+    return record | {"examined": True}
 
 
 def _is_followed(file: str, every: int) -> bool:
@@ -119,10 +109,9 @@ def _is_followed(file: str, every: int) -> bool:
 # The result
 
 
-def as_tables(records: Iterable[Record], most_wrong: int, sample: str = "") -> str:
+def as_tables(records: list[Record], sample: str = "") -> str:
     """Return the result as Markdown; of a sample, with how it was taken."""
-    records = sorted(records, key=lambda record: record["name"])
-    built = list(_distinct(records))
+    built = [record for record in records if "examined" in record]  # one for each structure
     cases, accepted = (
         [(record["name"], name, case) for record in built for name, case in record[part].items()] for part in CASES
     )
@@ -151,8 +140,7 @@ def as_tables(records: Iterable[Record], most_wrong: int, sample: str = "") -> s
         "",
         *_followed(built),
         "",
-        *_wrong(cases, most_wrong),
-        *_wrong(accepted, most_wrong, " with all accepted"),
+        *_wrong([*cases, *accepted]),
         *_not_built(records),
     ]
     return "\n".join(lines) + "\n"
@@ -181,27 +169,10 @@ def _followed(records: list[Record]) -> Iterator[str]:
             yield f"| {row} | {files} | {counts.total()} | {numbers} | {share:.1f} % |"
 
 
-def _distinct(records: Iterable[Record]) -> Iterator[Record]:
-    """Yield one record for each structure, under the first name."""
-    found: dict[str, Record] = {}
-    for record in records:
-        if "structure" in record:
-            first = found.setdefault(record["structure"], record)
-            for part in (*CASES, "followed"):
-                first[part] = first[part] or record[part]
-    yield from found.values()
-
-
-def _wrong(cases: list[tuple[str, str, list[Any]]], most: int, how: str = "") -> Iterator[str]:
-    """Yield what is wrong: of each perturbation at most so many files, evenly spread over the models."""
-    for perturbation in PERTURBATIONS:
-        files = [(model, case) for model, name, case in cases if name == perturbation and case[0] == WRONG]
-        some = files[:: -(-len(files) // most) or 1]
-        if files:
-            yield f"Wrong by {perturbation}{how}, {len(some)} of {len(files)} files, each with its first tensor:"
-            yield ""
-            yield from (f"- {model}, {case[1]} tensors: {case[2]}" for model, case in some)
-            yield ""
+def _wrong(cases: list[tuple[str, str, list[Any]]]) -> Iterator[str]:
+    """Yield the first files that are wrong, each with its first tensor."""
+    for model, name, case in [row for row in cases if row[2][0] == WRONG][:_MOST_WRONG]:
+        yield f"- wrong by {name}: {model}, {case[1]} tensors: {case[2]}"
 
 
 def _table(title: str, cases: Iterable[tuple[str, str]], rows: list[str] | None = None) -> list[str]:
@@ -241,63 +212,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=["*"], help="names, or patterns such as timm/resnet*")
     parser.add_argument("--limit", type=int, help="the number of models, evenly spread")
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--follow-every", type=int, default=25, help="one in so many refused files is followed")
-    parser.add_argument("--records", type=Path, help="a file of what was found of each model, which is continued")
     parser.add_argument("--result", type=Path, help="a file for the tables")
-    parser.add_argument("--wrong", type=int, default=10, help="how many wrong files are listed of each perturbation")
     arguments = parser.parse_args()
     names = sorted({name for pattern in arguments.models for name in fnmatch.filter(_BUILDERS, pattern)})
     if arguments.limit:
         names = names[:: max(1, len(names) // arguments.limit)][: arguments.limit]
-    records = _read(arguments.records)
-    left = [name for name in names if name not in records]
-    for number, record in enumerate(_examined(left, arguments), 1):
-        records[record["name"]] = record
-        if arguments.records:
-            with arguments.records.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-        _say(f"{number}/{len(left)}", record)
+    records = []
+    for number, name in enumerate(names, 1):
+        records.append(examine(name, arguments.follow_every))
+        ends = Counter(case[0] for case in records[-1].get("cases", {}).values())
+        sys.stdout.write(f"{number}/{len(names)} {name}: {records[-1].get('not_built', dict(ends))}\n")
+        gc.collect()
     sample = f"A sample: `--limit {arguments.limit}`, evenly spread over the names." if arguments.limit else ""
-    tables = as_tables((records[name] for name in names), arguments.wrong, sample)
     if arguments.result:
-        arguments.result.write_text(tables)
-    distinct = _distinct(records[name] for name in names)
-    wrong = sum(
-        end[0] in (WRONG, LOOPS)
-        for record in distinct
-        for part in ("cases", "followed")
-        for end in record[part].values()
-    )
+        arguments.result.write_text(as_tables(records, sample))
+    ends = [end for record in records for part in ("cases", "followed") for end in record.get(part, {}).values()]
+    wrong = sum(end[0] in (WRONG, LOOPS) for end in ends)
     sys.stdout.write(f"{len(names)} models: {wrong} files wrong\n")
     sys.exit(wrong > 0)
-
-
-def _read(path: Path | None) -> dict[str, Record]:
-    lines = path.read_text().splitlines() if path and path.exists() else []
-    return {record["name"]: record for record in map(json.loads, lines)}
-
-
-def _examined(names: list[str], arguments: argparse.Namespace) -> Iterator[Record]:
-    one = partial(examine, follow_every=arguments.follow_every)
-    if arguments.processes == 1:
-        for name in names:
-            yield one(name)
-            gc.collect()
-        return
-    with multiprocessing.get_context("fork").Pool(arguments.processes) as pool:
-        yield from pool.imap_unordered(one, names, chunksize=1)
-
-
-def _say(number: str, record: Record) -> None:
-    if "not_built" in record:
-        sys.stdout.write(f"{number} {record['name']}: left out, {record['not_built']}\n")
-        return
-    counts = [Counter(case[0] for case in record[part].values()) for part in CASES]
-    numbers = ", accepted ".join(", ".join(f"{part[end]} {end}" for end in OUTCOMES) for part in counts)
-    seconds = f"{record['seconds']} s" if record["cases"] else "as one before"
-    sys.stdout.write(f"{number} {record['name']}: {numbers}; {record['tensors']} tensors, {seconds}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -25,27 +25,11 @@ from lightning_tricks.checkpoint_remapping import (
     UnsafeCheckpointError,
     max_output_difference,
 )
-from tests.small import QUIET, Net, fork, loader
-
-
-class Evaluated(Net):
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-    test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        return self.net(batch[0])
+from tests.small import QUIET, EvaluatedNet, fit, fork, loader
 
 
 def trainer(*callbacks, **arguments):
     return Trainer(callbacks=list(callbacks), **{"max_epochs": 1, **QUIET, **arguments})
-
-
-def fitted(**arguments):
-    net = Evaluated()
-    trainer(**arguments).fit(net, loader(), loader())
-    return net
 
 
 def weights_equal(left, right):
@@ -82,13 +66,13 @@ def foreign(net, name):
 )
 @pytest.mark.parametrize("name", FOREIGN)
 def test_every_entry_point_takes_foreign_files(name, lightning_log):
-    source = fitted()
+    fit(source := EvaluatedNet())
     path = foreign(source, name)
     for run in ("validate", "test", "predict"):
-        net = Evaluated()
+        net = EvaluatedNet()
         getattr(trainer(CheckpointRemapping()), run)(net, loader(), ckpt_path=path, **quiet(run))
         assert weights_equal(source, net)
-    net, seen = Evaluated(), []
+    net, seen = EvaluatedNet(), []
     fitter = trainer(remapping := CheckpointRemapping(), limit_train_batches=1)
     net.on_train_start = lambda: seen.append((weights_equal(source, net), fitter.global_step, fitter.current_epoch))
     fitter.fit(net, loader(), loader(), ckpt_path=path)
@@ -104,19 +88,11 @@ def quiet(run):
 
 
 def test_its_own_checkpoints_resume_as_without_it():
-    net = Evaluated()
-    whole = trainer(max_epochs=2)
-    torch.manual_seed(0)
-    whole.fit(net, loader(), loader())
     results = []
     for callbacks in ((), (CheckpointRemapping(),)):
         torch.manual_seed(0)
-        first = trainer(*callbacks)
-        start = Evaluated()
-        start.load_state_dict(net.state_dict())
-        first.fit(start, loader(), loader())
-        first.save_checkpoint("own.ckpt")
-        resumed, second = Evaluated(), trainer(*callbacks, max_epochs=2)
+        fit(EvaluatedNet(), *callbacks).save_checkpoint("own.ckpt")
+        resumed, second = EvaluatedNet(), trainer(*callbacks, max_epochs=2)
         second.fit(resumed, loader(), loader(), ckpt_path="own.ckpt")
         assert second.global_step == 20
         assert second.optimizers[0].state_dict()["state"][0]["step"] == 20
@@ -134,29 +110,16 @@ def test_a_file_may_be_rewritten_while_a_fit_continues_from_it():
     path, results = Path("own.ckpt"), []
     for callbacks in ((), (Overwrites(),)):
         torch.manual_seed(0)
-        first = trainer()
-        first.fit(Evaluated(), loader(), loader())
-        first.save_checkpoint(path)
-        resumed = Evaluated()
+        fit(EvaluatedNet()).save_checkpoint(path)
+        resumed = EvaluatedNet()
         trainer(CheckpointRemapping(), *callbacks, max_epochs=2).fit(resumed, loader(), loader(), ckpt_path=path)
         results.append(resumed)
     assert weights_equal(*results)
 
 
-def test_renamed_checkpoints_of_the_trainer_keep_their_optimizers():
-    """Compiled or not, DDP or not: the same model under other names resumes where it stopped."""
-    first = trainer()
-    first.fit(Evaluated(compiled=True), loader(), loader())
-    first.save_checkpoint("compiled.ckpt")
-    second = trainer(CheckpointRemapping(), max_epochs=2)
-    second.fit(Evaluated(), loader(), loader(), ckpt_path="compiled.ckpt")
-    assert (second.global_step, second.current_epoch) == (20, 2)
-    assert second.optimizers[0].state_dict()["state"][0]["step"] == 20
-
-
-class Wide(Evaluated):
-    def __init__(self, classes=3):
-        super().__init__()
+class Wide(EvaluatedNet):
+    def __init__(self, classes=3, **options):
+        super().__init__(**options)
         self.more = nn.Linear(4, classes)
 
 
@@ -171,6 +134,7 @@ class CountsBatches(Callback):
     ("change", "options", "resumes"),
     [
         ("none", {}, True),
+        ("compiled", {}, True),
         ("another shape", {"allow_mismatched": "more.*"}, False),
         ("another kind", {"allow_mismatched": "more.*"}, False),
         ("a tensor less in the module", {"allow_unexpected": "more.*"}, False),
@@ -179,12 +143,10 @@ class CountsBatches(Callback):
 )
 def test_only_a_checkpoint_of_the_same_model_continues(change, options, resumes):
     """The states of its optimizers belong to tensors of other shapes, or to others, where something differs."""
-    file, model = Wide(), Wide(5 if change == "another shape" else 3)
+    file, model = Wide(compiled=change == "compiled"), Wide(5 if change == "another shape" else 3)
     if change == "a tensor less in the module":
-        model = Evaluated()
-    first = trainer()
-    first.fit(Evaluated() if change == "a tensor more in the module" else file, loader(), loader())
-    first.save_checkpoint("own.ckpt")
+        model = EvaluatedNet()
+    fit(EvaluatedNet() if change == "a tensor more in the module" else file).save_checkpoint("own.ckpt")
     if change == "another kind":
         checkpoint = torch.load("own.ckpt")
         checkpoint["state_dict"]["more.weight"] = checkpoint["state_dict"]["more.weight"].to(torch.int8)
@@ -193,28 +155,27 @@ def test_only_a_checkpoint_of_the_same_model_continues(change, options, resumes)
     second = trainer(CheckpointRemapping(**options), counter, max_epochs=2)
     second.fit(model, loader(), loader(), ckpt_path="own.ckpt")
     assert counter.batches == (10 if resumes else 20)
+    assert second.optimizers[0].state_dict()["state"][0]["step"] == 20
 
 
 def test_honest_hyperparameters_do_not_stop_a_resume():
-    first = trainer()
-    first.fit(Evaluated(), loader(), loader())
-    first.save_checkpoint("own.ckpt")
+    fit(EvaluatedNet()).save_checkpoint("own.ckpt")
     checkpoint = torch.load("own.ckpt")
     checkpoint["hyper_parameters"] = {"root": Path("data"), "options": Namespace(lr=0.1)}
     torch.save(checkpoint, "honest.ckpt")
     second = trainer(CheckpointRemapping(), max_epochs=2)
-    second.fit(Evaluated(), loader(), loader(), ckpt_path="honest.ckpt")
+    second.fit(EvaluatedNet(), loader(), loader(), ckpt_path="honest.ckpt")
     assert second.global_step == 20
     checkpoint["mine"] = {"root": Path("data")}
     torch.save(checkpoint, "honest.ckpt")
     with pytest.raises(CheckpointError, match=r"honest.ckpt cannot be resumed: mine.root is a pathlib"):
-        trainer(CheckpointRemapping(), max_epochs=2).fit(Evaluated(), loader(), loader(), ckpt_path="honest.ckpt")
-    trainer(CheckpointRemapping()).validate(Evaluated(), loader(), ckpt_path="honest.ckpt", verbose=False)
+        trainer(CheckpointRemapping(), max_epochs=2).fit(EvaluatedNet(), loader(), loader(), ckpt_path="honest.ckpt")
+    trainer(CheckpointRemapping()).validate(EvaluatedNet(), loader(), ckpt_path="honest.ckpt", verbose=False)
 
 
 @pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
 def test_unsafe_and_unfit_files_are_refused_and_the_trainer_stays_as_it_was(run):
-    net = Evaluated()
+    net = EvaluatedNet()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     torch.save({"state_dict": net.state_dict(), "pytorch-lightning_version": "2.6.0", "x": Evil()}, "evil.ckpt")
     torch.save({"other": torch.zeros(3)}, "other.pt")
@@ -239,7 +200,7 @@ def test_the_wrapper_comes_and_goes():
     probe = Probe()
     fitter = trainer(CheckpointRemapping(), plugins=[probe])
     depths = []
-    net = Evaluated()
+    net = EvaluatedNet()
     net.on_train_start = lambda: depths.append("load_checkpoint" in vars(fitter.strategy))
     for epochs in (1, 2):
         fitter.fit_loop.max_epochs = epochs
@@ -247,7 +208,7 @@ def test_the_wrapper_comes_and_goes():
         assert "load_checkpoint" not in vars(fitter.strategy)
     net.on_train_start = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        trainer(CheckpointRemapping(), plugins=[probe]).fit(net, loader(), loader())
+        fit(net, CheckpointRemapping(), plugins=[probe])
     assert depths == [True, True]
     assert probe.loads == 0
 
@@ -256,13 +217,13 @@ def test_the_wrapper_comes_and_goes():
 def test_model_checkpoint_keeps_its_work(tmp_path):
     saver = ModelCheckpoint(tmp_path / "runs", save_last=True)
     fitter = trainer(CheckpointRemapping(clean_on_save=True), saver, max_epochs=3, enable_checkpointing=True)
-    fitter.fit(Evaluated(compiled=True), loader(), loader())
+    fitter.fit(EvaluatedNet(compiled=True), loader(), loader())
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["epoch=2-step=30.ckpt", "last.ckpt"]
-    assert set(torch.load(saver.best_model_path)["state_dict"]) == set(Evaluated().state_dict())
+    assert set(torch.load(saver.best_model_path)["state_dict"]) == set(EvaluatedNet().state_dict())
     resumed = trainer(
         CheckpointRemapping(), ModelCheckpoint(tmp_path / "runs"), max_epochs=4, enable_checkpointing=True
     )
-    resumed.fit(Evaluated(compiled=True), loader(), loader(), ckpt_path=saver.best_model_path)
+    resumed.fit(EvaluatedNet(compiled=True), loader(), loader(), ckpt_path=saver.best_model_path)
     assert resumed.global_step == 40
 
 
@@ -270,9 +231,9 @@ def test_model_checkpoint_keeps_its_work(tmp_path):
 
 
 def test_a_path_is_loaded_once_and_a_resume_is_left_alone(lightning_log):
-    source = fitted()
+    fit(source := EvaluatedNet())
     path = foreign(source, "prefixed.pt")
-    net, starts = Evaluated(), []
+    net, starts = EvaluatedNet(), []
     net.on_train_start = lambda: starts.append(weights_equal(source, net))
     fitter = trainer(remapping := CheckpointRemapping(path))
     fitter.fit(net, loader(), loader())
@@ -281,7 +242,7 @@ def test_a_path_is_loaded_once_and_a_resume_is_left_alone(lightning_log):
     fitter.fit(net, loader(), loader())
     assert starts == [True, False]
     assert remapping.report.loaded == 6
-    trained = Evaluated()
+    trained = EvaluatedNet()
     trained.on_train_start = lambda: starts.append(weights_equal(net, trained) or fitter.global_step)
     resumed = trainer(CheckpointRemapping(path), max_epochs=2)
     resumed.fit(trained, loader(), loader(), ckpt_path="own.ckpt")
@@ -291,27 +252,27 @@ def test_a_path_is_loaded_once_and_a_resume_is_left_alone(lightning_log):
 
 
 def test_options_reach_the_loading():
-    class Pair(Evaluated):
+    class Pair(EvaluatedNet):
         def __init__(self):
             super().__init__()
             self.head = nn.Linear(3, 2)
 
-    source = fitted()
+    fit(source := EvaluatedNet())
     state = {name.removeprefix("net."): value for name, value in source.state_dict().items()}
     torch.save(state | {"extra": torch.zeros(1)}, "w.pt")
     net, seen = Pair(), []
     net.on_train_start = lambda: seen.append(all(torch.equal(v, net.net.state_dict()[k]) for k, v in state.items()))
-    trainer(CheckpointRemapping("w.pt", submodule="net", allow_unexpected="extra")).fit(net, loader(), loader())
+    fit(net, CheckpointRemapping("w.pt", submodule="net", allow_unexpected="extra"))
     assert seen == [True]
     with pytest.raises(CheckpointError, match=r"1 tensor is left over in the file: extra"):
-        trainer(CheckpointRemapping("w.pt", submodule="net")).fit(Pair(), loader(), loader())
+        fit(Pair(), CheckpointRemapping("w.pt", submodule="net"))
     with pytest.raises(MisconfigurationException, match=r"CheckpointRemapping\(submodule='nothing'\)"):
-        trainer(CheckpointRemapping("w.pt", submodule="nothing")).fit(Pair(), loader(), loader())
+        fit(Pair(), CheckpointRemapping("w.pt", submodule="nothing"))
     with pytest.raises(TypeError, match="path must be the path of a file, or its address, got 3"):
         CheckpointRemapping(3)
 
 
-class Counting(Evaluated):
+class Counting(EvaluatedNet):
     """It has a value of its own in its state dict, and a tensor that its state dict copies."""
 
     def __init__(self, steps=0):
@@ -339,20 +300,16 @@ def test_a_path_loads_what_only_load_state_dict_takes(strategy):
         assert torch.equal(net.state_dict()["net.0.weight"].cpu(), source.state_dict()["net.0.weight"])
 
     net.on_train_start = check
-    devices = {"auto": 1, "ddp_fork": 2}[strategy]
-    fitter = trainer(CheckpointRemapping("w.pt"), max_steps=1, strategy=strategy, devices=devices)
-    fitter.fit(net, loader(), loader())
-
-
-def test_an_error_is_raised_on_all_ranks():
+    ranks = {"strategy": strategy, "devices": {"auto": 1, "ddp_fork": 2}[strategy]}
+    fit(net, CheckpointRemapping("w.pt"), max_steps=1, **ranks)
     torch.save({"other": torch.zeros(3)}, "w.pt")
-    with pytest.raises(Exception, match=r"No tensor of w.pt fits Evaluated"):
-        trainer(CheckpointRemapping("w.pt"), strategy="ddp_fork", devices=2).fit(Evaluated(), loader(), loader())
+    with pytest.raises(Exception, match=r"No tensor of w.pt fits EvaluatedNet"):
+        fit(EvaluatedNet(), CheckpointRemapping("w.pt"), **ranks)
 
 
 @pytest.mark.trap("checkpoints: ModelParallelStrategy bypasses checkpoint_io")
 def test_model_parallel_refuses_foreign_ckpt_paths_in_words():
-    foreign(Evaluated(), "raw.pt")
+    foreign(EvaluatedNet(), "raw.pt")
 
     def run(rank):
         strategy = ModelParallelStrategy(2, tensor_parallel_size=1)
@@ -360,7 +317,7 @@ def test_model_parallel_refuses_foreign_ckpt_paths_in_words():
         with pytest.raises(
             CheckpointError, match=r"raw.pt is not a checkpoint of the Trainer, and ModelParallelStrategy"
         ):
-            fitter.fit(Evaluated(built_late=True), loader(), loader(), ckpt_path="raw.pt")
+            fitter.fit(EvaluatedNet(built_late=True), loader(), loader(), ckpt_path="raw.pt")
         assert "load_checkpoint" not in vars(strategy)
 
     fork(run, 2)
@@ -383,9 +340,7 @@ class Lit(TricksMixin, LightningModule):
 
 
 def saved(module, path="own.ckpt", **more):
-    fitter = trainer(max_steps=1)
-    fitter.fit(module, loader())
-    fitter.save_checkpoint(path)
+    fit(module, max_steps=1).save_checkpoint(path)
     torch.save({**torch.load(path, weights_only=False), **more}, path)
     return path
 
@@ -558,9 +513,8 @@ def test_a_module_from_a_checkpoint_keeps_its_weights(lightning_log):
         def on_train_start(self):
             starts.append(weights_equal(self, pretrained))
 
-    trainer(max_steps=1).fit(module := Watched(tricks=Tricks(checkpoint_remapping="pretrained.pt")), loader())
-    fitter = trainer(max_steps=1)
-    fitter.fit(Watched.load_from_checkpoint(saved(module, "tuned.ckpt"), tricks=module.tricks), loader())
+    module = Watched(tricks=Tricks(checkpoint_remapping="pretrained.pt"))
+    fit(Watched.load_from_checkpoint(saved(module, "tuned.ckpt"), tricks=module.tricks), max_steps=1)
     assert starts[0]
     assert not starts[-1]
     assert any("the module comes from load_from_checkpoint" in line for _, line in lightning_log)

@@ -5,11 +5,10 @@ import re
 
 import pytest
 import torch
-import transformers
 
 from lightning_tricks import load_weights
 from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, CheckpointError
-from tests.checkpoint_remapping.models import module_of, randomized
+from tests.checkpoint_remapping.models import module_of
 
 ORDERS = ("as registered", "shuffled")
 
@@ -32,6 +31,11 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def assert_load_into_each_other(one, other, order):
+    for file, model in ((one, other), (other, one)):
+        assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+
+
 def randn(**shapes):
     generator = torch.Generator().manual_seed(1)
     return {name.replace("__", "."): torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -50,8 +54,7 @@ def test_fused_key_and_value(order):
             fused[f"blocks.{i}.attn.kv.{leaf}"] = torch.cat(
                 [apart[f"{i}.attention.{n}.{leaf}"] for n in ("key", "value")]
             )
-    for file, model in ((apart, fused), (fused, apart)):
-        assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+    assert_load_into_each_other(apart, fused, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -63,8 +66,7 @@ def test_fused_weights_beside_biases_of_query_and_value(order):
         apart |= {f"blocks.{i}.attention.{name}.bias": parts[f"{name[0]}_bias"] + i for name in ("query", "value")}
         fused[f"blocks.{i}.attn.qkv.weight"] = torch.cat([parts[name] + i for name in ("query", "key", "value")])
         fused |= {f"blocks.{i}.attn.{name}_bias": parts[f"{name}_bias"] + i for name in "qv"}
-    for file, model in ((apart, fused), (fused, apart)):
-        assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+    assert_load_into_each_other(apart, fused, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -74,8 +76,7 @@ def test_fused_queries_of_more_heads_than_keys_and_values(order):
         parts = [torch.randn(rows, 12) for rows in (12, 4, 4)]
         apart |= {f"layers.{i}.attn.{name}_proj.weight": part for name, part in zip("qkv", parts, strict=True)}
         fused[f"layers.{i}.attention.qkv.weight"] = torch.cat(parts)
-    for file, model in ((apart, fused), (fused, apart)):
-        assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+    assert_load_into_each_other(apart, fused, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -187,25 +188,10 @@ def test_vectors_of_another_rank():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_encoder_of_a_masked_autoencoder(order):
-    config = transformers.ViTMAEConfig(
-        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_num_attention_heads=2,
-        decoder_intermediate_size=32,
-    )  # fmt: skip
-    file = randomized(transformers.ViTMAEForPreTraining(config)).state_dict()
-    words = {
-        "vit.embeddings.patch_embeddings.projection": "patch_embed.proj", "vit.embeddings.": "",
-        "position_embeddings": "pos_embed", "vit.encoder.layer": "blocks", "attention.output.dense": "attn.proj",
-        "layernorm_before": "norm1", "layernorm_after": "norm2", "intermediate.dense": "mlp.fc1",
-        "output.dense": "mlp.fc2", "attention.attention.": "attn.", "vit.layernorm": "norm",
-    }  # fmt: skip
-    truth = {}
-    for name, tensor in file.items():
-        new = name
-        for old, word in words.items():
-            new = new.replace(old, word)
-        if name.startswith("vit."):
-            truth[new] = tensor
+    sizes = {"attn.proj.weight": (8, 8), "mlp.fc1.weight": (12, 8), "mlp.fc2.weight": (8, 12), "norm1.weight": (8,)}
+    names = {f"{i}.{leaf}": size for i in range(2) for leaf, size in sizes.items()}
+    file = randn(**{f"{side}.{name}": size for side in ("vit.layer", "decoder.layers") for name, size in names.items()})
+    truth = {name.replace("vit.layer", "blocks"): tensor for name, tensor in file.items() if "decoder" not in name}
     shapes = {name: tensor.shape for name, tensor in truth.items()}
     with pytest.raises(CheckpointError):
         loaded(shapes, file)

@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import timm
 import torch
 import transformers
 from lightning.pytorch import LightningModule
@@ -163,3 +164,89 @@ def test_a_model_of_transformers_trains_with_labels(before, problem, after, expe
         out = model.eval()(torch.ones(3, 7, dtype=torch.long), labels=labels)
         loss = nn.functional.cross_entropy if after == 4 else nn.functional.mse_loss
         torch.testing.assert_close(out.loss, loss(out.logits.squeeze(1) if after == 1 else out.logits, labels))
+
+
+def small():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [
+        (lambda: models.resnet18(), "fc"),
+        (lambda: models.squeezenet1_0(), "classifier.1"),
+        (lambda: timm.create_model("vit_tiny_patch16_224"), "head"),
+        (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=1)), "classifier"),
+        (lambda: small(), "3"),
+        (lambda: nn.DataParallel(small()), "module.3"),
+    ],
+)
+def test_heads_are_found(make, layer):
+    with torch.device("meta"):
+        model = make()
+    old = model.get_submodule(layer)
+    new = replace_head(model, 7)
+    assert model.get_submodule(layer) is new is not old
+    assert isinstance(old, type(new))  # timm has a Linear of its own
+    assert new.weight.shape == (7, *old.weight.shape[1:])
+    classes = [getattr(model, "num_classes", None), getattr(getattr(model, "config", None), "num_labels", None)]
+    assert {count for count in classes if count} <= {7}
+
+
+def test_a_layer_of_another_depth_is_no_second_head():
+    model = nn.Sequential()
+    model.aux = nn.ModuleDict({"head": nn.Linear(4, 5)})
+    model.head = nn.Linear(4, 5)
+    with pytest.warns(UserWarning, match=r"the old number of classes, 5, stays in 1 place.*: aux\.head\."):
+        assert replace_head(model, 7) is model.head
+    assert model.aux["head"].out_features == 5
+
+
+def test_unclear_heads_are_refused():
+    deit = timm.create_model("deit_tiny_distilled_patch16_224")
+    with pytest.raises(CheckpointError, match=r"head, head_dist all look like heads: replace each by its name"):
+        replace_head(deit, 7)
+    with pytest.warns(UserWarning, match=r"the old number of classes, 1000, stays in 1 place.*: head\."):
+        assert replace_head(deit, 7, name="head_dist") is deit.head_dist
+    config = transformers.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(CheckpointError, match=r"the last layer, pooler.dense \(Linear\), is not known to be a head"):
+        replace_head(transformers.BertModel(config), 3)
+    with pytest.raises(CheckpointError, match="has no Linear and no convolution to replace"):
+        replace_head(nn.ReLU(), 3)
+    with pytest.raises(CheckpointError, match=r"1 is a BatchNorm2d, not a Linear or Conv2d: name='1' cannot"):
+        replace_head(small(), 3, name="1")
+    with pytest.raises(ValueError, match="num_classes must be a whole number >= 1, got 0"):
+        replace_head(small(), 0)
+
+
+@pytest.mark.parametrize("name", ["auto", ""])
+def test_a_model_that_is_itself_a_layer_has_no_head(name):
+    model = nn.Linear(4, 5)
+    with pytest.raises(CheckpointError, match="the model is itself a Linear, with no module around"):
+        replace_head(model, 3, name)
+    assert list(model.children()) == []
+
+
+def test_a_model_without_a_head_is_not_told_to_replace_its_last_convolution():
+    with pytest.raises(CheckpointError) as caught:
+        replace_head(timm.create_model("resnet10t", num_classes=0), 7)
+    assert str(caught.value) == (
+        "the last layer, layer4.0.downsample.2 (BatchNorm2d), is not known to be a head: name the layer that outputs "
+        "the scores."
+    )
+    with pytest.raises(CheckpointError, match=r"2 \(BatchNorm1d\), is not known .* scores, such as name='1'"):
+        replace_head(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(4, 5), nn.BatchNorm1d(5)), 7)
+
+
+def test_a_new_head_trains_in_a_frozen_model():
+    model = small().requires_grad_(False)
+    assert all(parameter.requires_grad for parameter in replace_head(model, 7).parameters())
+
+
+def test_a_new_convolution_has_all_options_of_the_old_one():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=2, dilation=2, groups=2, padding_mode="reflect"))
+    image = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = model(image).shape
+    new = replace_head(model, 8, name="0")
+    assert model(image).shape == (1, 8, *expected[2:])
+    assert (new.dilation, new.groups, new.padding_mode) == ((2, 2), 2, "reflect")

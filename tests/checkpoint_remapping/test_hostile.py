@@ -18,12 +18,14 @@ from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
     MissingCheckpointError,
     NotACheckpointError,
+    UnsafeCheckpointError,
     read_rules,
 )
 from lightning_tricks.checkpoint_remapping.core.files import reading
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
 from tests.checkpoint_remapping import fuzz, hostile
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, PICKLES, RULES
+from tests.small import same
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 slow = {"packed: numbers that collide", "packed: numbers that collide, in a set"}  # as long as a reader may take
@@ -174,6 +176,10 @@ def test_rules_of_a_file_are_trusted_less_than_those_in_code():
     with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules: '\(a\+\)\+\$' repeats a group"):
         load_weights(torch.nn.Linear(1, 1), {"weight": torch.ones(1, 1)}, rules="rules.yaml")
     assert list(remap_keys({"aa": torch.ones(1)}, [("re:(a+)+$", "b")])) == ["b"]
+    for name in ("many repeats", "flags", "no expression", "many stars", "unknown words", "objects"):
+        Path("rules.yaml").write_bytes(RULES[name]()["f"])
+        with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules"):
+            read_rules("rules.yaml")
     Path("rules.yaml").write_text(
         "- {from: 're:^(?:net|model)\\.(.*)\\.(\\d+)\\.(\\w+)$', to: 'x.\\1'}\n- {from: 'a*b*c*', to: 'd*'}"
     )
@@ -194,15 +200,20 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self):
-        self.close_connection = True
-        getattr(self, f"do_{self.path.strip('/')}")()
-
     def head(self, status=200, **headers):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
+
+    def do_GET(self):
+        self.close_connection = True
+        data = self.server.files.get(self.path)
+        if data is None:
+            getattr(self, f"do_{self.path.strip('/')}")()
+        else:
+            self.head(Content_Length=len(data))
+            self.wfile.write(data)
 
     def do_missing(self):
         self.head(404)
@@ -256,9 +267,14 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 @pytest.fixture
-def root():
+def files():
+    return {}
+
+
+@pytest.fixture
+def root(files):
     server = Server(("127.0.0.1", 0), Answers)
-    server.over = threading.Event()
+    server.over, server.files = threading.Event(), files
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -266,6 +282,25 @@ def root():
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_addresses_are_read_as_safely_as_files(files, root):
+    expected = torch.nn.Linear(2, 3).state_dict()
+    torch.save(expected, "w.pt")
+    torch.save({"state_dict": expected, "x": _Call()}, "evil.pt")
+    files |= {f"/{name}": Path(name).read_bytes() for name in ("w.pt", "evil.pt")} | {"/": b"<html>"}
+    for address in (f"{root}/w.pt", f"file://{Path('w.pt').absolute()}"):
+        assert same(read_checkpoint(address).state_dict, dict(expected))
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint(f"{root}/evil.pt")
+    with pytest.raises(NotACheckpointError, match="an HTML page"):
+        read_checkpoint(f"{root}/")
+    assert not Path("pwned").exists()
+
+
+class _Call:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
 
 
 @pytest.mark.parametrize(
@@ -294,18 +329,7 @@ def test_bad_answers(root, path, error, words, monkeypatch):
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "http://127.0.0.1:1/f",
-        "http://nowhere.invalid/f",
-        "http://127.0.0.1:port/f",
-        "http://[::1/f",
-        "http://a b/f",
-        "http:///f",
-        f"http://{'a' * 70}.invalid/f",
-        "http://127.0.0.1:1/ü\n",
-        "nonsense://a/f",
-        "ftp2://a/f",
-    ],
+    ["http://127.0.0.1:1/f", "http://nowhere.invalid/f", "http://127.0.0.1:port/f", "http://a b/f", "nonsense://a/f"],
 )
 def test_bad_addresses(address, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", _no_names(socket.getaddrinfo))

@@ -8,15 +8,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import timm
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torchvision import models
 
-from lightning_tricks import align, load_weights, read_checkpoint, replace_head, save_weights
+from lightning_tricks import align, load_weights, read_checkpoint, save_weights
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping import (
     AmbiguousAlignmentError,
@@ -65,8 +62,10 @@ def test_loads_into_models_with_and_without_values(name, device):
     assert [p.requires_grad for p in target.parameters()] == [True] * 4 + [False, True]
 
 
-def test_takes_the_models_precision_and_keeps_ties():
+def test_takes_the_models_precision_unless_tensors_are_assigned():
     source = small()
+    load_weights(target := small(), source.state_dict(), assign=True)
+    assert target[0].weight.data_ptr() == source[0].weight.data_ptr()
     target = small().to(torch.float64)
     load_weights(target, source.state_dict())
     assert target[0].weight.dtype == torch.float64
@@ -76,12 +75,6 @@ def test_takes_the_models_precision_and_keeps_ties():
     load_weights(target, source.state_dict())
     assert target[0].weight.dtype == torch.bfloat16
     assert not target[0].weight.is_meta
-
-
-def test_assign_replaces_and_false_copies():
-    weights, target = small().state_dict(), small()
-    load_weights(target, weights, assign=True)
-    assert target[0].weight.data_ptr() == weights["0.weight"].data_ptr()
 
 
 @pytest.mark.gpu
@@ -141,16 +134,11 @@ def test_each_problem_names_the_argument_that_allows_it():
 
 
 def test_submodules():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone, self.other = small(), small()
-
-    outer, source = Outer(), small()
-    before = snapshot(outer.other)
+    outer, source = nn.ModuleDict({"backbone": small(), "other": small()}), small()
+    before = snapshot(outer["other"])
     assert load_weights(outer, source.state_dict(), submodule="backbone").loaded == 9
-    assert max_output_difference(source, outer.backbone, X) == 0
-    assert unchanged(outer.other, before)
+    assert max_output_difference(source, outer["backbone"], X) == 0
+    assert unchanged(outer["other"], before)
     with pytest.raises(AttributeError, match="nothing"):
         load_weights(outer, source.state_dict(), submodule="nothing")
 
@@ -185,15 +173,11 @@ def _quantized(scheme):
     int32, uint8, e4m3 = torch.int32, torch.uint8, torch.float8_e4m3fn
     return {
         "fp8 of blocks": {"weight": torch.ones(rows, columns).to(e4m3), "weight_scale_inv": torch.ones(1, 1)},
-        "fp8 of tensors": {
-            "weight": torch.ones(rows, columns).to(e4m3), "weight_scale": torch.ones(()), "input_scale": torch.ones(()),
-        },
         "fp8 with names of its own": {"weight": torch.ones(rows, columns).to(e4m3), "s": torch.ones(rows)},
         "gptq": {
             "qweight": torch.ones(columns // 8, rows, dtype=int32), "qzeros": torch.ones(1, 2, dtype=int32),
             "scales": torch.ones(1, rows), "g_idx": torch.ones(columns, dtype=int32),
         },
-        "bitsandbytes, 8 bits": {"weight": torch.ones(rows, columns, dtype=torch.int8), "SCB": torch.ones(rows)},
         "bitsandbytes, 4 bits": {
             "weight": torch.ones(256, 1, dtype=uint8), "weight.absmax": torch.ones(8),
             "weight.quant_map": torch.ones(16), "weight.quant_state.bitsandbytes__nf4": torch.ones(70, dtype=uint8),
@@ -207,11 +191,7 @@ def _quantized(scheme):
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.net."])
 @pytest.mark.parametrize(
-    "scheme",
-    [
-        *("fp8 of blocks", "fp8 of tensors", "fp8 with names of its own", "gptq"),
-        *("bitsandbytes, 8 bits", "bitsandbytes, 4 bits", "packed"),
-    ],
+    "scheme", ["fp8 of blocks", "fp8 with names of its own", "gptq", "bitsandbytes, 4 bits", "packed"]
 )
 def test_codes_are_no_weights_whatever_is_allowed(scheme, prefix):
     def build():
@@ -265,20 +245,17 @@ def _wrong_ways(state):
         "of other kinds": {name: tensor.int() if i % 3 == 0 else tensor for i, (name, tensor) in numbered},
         "all of these": {name: other_shapes[name] for name in names if len(name) % 5} | left_over,
         "nothing fits": {name: torch.zeros(9) for name in names},
-        "other names": {name.replace("layer_", "b").replace("queries", "a"): t for name, t in state.items()},
         "no values": {name: tensor.to("meta") for name, tensor in state.items()},
         "two models": {f"{side}.{name}": t for side in ("student", "teacher") for name, t in state.items()},
         "TensorFlow": {f"{name.replace('.', '/')}/kernel": tensor for name, tensor in state.items()},
         "codes": quantized | {f"{name}_scale": torch.ones(()) for name, t in state.items() if t.dim() == 2},
         "LoRA": state | {name.replace("weight", "lora_A.default.weight"): tensor for name, tensor in state.items()},
         "several sets": {f"group_{i}_of_weights": state for i in range(300)},
-        "counters": state | {f"{name.rpartition('.')[0]}.total_ops": torch.zeros(1) for name in names},
         "rules to nothing": (state, [(name, f"nothing.{name}") for name in names]),
         "rules of nothing": (state, [(f"nothing.{name}", names[0]) for name in names]),
         "rules to one": (state, [dict.fromkeys(names[:200], names[0])]),
         "rules to other shapes": (state, [dict(zip(names[::4], names[2::4], strict=True)), "only"]),
         "long names": {f"{'a' * 250}.{i}.weight": torch.zeros(3) for i in range(20)},
-        "tied": state | {f"same.{name}": tensor for name, tensor in state.items()},
         "one shard": {name: state[name] for name in names[:200]},
     }
 
@@ -325,7 +302,7 @@ def test_weight_norm_becomes_what_the_model_has(prefix):
         for model_norm in (old, new, lambda layer, dim=0: layer):
             target = _normed(model_norm)
             report = load_weights(target, file)
-            assert max_output_difference(source, target, inputs) == 0
+            assert max_output_difference(source, target, inputs) < 1e-6  # torch divides in another order
             is_plain = "0.weight" in target.state_dict()
             assert is_plain == ("5 tensors were computed of the file's weight norm" in report.diagnosis)
             with pytest.raises(CheckpointError) if not is_plain else contextlib.nullcontext() as error:
@@ -334,7 +311,7 @@ def test_weight_norm_becomes_what_the_model_has(prefix):
                 assert "The model has weight norm, and the file has none" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["0.weight", "1.running_mean", "3.bias"])
+@pytest.mark.parametrize("name", ["0.weight", "1.running_mean"])
 @pytest.mark.parametrize("options", [{}, {"assign": True}, {"rules": None}])
 def test_tensors_without_values_are_found_first(name, options):
     target = small()
@@ -357,6 +334,11 @@ def test_tensors_without_values_are_found_first(name, options):
         load_weights(empty, file)
     kept = load_weights(target, {n: t for n, t in file.items() if n != name}, allow_missing=name)
     assert kept.loaded == 8
+
+
+def test_lazy_modules_are_refused():
+    with pytest.raises(CheckpointError, match=r"weight, bias have no shape yet: run a batch through the model first"):
+        load_weights(nn.LazyLinear(3), nn.Linear(2, 3).state_dict())
 
 
 @pytest.mark.parametrize("layer", ["attention", "attn"])
@@ -405,7 +387,7 @@ def test_two_sets_of_weights_that_differ_in_a_wrapper_alone_are_both_seen():
     assert read_checkpoint("w.pt").state_dict.keys() == both.keys()
 
 
-@pytest.mark.parametrize("key", ["model", "state_dict", "ema", "net", "anything"])
+@pytest.mark.parametrize("key", ["state_dict", "anything"])
 @pytest.mark.parametrize("module", [True, False])
 def test_what_torch_load_returned_is_unpacked(key, module):
     source, target = small(), small()
@@ -509,11 +491,6 @@ def test_suggested_patterns_match_these_names_alone(wanted):
     assert {name for name in known if any(pattern.matches(name) for pattern in patterns)} == wanted
 
 
-def test_lazy_modules_are_refused():
-    with pytest.raises(CheckpointError, match=r"weight, bias have no shape yet: run a batch through the model first"):
-        load_weights(nn.LazyLinear(3), nn.Linear(2, 3).state_dict())
-
-
 def test_extra_state_and_what_stays_on_meta():
     class Counting(nn.Linear):
         steps = 0
@@ -530,13 +507,9 @@ def test_extra_state_and_what_stays_on_meta():
     load_weights(target, "w.pt")
     assert target.steps == 7
 
-    class Scratch(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 3)
-            self.register_buffer("kept", torch.zeros(2))
-
     with torch.device("meta"):
-        partial = Scratch()
+        partial = nn.Linear(2, 3)
+        partial.register_buffer("kept", torch.zeros(2))
     report = load_weights(partial, nn.Linear(2, 3).state_dict(), allow_missing="kept")
     assert report.diagnosis.endswith("Still on the meta device, without values: kept.")
 
@@ -550,13 +523,6 @@ def test_a_head_is_not_taken_for_positions():
         load_weights(target, {"weight": torch.ones(10, 6)}, interpolate="*")
 
 
-def test_maps_of_positions_are_interpolated():
-    source, target = {"pos_embed": torch.randn(1, 6, 7, 5)}, nn.ParameterDict({"pos_embed": torch.zeros(1, 6, 9, 8)})
-    load_weights(target, source, interpolate="pos_embed")
-    oracle = nn.functional.interpolate(source["pos_embed"], (9, 8), mode="bicubic", antialias=True)
-    torch.testing.assert_close(target["pos_embed"].detach(), oracle)
-
-
 @pytest.mark.parametrize(("old", "new"), [((2, 4, 3), (2, 9, 3)), ((1, 4, 3), (1, 9, 6)), ((1, 5, 7, 7), (1, 6, 7, 7))])
 def test_what_is_no_grid_of_positions_is_not_interpolated(old, new):
     target = nn.ParameterDict({"pos_embed": torch.zeros(new)})
@@ -565,23 +531,22 @@ def test_what_is_no_grid_of_positions_is_not_interpolated(old, new):
     assert not target["pos_embed"].any()
 
 
-def test_swin_tables_are_interpolated():
-    source = {"relative_position_bias_table": torch.randn(13 * 13, 4), "weight": torch.ones(2)}
-    target = nn.ParameterDict({name: torch.zeros(15 * 15, 4) if "table" in name else v for name, v in source.items()})
-    assert load_weights(target, source, interpolate="*table").loaded == 2
-    grid = source["relative_position_bias_table"].T.reshape(1, 4, 13, 13)
-    oracle = nn.functional.interpolate(grid, (15, 15), mode="bicubic", antialias=True)
-    torch.testing.assert_close(target["relative_position_bias_table"], oracle.reshape(4, -1).T)
-
-
-def test_tables_of_windows_that_are_not_square_are_those_of_the_model():
+@pytest.mark.parametrize("window", [None, (4, 8)])
+def test_tables_of_windows_and_maps_of_positions_are_interpolated(window):
+    """Tables are square unless a module around says its window, as Swin's do."""
+    sides = [2 * side - 1 for side in window or (8, 8)]
     target = nn.Module()
-    target.window_size = (4, 8)
-    target.table = nn.Parameter(torch.zeros(7 * 15, 3))
-    source = {"table": torch.randn(13 * 13, 3, generator=torch.Generator().manual_seed(0))}
-    assert load_weights(target, source, interpolate="table").loaded == 1
-    oracle = nn.functional.interpolate(source["table"].T.reshape(1, 3, 13, 13), (7, 15), mode="bicubic", antialias=True)
-    torch.testing.assert_close(target.table.data, oracle.reshape(3, -1).T)
+    target.window_size = window
+    target.pos_embed = nn.Parameter(torch.zeros(1, 6, 9, 8))
+    target.table = nn.Parameter(torch.zeros(math.prod(sides), 4))
+    source = {"pos_embed": torch.randn(1, 6, 7, 5), "table": torch.randn(13 * 13, 4)}
+    assert load_weights(target, source, interpolate=["table", "pos_*"]).loaded == 2
+    maps, tables = (
+        nn.functional.interpolate(grid, size, mode="bicubic", antialias=True)
+        for grid, size in ((source["pos_embed"], (9, 8)), (source["table"].T.reshape(1, 4, 13, 13), sides))
+    )
+    torch.testing.assert_close(target.pos_embed.data, maps)
+    torch.testing.assert_close(target.table.data, tables.reshape(4, -1).T)
 
 
 # Saving
@@ -637,93 +602,6 @@ def test_what_is_saved_is_read(shapes):
         assert all(
             torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in tensors.items()
         )
-
-
-# Heads
-
-
-@pytest.mark.parametrize(
-    ("make", "layer"),
-    [
-        (lambda: models.resnet18(), "fc"),
-        (lambda: models.vgg11(init_weights=False), "classifier.6"),
-        (lambda: models.squeezenet1_0(), "classifier.1"),
-        (lambda: timm.create_model("vit_tiny_patch16_224"), "head"),
-        (lambda: timm.create_model("mobilenetv3_small_050"), "classifier"),
-        (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=1)), "classifier"),
-        (lambda: small(), "3"),
-        (lambda: nn.DataParallel(small()), "module.3"),
-    ],
-)
-def test_heads_are_found(make, layer):
-    with torch.device("meta"):
-        model = make()
-    old = model.get_submodule(layer)
-    new = replace_head(model, 7)
-    assert model.get_submodule(layer) is new is not old
-    assert isinstance(old, type(new))  # timm has a Linear of its own
-    assert new.weight.shape == (7, *old.weight.shape[1:])
-    classes = [getattr(model, "num_classes", None), getattr(getattr(model, "config", None), "num_labels", None)]
-    assert {count for count in classes if count} <= {7}
-
-
-def test_a_layer_of_another_depth_is_no_second_head():
-    model = nn.Sequential()
-    model.aux = nn.ModuleDict({"head": nn.Linear(4, 5)})
-    model.head = nn.Linear(4, 5)
-    with pytest.warns(UserWarning, match=r"the old number of classes, 5, stays in 1 place.*: aux\.head\."):
-        assert replace_head(model, 7) is model.head
-    assert model.aux["head"].out_features == 5
-
-
-def test_unclear_heads_are_refused():
-    deit = timm.create_model("deit_tiny_distilled_patch16_224")
-    with pytest.raises(CheckpointError, match=r"head, head_dist all look like heads: replace each by its name"):
-        replace_head(deit, 7)
-    with pytest.warns(UserWarning, match=r"the old number of classes, 1000, stays in 1 place.*: head\."):
-        assert replace_head(deit, 7, name="head_dist") is deit.head_dist
-    config = transformers.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
-    with pytest.raises(CheckpointError, match=r"the last layer, pooler.dense \(Linear\), is not known to be a head"):
-        replace_head(transformers.BertModel(config), 3)
-    with pytest.raises(CheckpointError, match="has no Linear and no convolution to replace"):
-        replace_head(nn.ReLU(), 3)
-    with pytest.raises(CheckpointError, match=r"1 is a BatchNorm2d, not a Linear or Conv2d: name='1' cannot"):
-        replace_head(small(), 3, name="1")
-    with pytest.raises(ValueError, match="num_classes must be a whole number >= 1, got 0"):
-        replace_head(small(), 0)
-
-
-@pytest.mark.parametrize("name", ["auto", ""])
-def test_a_model_that_is_itself_a_layer_has_no_head(name):
-    model = nn.Linear(4, 5)
-    with pytest.raises(CheckpointError, match="the model is itself a Linear, with no module around"):
-        replace_head(model, 3, name)
-    assert list(model.children()) == []
-
-
-def test_a_model_without_a_head_is_not_told_to_replace_its_last_convolution():
-    with pytest.raises(CheckpointError) as caught:
-        replace_head(timm.create_model("resnet10t", num_classes=0), 7)
-    assert str(caught.value) == (
-        "the last layer, layer4.0.downsample.2 (BatchNorm2d), is not known to be a head: name the layer that outputs "
-        "the scores."
-    )
-    with pytest.raises(CheckpointError, match=r"2 \(BatchNorm1d\), is not known .* scores, such as name='1'"):
-        replace_head(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(4, 5), nn.BatchNorm1d(5)), 7)
-
-
-def test_a_new_head_trains_in_a_frozen_model():
-    model = small().requires_grad_(False)
-    assert all(parameter.requires_grad for parameter in replace_head(model, 7).parameters())
-
-
-def test_a_new_convolution_has_all_options_of_the_old_one():
-    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=2, dilation=2, groups=2, padding_mode="reflect"))
-    image = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    expected = model(image).shape
-    new = replace_head(model, 8, name="0")
-    assert model(image).shape == (1, 8, *expected[2:])
-    assert (new.dilation, new.groups, new.padding_mode) == ((2, 2), 2, "reflect")
 
 
 # Comparing

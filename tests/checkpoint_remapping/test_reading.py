@@ -6,14 +6,12 @@ import datetime
 import enum
 import functools
 import gzip
-import http.server
 import io
 import json
 import pickle
 import random
 import re
 import tarfile
-import threading
 import warnings
 import zipfile
 from pathlib import Path
@@ -99,26 +97,24 @@ def test_torch_save(zipped, protocol, mmap):
     assert (found.kind, found.placeholders, found.metadata) == ("state_dict", (), {})
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_what_is_read_without_a_mapping_stays_when_the_file_changes(zipped):
-    torch.save({"w": torch.ones(5000)}, "w.pt", _use_new_zipfile_serialization=zipped)
-    weight = read_checkpoint("w.pt", mmap=False).state_dict["w"]
-    with Path("w.pt").open("r+b") as file:
-        file.write(bytes(Path("w.pt").stat().st_size))
-    assert weight.eq(1).all()
-
-
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", ["zipped.pt", "plain.pt", "w.safetensors"])
 def test_what_is_read_may_be_changed_and_the_file_stays(name, mmap):
+    """Without a mapping, what is read stays when the file changes, too."""
+    tensors = {**weights(), "long": torch.ones(5000)}
     if name.endswith(".pt"):
-        torch.save(weights(), name, _use_new_zipfile_serialization=name == "zipped.pt")
+        torch.save(tensors, name, _use_new_zipfile_serialization=name == "zipped.pt")
     else:
-        save_file(weights(), name)
+        save_file(tensors, name)
     before = Path(name).read_bytes()
-    for tensor in read_checkpoint(name, mmap=mmap).state_dict.values():
+    found = read_checkpoint(name, mmap=mmap).state_dict
+    for tensor in found.values():
         tensor.zero_()
     assert Path(name).read_bytes() == before
+    if not mmap:
+        with Path(name).open("r+b") as file:
+            file.write(b"\1" * len(before))
+        assert not found["long"].any()
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -134,9 +130,7 @@ def test_plain_pickle(protocol):
     assert not Path("pwned").exists()
 
 
-@pytest.mark.parametrize(
-    "key", ["state_dict", "model", "model_state_dict", "ema", "module", "net", "params_ema", "anything", "weights"]
-)
+@pytest.mark.parametrize("key", ["state_dict", "model", "ema", "anything"])
 def test_nested(key):
     expected = weights()
     torch.save({"epoch": 3, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, key: expected}, "w.pt")
@@ -185,14 +179,6 @@ def test_torchscript_and_data_parallel_inside_a_dict():
     equal(read_checkpoint("wrapped.pt").state_dict, {f"module.{n}": t for n, t in net.state_dict().items()})
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.bfloat16, torch.uint16])
-def test_a_safetensors_of_any_dtype_is_read_without_values(dtype, tmp_path):
-    path = tmp_path / "w.safetensors"
-    save_weights({"weight": torch.ones(2, 3).to(dtype)}, path)
-    found = read_checkpoint(path, map_location="meta").state_dict["weight"]
-    assert (found.dtype, found.shape, found.is_meta) == (dtype, (2, 3), True)
-
-
 def test_safetensors_and_shards():
     expected = weights()
     save_weights(expected, "w.safetensors", metadata={"author": "us"})
@@ -225,6 +211,8 @@ def test_views_ties_and_other_layouts():
         "scalar": torch.tensor(1.5, dtype=torch.float64),
         "half": torch.ones(3, dtype=torch.float8_e4m3fn),
         "complex": torch.ones(2, dtype=torch.complex64),
+        "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "negated": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
         "parameter": nn.Parameter(torch.ones(2)),
         "with state": _with_attribute(torch.ones(2)),
     }
@@ -245,7 +233,7 @@ def _with_attribute(tensor):
 
 @pytest.mark.parametrize("name", ["w.pt", "old.pt", "w.safetensors"])
 def test_map_location(name):
-    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
+    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4), "c": torch.ones(2).to(torch.float8_e5m2fnuz)}
     if name == "w.safetensors":
         save_weights(tensors, name)
     else:
@@ -258,12 +246,9 @@ def test_map_location(name):
         read_checkpoint(name, map_location="cuda:7")
     with pytest.raises(TypeError, match="map_location must be a device or None"):
         read_checkpoint(name, map_location={"cpu": "meta"})
-
-
-def test_storages_of_a_device_that_is_not_there_stay_on_the_cpu():
-    torch.save({"a": torch.ones(2, 3)}, "w.pt", _use_new_zipfile_serialization=False)
-    Path("w.pt").write_bytes(Path("w.pt").read_bytes().replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00xpu"))
-    assert read_checkpoint("w.pt", map_location=None).state_dict["a"].tolist() == torch.ones(2, 3).tolist()
+    if name == "old.pt":  # a device that is not there
+        Path(name).write_bytes(Path(name).read_bytes().replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00xpu"))
+        assert torch.equal(read_checkpoint(name, map_location=None).state_dict["a"], tensors["a"])
 
 
 # Arrays of NumPy
@@ -469,23 +454,6 @@ def _touch(name):
     Path(name).touch()
 
 
-def test_names_are_not_imported():
-    module = "module_that_leaves_a_trace"
-    Path(f"{module}.py").write_text("import pathlib; pathlib.Path('pwned').touch()")
-    Path("w.pkl").write_bytes(f"c{module}\nThing\n)R.".encode())
-    with pytest.raises(NotACheckpointError, match=f"a pickled {module}.Thing, not a state dict"):
-        read_checkpoint("w.pkl")
-    assert not Path("pwned").exists()
-
-
-def test_conjugated_and_negated_tensors_keep_their_values(tmp_path):
-    numbers = torch.tensor([1 + 2j, 3 - 1j])
-    tensors = {"plain": numbers, "conjugated": numbers.conj(), "negated": numbers.clone().conj().imag}
-    torch.save(tensors, tmp_path / "a.pt")
-    found = read_checkpoint(tmp_path / "a.pt").state_dict
-    assert {name: found[name].tolist() for name in tensors} == {name: t.tolist() for name, t in tensors.items()}
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
@@ -530,10 +498,11 @@ def _npz():
     return file.getvalue()
 
 
-def _zip():
+def _zip(*names):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("notes.txt", "hello")
+        for name in names:
+            archive.writestr(name, "{}")
     return file.getvalue()
 
 
@@ -545,46 +514,28 @@ NOT_CHECKPOINTS = [
     (gzip.compress(b"weights"), "a compressed archive. Unpack it"),
     (_archive(), "a compressed archive"),
     (_npz(), r"a zip archive without a checkpoint in it \(it holds a.npy\)"),
-    (_zip(), r"a zip archive without a checkpoint in it \(it holds notes.txt\)"),
+    (
+        _zip("metadata.json", "model.weights.h5"),
+        r"a zip archive without a checkpoint in it \(it holds metadata.json, model.weights.h5",
+    ),
+    (b"\x89HDF\r\n\x1a\n" + bytes(88), "an HDF5 file, as Keras writes them. Convert it to .safetensors"),
+    (b"GGUF\x03\x00\x00\x00" + bytes(16), "a GGUF file, whose weights are quantized. Take the"),
     (b"hello world, this is a readme\n", "a text file, which begins with 'hello world"),
     (b'{"error": "not found"}', "a JSON file without a weight_map"),
     (bytes(range(100, 200)), "not in a format of weights that this reader knows"),
     (pickle.dumps([1, 2]), "a pickled list, not a state dict"),
     (pickle.dumps({"epoch": 3}), "a checkpoint without weights: it holds epoch"),
+    (pickle.dumps({"a": [1, 2]})[:-3], "a pickle that is .*truncated.*Download it again"),
 ]
-
-
-def _keras():
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name in ("metadata.json", "config.json", "model.weights.h5"):
-            archive.writestr(name, "{}")
-    return file.getvalue()
-
-
-OTHER_FRAMEWORKS = [
-    ("model.onnx", b"\x08\x08\x12\x07pytorch\x1a\x052.6.0", "not in a format of weights that this reader knows"),
-    ("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(88), "an HDF5 file, as Keras writes them. Convert it to .safetensors"),
-    ("model.keras", _keras(), r"a zip archive without a checkpoint in it .*model.weights.h5"),
-    ("model.gguf", b"GGUF\x03\x00\x00\x00" + bytes(16), "a GGUF file, whose weights are quantized. Take the"),
-]
-
-
-@pytest.mark.parametrize(("name", "data", "words"), OTHER_FRAMEWORKS, ids=[name for name, _, _ in OTHER_FRAMEWORKS])
-def test_files_of_other_frameworks_are_named(name, data, words):
-    Path(name).write_bytes(data)
-    with pytest.raises(NotACheckpointError, match=f"^{name} is {words}"):
-        read_checkpoint(name)
 
 
 @pytest.mark.trap("checkpoints: an HTML page, a git-LFS pointer, ... advise weights_only=False")
 @pytest.mark.parametrize(("data", "words"), NOT_CHECKPOINTS, ids=[words for _, words in NOT_CHECKPOINTS])
 def test_what_it_is(data, words):
-    Path("model.pt").write_bytes(data)
-    with pytest.raises(NotACheckpointError, match=words) as error:
-        read_checkpoint("model.pt")
+    Path("model.onnx").write_bytes(data)
+    with pytest.raises(NotACheckpointError, match=f"^model.onnx is {words}") as error:
+        read_checkpoint("model.onnx")
     assert "weights_only" not in str(error.value)
-    assert "model.pt" in str(error.value)
 
 
 def test_an_optimizer_alone():
@@ -639,12 +590,6 @@ def test_truncated_at_any_byte(name):
         assert "weights_only" not in str(error.value)
 
 
-def test_a_pickle_that_ends_early_is_damaged_whatever_its_name():
-    Path("model.onnx").write_bytes(pickle.dumps({"a": [1, 2]})[:-3])
-    with pytest.raises(NotACheckpointError, match=r"^model.onnx is .*truncated.*Download it again"):
-        read_checkpoint("model.onnx")
-
-
 def test_a_file_that_gets_shorter_while_it_is_read():
     """Otherwise the rest of the tensor would be what was in the memory before."""
     Path("w").write_bytes(bytes(64))
@@ -668,54 +613,3 @@ def test_tensors_beyond_their_data(claimed):
             archive.writestr(name, data)
     with pytest.raises(NotACheckpointError, match="a tensor that is larger than its data"):
         read_checkpoint("w.pt")
-
-
-# Addresses
-
-
-class Pages(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        data = self.server.pages.get(self.path)
-        self.send_response(200 if data is not None else 404)
-        self.send_header("Content-Length", str(len(data or b"") + 100 * self.path.startswith("/cut")))
-        self.end_headers()
-        self.wfile.write(data or b"")
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def address():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    server.pages = {}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.pages, f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_addresses_are_read_as_safely_as_files(address):
-    import os
-
-    pages, root = address
-    expected = weights()
-    torch.save(expected, "w.pt")
-    torch.save({"state_dict": expected, "x": Call(os.system, "touch pwned")}, "evil.pt")
-    pages |= {
-        "/w.pt": Path("w.pt").read_bytes(),
-        "/evil.pt": Path("evil.pt").read_bytes(),
-        "/cut.pt": b"PK",
-        "/": b"<html>",
-    }
-    equal(read_checkpoint(f"{root}/w.pt").state_dict, expected)
-    with pytest.raises(UnsafeCheckpointError):
-        read_checkpoint(f"{root}/evil.pt")
-    with pytest.raises(CheckpointError, match=r"cut.pt"):
-        read_checkpoint(f"{root}/cut.pt")
-    with pytest.raises(NotACheckpointError, match="an HTML page"):
-        read_checkpoint(f"{root}/")
-    with pytest.raises(MissingCheckpointError, match=r"cannot be downloaded: HTTP Error 404"):
-        read_checkpoint(f"{root}/nothing.pt")
-    equal(read_checkpoint(f"file://{Path('w.pt').absolute()}").state_dict, expected)
-    assert not Path("pwned").exists()

@@ -126,12 +126,10 @@ def test_rules_from_a_file():
     Path("rules.yaml").write_text("- wrappers\n- {from: fc, to: head}\n- - {from: a, to: b}\n  - {from: b, to: a}\n")
     found = remap_keys(ones("module.fc.w", "module.a.w", "module.b.w"), read_rules("rules.yaml"))
     assert list(found) == ["head.w", "b.w", "a.w"]
-    Path("rules.yaml").write_text("- {from: [1]}\n")
-    with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules"):
-        read_rules("rules.yaml")
-    Path("rules.yaml").write_text("just words")
-    with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules"):
-        read_rules("rules.yaml")
+    for text in ("- {from: [1]}\n", "just words"):
+        Path("rules.yaml").write_text(text)
+        with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules"):
+            read_rules("rules.yaml")
 
 
 def test_a_module_of_its_own_name_stays():

@@ -50,11 +50,9 @@ def assert_loaded(target, source):
 
 RULES = {
     "a pair": [("bar", "mu")],
-    "both": [("bar", "mu"), ("foo", "logvar")],
     "a dict": {"bar": "mu", "foo": "logvar"},
     "tensors": [("bar.weight", "mu.weight"), ("bar.bias", "mu.bias")],
     "a glob": [("bar.*", "mu.*")],
-    "an expression": [("re:^bar", "mu")],
     "all of them": [("bar", "mu"), ("foo", "logvar"), ("trunk0", "stem0"), ("trunk1", "stem1"), "only"],
 }
 
@@ -80,7 +78,7 @@ def test_what_rules_leave_is_matched(rules, in_file):
         assert "rule" not in reasons["stem0.weight"]
 
 
-@pytest.mark.parametrize("wrap", ["module.", "_orig_mod.", "module._orig_mod.", "net.module."])
+@pytest.mark.parametrize("wrap", ["module._orig_mod.", "net.module."])
 @pytest.mark.parametrize("written", ["as in the file", "without wrappers"])
 def test_rules_see_the_names_of_the_file_and_those_in_messages(wrap, written):
     source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
@@ -155,39 +153,39 @@ def test_rules_that_do_not_fit_change_nothing(rules, words):
     assert unchanged(target, before)
 
 
-def test_a_rule_that_matches_nothing_is_named():
-    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+def test_what_is_said_is_about_what_is_missing_and_names_a_rule_that_matches_nothing():
+    """What is ambiguous and allowed to be missing is not named in place of what is not allowed."""
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("trunk", "mu", "logvar")
     report = load_weights(target, source.state_dict(), rules=[("bar", "mu"), ("bazz", "mu")])
     assert "the rule bazz -> mu matched nothing" in report.diagnosis
     assert "rules lead to mu.bias, mu.weight" in report.diagnosis
+    target.extra = nn.Linear(9, 9)
+    allowed = {"allow_missing": ["mu.*", "logvar.*"], "allow_unexpected": "*"}
+    with pytest.raises(CheckpointError, match=r"2 tensors are missing in the file: extra.weight, extra.bias"):
+        load_weights(target, source.state_dict(), **allowed)
 
 
 def test_splits_fusions_and_buffers_beside_the_search():
     """What a rule splits is pinned; buffers and the rest are matched by themselves."""
 
-    class Attention(nn.Module):
-        def __init__(self, *names, mlp):
-            super().__init__()
-            for name in names:
-                self.add_module(name, nn.Linear(4, 4 * len(names[0]) if name == "fused" else 4))
-            self.add_module(mlp, nn.Linear(4, 7))
-            self.register_buffer("scale", torch.randn(3))
+    def attention(**outputs):
+        net = nn.ModuleDict({name: nn.Linear(4, size) for name, size in outputs.items()})
+        net.register_buffer("scale", torch.randn(3))
+        return net
 
-    fused, split = Attention("fused", mlp="fc"), Attention("q", "k", "v", mlp="out")
-    fused.fused = nn.Linear(4, 12)
+    fused, split = attention(fused=12, fc=7), attention(q=4, k=4, v=4, out=7)
     rules = [RemapRule("fused.*", ("q.*", "k.*", "v.*"))]
     report = load_weights(split, fused.state_dict(), rules=rules)
     assert report.loaded == report.total == 9
-    assert torch.equal(split.k.weight, fused.fused.weight[4:8])
-    assert torch.equal(split.out.weight, fused.fc.weight)
+    assert torch.equal(split["k"].weight, fused["fused"].weight[4:8])
+    assert torch.equal(split["out"].weight, fused["fc"].weight)
     assert torch.equal(split.scale, fused.scale)
     assert report.renamed["fused.bias"] == "q.bias + k.bias + v.bias"
     report.alignment.save("rules.yaml")
-    again = Attention("q", "k", "v", mlp="out")
+    again = attention(q=4, k=4, v=4, out=7)
     assert load_weights(again, fused.state_dict(), rules="rules.yaml").loaded == 9
     assert unchanged(again, snapshot(split))
-    other = Attention("fused", mlp="fc")
-    other.fused = nn.Linear(4, 12)
+    other = attention(fused=12, fc=7)
     load_weights(other, split.state_dict(), rules=[RemapRule(("q.*", "k.*", "v.*"), "fused.*")])
     assert unchanged(other, snapshot(fused))
 
@@ -229,19 +227,11 @@ def test_the_message_about_what_is_ambiguous_can_be_pasted():
 @pytest.mark.parametrize(("old", "new"), [("one", "other"), ("one.table", "other.weight"), ("in_one", "in_other")])
 def test_rules_in_messages_fit_tensors_without_a_layer(old, new):
     sides = [
-        nn.ModuleDict({"trunk": nn.Linear(5, 4)}).state_dict()
+        {"trunk.weight": torch.randn(4, 5)}
         | {f"{name}{i}{'_weight' if '_' in name else ''}": torch.randn(4, 4) for i in "ab"}
         for name in (old, new)
     ]
-    net = nn.ModuleDict({"trunk": nn.Linear(5, 4)})
-    shapes = {name: value for name, value in sides[1].items() if "trunk" not in name}
-    for name, value in shapes.items():
-        owner = net
-        *path, leaf = name.split(".")
-        for part in path:
-            owner[part] = owner[part] if part in owner else nn.ModuleDict()
-            owner = owner[part]
-        owner.register_parameter(leaf, nn.Parameter(torch.zeros_like(value)))
+    net = module_of(sides[1])
     with pytest.raises(AmbiguousAlignmentError) as error:
         load_weights(net, sides[0])
     rules = ast.literal_eval(re.search(r"rules=(\[.*?\]) takes", str(error.value))[1])
@@ -249,16 +239,7 @@ def test_rules_in_messages_fit_tensors_without_a_layer(old, new):
         load_weights(net, sides[0], rules=rules)
         return
     report = load_weights(net, sides[0], rules=rules, allow_missing="*", allow_unexpected="*")
-    assert report.loaded == 3
-
-
-def test_a_message_is_about_what_is_missing():
-    """What is ambiguous and allowed to be missing is not named in place of what is not allowed."""
-    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("trunk", "mu", "logvar")
-    target.extra = nn.Linear(9, 9)
-    allowed = {"allow_missing": ["mu.*", "logvar.*"], "allow_unexpected": "*"}
-    with pytest.raises(CheckpointError, match=r"2 tensors are missing in the file: extra.weight, extra.bias"):
-        load_weights(target, source.state_dict(), **allowed)
+    assert report.loaded == 2
 
 
 @pytest.mark.parametrize("ending", [[], ["only"]])
@@ -373,26 +354,18 @@ def test_a_rule_for_another_layout_is_proposed_where_there_is_one(shape, wanted,
     assert found == (how and {"from": "a.weight", "to": "b.weight", **how})
 
 
-class _Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"conv": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}) for _ in range(4))
-
-
 def test_a_rule_for_a_layer_speaks_for_its_block():
     """Where blocks are counted from the other end, the layers without a rule are not taken in the order of numbers."""
-    net = _Blocks()
-    words = {"conv": "guvu", "norm": "zaba"}
-    truth = {
-        f"gada.{3 - number}.{words[kind]}.{leaf}": f"layers.{number}.{kind}.{leaf}"
-        for number in range(4)
-        for kind in words
-        for leaf in ("weight", "bias")
+    leaves = {"conv.weight": (4, 4), "norm.weight": (4,), "norm.bias": (4,)}
+    wanted = {f"layers.{i}.{leaf}": torch.randn(size) for i in range(4) for leaf, size in leaves.items()}
+    state = {
+        f"gada.{3 - i}.{leaf}".replace("conv", "guvu").replace("norm", "zaba"): wanted[f"layers.{i}.{leaf}"].clone()
+        for i in range(4)
+        for leaf in leaves
     }
-    state = {name: net.state_dict()[target].clone() for name, target in truth.items()}
-    rules = [(f"gada.{3 - number}.guvu", f"layers.{number}.conv") for number in range(4)]
+    net = module_of({name: torch.zeros_like(tensor) for name, tensor in wanted.items()})
+    rules = [(f"gada.{3 - i}.guvu", f"layers.{i}.conv") for i in range(4)]
     with pytest.raises(CheckpointError, match="zaba"):
-        load_weights(_Blocks(), state, rules=rules)
-    loaded = _Blocks()
-    load_weights(loaded, state, rules=[*rules, *((f"gada.{3 - n}.zaba", f"layers.{n}.norm") for n in range(4))])
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in loaded.state_dict().items())
+        load_weights(net, state, rules=rules)
+    load_weights(net, state, rules=[*rules, *((f"gada.{3 - i}.zaba", f"layers.{i}.norm") for i in range(4))])
+    assert unchanged(net, wanted)

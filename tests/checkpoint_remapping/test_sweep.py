@@ -6,8 +6,8 @@ import pytest
 
 from tests.checkpoint_remapping.advice import LOOPS, STUCK
 from tests.checkpoint_remapping.architectures import architectures
-from tests.checkpoint_remapping.perturbations import PERTURBATIONS, File, perturbed, shuffled
-from tests.checkpoint_remapping.sweep import CASES, REFUSED, RIGHT, WRONG, as_tables, examine, outcomes
+from tests.checkpoint_remapping.perturbations import File
+from tests.checkpoint_remapping.sweep import CASES, RIGHT, WRONG, as_tables, examine, outcomes
 
 SAMPLE = """
     timm/coat_lite_tiny timm/convnext_nano timm/darknet21 timm/gcresnet33ts timm/hgnet_tiny
@@ -21,7 +21,7 @@ SAMPLE = """
     transformers/t5 transformers/timesformer transformers/whisper own/unet_without_attention
     """.split()  # noqa: SIM905  # a list of words
 
-FOLLOWED = ["timm/test_efficientnet", "torchvision/swin_t", "transformers/bert", "transformers/t5"]
+FOLLOWED = ["timm/test_efficientnet", "timm/resnet18", "timm/mixer_s16_224", "transformers/bert", "transformers/gpt2"]
 # Of 276, and of each third model, when this was written: with evidence alone, and with all that is suggested
 RIGHT_FILES = {1: (141, 167), 3: (50, 54)}
 
@@ -30,7 +30,7 @@ RIGHT_FILES = {1: (141, 167), 3: (50, 54)}
 def test_each_tensor_is_in_its_place_or_refused(each):
     records = [examine(name, follow_every=None) for name in SAMPLE[::each]]
     ends, accepted = ([case[0] for record in records for case in record[part].values()] for part in CASES)
-    tables = as_tables(records, most_wrong=20)
+    tables = as_tables(records)
     assert [record["name"] for record in records if "not_built" in record] == []
     assert WRONG not in ends, tables
     assert ends.count(RIGHT) >= RIGHT_FILES[each][0], tables
@@ -45,40 +45,11 @@ def test_what_a_refusal_proposes_leads_to_the_right_end(monkeypatch):
     assert ends[STUCK] <= 0.15 * ends.total(), ends
 
 
-def test_one_in_so_many_refused_files_is_followed_and_the_result_counts_both(monkeypatch):
-    monkeypatch.setattr("tests.checkpoint_remapping.sweep.follow", lambda model, file: (RIGHT, 1, ""))
-    records = []
-    for every in (1, 2, 2):
-        monkeypatch.setattr("tests.checkpoint_remapping.sweep._SEEN", set())
-        records.append(examine("transformers/data2vec-vision", follow_every=every))
-    followed = [record["followed"].keys() for record in records]
-    refused = [name for name, case in records[0]["cases"].items() if case[0] == REFUSED]
-    assert [*followed[0]] == refused
-    assert followed[1] == followed[2] < followed[0]
-    assert f"Of {len(followed[1])} of the {len(refused)} refused files" in as_tables(records[1:2], most_wrong=1)
-
-
-@pytest.fixture(scope="module")
-def unet():
-    return architectures()["own/unet_without_attention"]()
-
-
-def test_a_tensor_in_the_place_of_another_is_found(unet):
+def test_a_tensor_in_the_place_of_another_is_found():
+    unet = architectures()["own/unet_without_attention"]()
     one, other = (f"down_blocks.0.resnets.0.conv{number}.weight" for number in (1, 2))
     exchanged = {one: other, other: one}
     end, wrong = outcomes(unet, File({name: exchanged.get(name, name) for name in unet.tensors}))["cases"]
     assert end == WRONG
     assert [line.partition(" (")[0] for line in wrong] == [f"{one} -> {one}", f"{other} -> {other}"]
     assert outcomes(unet, File({name: name for name in unet.tensors})) == dict.fromkeys(CASES, (RIGHT, []))
-
-
-@pytest.mark.parametrize("perturbation", PERTURBATIONS)
-def test_a_file_is_the_same_each_time_and_complete(unet, perturbation):
-    file = perturbed(unet, perturbation)
-    assert list(file.truth.items()) == list(perturbed(unet, perturbation).truth.items())
-    assert list(file.truth.items()) != [(name, name) for name in unet.tensors]
-    olds = set(file.truth.values())
-    assert len(olds) == len(file.truth)
-    assert olds == unet.tensors.keys() or "missing" in perturbation
-    assert {*shuffled(file).truth.items()} == {*file.truth.items()}
-    assert [*shuffled(file).truth] != [*file.truth]

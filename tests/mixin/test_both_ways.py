@@ -81,8 +81,11 @@ def test_a_preset_needs_no_argument_and_any_field_replaces_its_own():
     assert "acc" in Tricks.preset("classification").callbacks()[-1].logged_keys("val").pop()
     with pytest.raises(ValueError, match=r"got .clasification.\. Did you mean .classification.\?"):
         Tricks.preset("clasification")
-    with pytest.raises(TypeError, match=r"Tricks\.preset takes no 'gradient_cliping'"):
-        Tricks.preset("regression", gradient_cliping=1.0)
+    for word in ("num_classes", "dirpath", *FIELDS.values()):
+        with pytest.raises(TypeError, match=rf"Tricks.preset takes no '{word}_'\. .* Did you mean '{word}'\?"):
+            Tricks.preset("regression", **{f"{word}_": None})
+    with pytest.raises(TypeError, match="dirpath must be the path of a folder, got 5"):
+        Tricks.preset("reproducible", dirpath=5)
     with pytest.raises(ValueError, match="num_classes must be a whole number >= 2, got 1"):
         Tricks.preset("classification", num_classes=1)
     with pytest.raises(ValueError, match="num_classes=10: the preset 'regression' measures errors of numbers"):

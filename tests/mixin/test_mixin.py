@@ -29,7 +29,7 @@ from lightning_tricks import (
 )
 from lightning_tricks._torch_compat.modules import loads_as_torch_does
 from tests.contract.lab import SETTINGS
-from tests.small import QUIET, loader, same
+from tests.small import QUIET, fit, loader, same
 
 pytestmark = pytest.mark.oldest
 
@@ -84,21 +84,6 @@ def test_seeds_before_the_submodules_are_made():
     assert not same(dict(LitNet().state_dict()), dict(LitNet().state_dict()))
 
 
-def test_whole_runs_repeat():
-    runs = []
-    for _ in range(2):
-        module = LitNet(tricks=Tricks(**_BOTH))
-        _fit(module)
-        runs.append(dict(module.state_dict()))
-    assert same(*runs)
-
-
-def test_brings_the_callbacks_and_they_work():
-    trainer = _fit(LitNet(tricks=Tricks(**_BOTH)))
-    assert {"SeedEverything", "GradientClipping"} <= set(_types(trainer))
-    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5 + 1e-4
-
-
 def test_nothing_is_on_by_default():
     assert Tricks().callbacks() == []
     trainer = _fit(LitNet())
@@ -118,20 +103,10 @@ def test_a_field_takes_arguments_or_the_first_one_alone(value):
     ("fields", "error", "words"),
     [
         ({"seeding": -1}, ValueError, r"Tricks\(seeding=-1\): seed must be .*\[0, 2\*\*32 - 1\]"),
-        ({"seeding": {"seed": True}}, TypeError, r"seed must be an integer"),
         ({"seeding": {"sed": 1}}, TypeError, r"SeedEverything takes no 'sed'\. It takes seed, .* mean 'seed'"),
         ({"gradient_clipping": 0}, ValueError, r"Tricks\(gradient_clipping=0\): max_norm must be a number > 0"),
-        ({"gradient_clipping": "1"}, TypeError, "max_norm must be a number"),
-        (
-            {"gradient_cliping": 1.0},
-            TypeError,
-            "Tricks takes no 'gradient_cliping'.* mean 'gradient_clipping'?",
-        ),
-        (
-            {"nvtx_ranges": 3},
-            TypeError,
-            r"Tricks\(nvtx_ranges=3\): NvtxRanges takes no arguments: pass True or False\.",
-        ),
+        ({"gradient_cliping": 1.0}, TypeError, "Tricks takes no 'gradient_cliping'.* mean 'gradient_clipping'?"),
+        ({"nvtx_ranges": 3}, TypeError, r"\(nvtx_ranges=3\): NvtxRanges takes no arguments: pass True or False\."),
         ({"nvtx_ranges": {"rnges": 1}}, TypeError, r"NvtxRanges takes no arguments"),
         ({"gradient_clipping": {"max_nrm": 1}}, TypeError, "GradientClipping takes no 'max_nrm'.* mean 'max_norm'?"),
         ({"optimizer": {"nme": "SGD"}}, TypeError, "OptimizerSpec takes no 'nme'.* Did you mean 'name'?"),
@@ -139,11 +114,7 @@ def test_a_field_takes_arguments_or_the_first_one_alone(value):
         ({"optimizer": _SGD, "schedule": {"knd": "wsd"}}, TypeError, "ScheduleSpec takes no 'knd'.* mean 'kind'?"),
         ({"auto_resume": {"dirpath": "x", "train_time_interval": {"minuts": 1}}}, TypeError, "Did you mean 'minutes'?"),
         ({"metrics": {"metrics": {"task": "binary", "treshold": 1}}}, TypeError, "takes no 'treshold'.* 'threshold'?"),
-        (
-            {"gradient_clipping": {"method": _object_of("ACG")}},
-            ValueError,
-            "got 'lightning_tricks.ACG'.* Did you mean 'lightning_tricks.AGC'?",
-        ),
+        ({"gradient_clipping": {"method": _object_of("ACG")}}, ValueError, "got 'lightning_tricks.ACG'.*tricks.AGC'?"),
         ({"gradient_clipping": {"groups": {"*": _object_of("AGC", clip_facto=1)}}}, TypeError, "mean 'clip_factor'?"),
         ({"gradient_clipping": {"method": {**_object_of("AGC"), "ini_args": {}}}}, TypeError, "mean 'init_args'?"),
     ],
@@ -153,18 +124,6 @@ def test_bad_tricks_are_refused_when_they_are_made(fields, error, words):
         Tricks(**fields)
     with pytest.raises(error, match=words):
         LitNet(tricks=fields)
-
-
-@pytest.mark.parametrize("preset", ["classification", "regression", "finetune", "reproducible"])
-def test_a_misspelt_argument_of_a_preset_is_named_with_the_right_one(preset):
-    for name in ("num_classes", "dirpath", *(field.name for field in dataclasses.fields(Tricks))):
-        with pytest.raises(TypeError, match=rf"Tricks.preset takes no '{name}_'\. .* Did you mean '{name}'\?"):
-            Tricks.preset(preset, **{f"{name}_": None})
-
-
-def test_a_folder_of_a_preset_that_is_none_is_named():
-    with pytest.raises(TypeError, match="dirpath must be the path of a folder, got 5"):
-        Tricks.preset("reproducible", dirpath=5)
 
 
 def test_what_one_changes_in_its_dicts_reaches_no_other():
@@ -187,18 +146,13 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
     assert off == Tricks()
     required = {
         "auto_resume": "dirpath",
-        "run_fingerprint": "path",
-        "run_report": "path",
-        "predictions": "path",
         "restore_best": "monitor",
         "metrics": "metrics",
         "gradual_unfreezing": "schedule",
     }
-    if field.name in required:
-        needed = required[field.name]
-        with pytest.raises(
-            TypeError, match=rf"Tricks\({field.name}=True\): .* has no default for {needed}: pass a dict"
-        ):
+    required |= dict.fromkeys(("run_fingerprint", "run_report", "predictions"), "path")
+    if needed := required.get(field.name):
+        with pytest.raises(TypeError, match=rf"Tricks\({field.name}=True\): .* has no default for {needed}: pass a"):
             Tricks(**{field.name: True})
         return
     on = Tricks(**beside, **{field.name: True})
@@ -286,24 +240,20 @@ def test_cooperates_with_the_modules_own_callbacks(module_class):
 
 
 @pytest.mark.trap("metrics: Lightning replaces the Trainer's callbacks by those of configure_callbacks")
-def test_the_users_own_instance_wins():
+def test_the_users_own_instance_wins_and_so_does_the_modules():
     class Stricter(GradientClipping):
         pass
+
+    class Own(LitNet):
+        def configure_callbacks(self):
+            return [*super().configure_callbacks(), GradientClipping(0.1, log="all")]
 
     for own in (GradientClipping(0.1, log="all"), Stricter(0.1, log="all")):
         trainer = _fit(LitNet(tricks=Tricks(**_BOTH)), callbacks=[own])
         clipping = [c for c in trainer.callbacks if isinstance(c, GradientClipping)]
         assert clipping == [own]
         assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.1 + 1e-4
-
-
-def test_the_modules_own_instance_wins():
-    class Own(LitNet):
-        def configure_callbacks(self):
-            return [*super().configure_callbacks(), GradientClipping(0.1, log="all")]
-
-    trainer = _fit(Own(tricks=Tricks(**_BOTH)))
-    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.1 + 1e-4
+    assert _fit(Own(tricks=Tricks(**_BOTH))).callback_metrics["grad_norm/post_clip"] <= 0.1 + 1e-4
 
 
 def test_a_second_module_brings_its_own_tricks():
@@ -404,12 +354,6 @@ def test_tricks_inside_of_another_argument_are_saved_as_plain_values():
     assert Configured.load_from_checkpoint("run.ckpt").tricks == module.tricks
 
 
-def test_hyperparameters_of_the_loggers_are_plain_too():
-    module = LitNet(tricks=Tricks(**_BOTH))
-    assert module.hparams_initial["tricks"].items() >= _BOTH.items()
-    assert type(module.hparams_initial["tricks"]) is dict
-
-
 def test_save_hyperparameters_takes_what_lightnings_takes():
     class Picky(TricksMixin, LightningModule):
         def __init__(self, width, depth=2, settings=None):
@@ -427,6 +371,7 @@ def test_save_hyperparameters_takes_what_lightnings_takes():
             self.save_hyperparameters()
 
     plain = dataclasses.asdict(Tricks(seeding=1))
+    assert LitNet(tricks=Tricks(seeding=1)).hparams_initial["tricks"] == plain
     assert Picky(8, settings=Tricks(seeding=1)).hparams == {"depth": 2, "settings": plain}
     assert Ignoring(8, tricks=Tricks(seeding=1)).hparams == {"width": 8}
     grandchild = Grandchild(tricks=Tricks(seeding=1))
@@ -507,20 +452,14 @@ _SPECS = {
 }
 
 
-def _fit_specified(module, **trainer):
-    fitter = Trainer(**{**QUIET, "max_epochs": 1, **trainer})
-    fitter.fit(module, loader())
-    return fitter
-
-
 def test_builds_the_optimizer_and_the_schedule():
-    trainer = _fit_specified(_Specified(Tricks(**_SPECS)))
+    trainer = fit(_Specified(Tricks(**_SPECS)))
     (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
     assert type(optimizer) is torch.optim.SGD
     assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
     assert (config.interval, config.scheduler.last_epoch) == ("step", 10)
     assert optimizer.param_groups[0]["lr"] == 0
-    trainer = _fit_specified(_Specified(Tricks(optimizer=_SPECS["optimizer"])))
+    trainer = fit(_Specified(Tricks(optimizer=_SPECS["optimizer"])))
     assert not trainer.lr_scheduler_configs
 
 
@@ -534,7 +473,7 @@ def test_own_configure_optimizers_wins_and_that_is_logged(place, lightning_log):
     else:
         base = type("Base", (LightningModule,), {"configure_optimizers": configure_optimizers})
         own = type("Own", (_Specified, base), {})
-    trainer = _fit_specified(own(Tricks(**_SPECS)))
+    trainer = fit(own(Tricks(**_SPECS)))
     assert type(trainer.optimizers[0]) is torch.optim.Adagrad
     assert any(
         "Own defines configure_optimizers, so Tricks(optimizer=...) is not used" in message
@@ -546,7 +485,7 @@ def test_no_optimizer_anywhere_is_refused():
     with pytest.raises(
         MisconfigurationException, match="_Specified does not define configure_optimizers, and its tricks have no"
     ):
-        _fit_specified(_Specified())
+        fit(_Specified())
 
 
 def test_a_schedule_needs_an_optimizer():
@@ -561,7 +500,7 @@ def test_specs_and_methods_survive_a_checkpoint(tmp_path):
     clipping = {"method": AGC(0.02, exclude="net.bias"), "groups": {"net.weight": ClipValue(0.5)}}
     tricks = Tricks(gradient_clipping=clipping, **_SPECS)
     assert Tricks(**tricks.as_dict()).as_dict() == tricks.as_dict()
-    trainer = _fit_specified(_Specified(tricks))
+    trainer = fit(_Specified(tricks))
     trainer.save_checkpoint(tmp_path / "specs.ckpt")
     torch.load(tmp_path / "specs.ckpt", weights_only=True)
     loaded = _Specified.load_from_checkpoint(tmp_path / "specs.ckpt", weights_only=True)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.modules import parts_with_extra_state
-from lightning_tricks._shared.tensors import is_sharded
+from lightning_tricks._shared.tensors import is_on_meta, is_sharded
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import loads_as_torch_does, set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import tied_names
 
 

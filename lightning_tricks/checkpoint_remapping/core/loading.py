@@ -14,7 +14,8 @@ from torch import nn
 
 from lightning_tricks._shared.added_parameters import added_names, names_added_by_peft
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.patterns import Pattern, parse_patterns
+from lightning_tricks._shared.tensors import is_on_meta
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.atomic_loading import load_tensors
 from lightning_tricks.checkpoint_remapping.core.errors import (
@@ -24,7 +25,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint, checkpoint_of_values
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
     Alignment,
     ambiguous_cases,
@@ -32,17 +32,18 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
     describe_suggestions,
     suggestions_for,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import (
-    find_tensors,
-    parse_patterns,
-    tensors_of,
-)
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import find_tensors
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Mismatch, in_words, suggested_patterns
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
-from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
-from lightning_tricks.checkpoint_remapping.core.quantized_weights import describe_codes, find_codes, is_widened
-from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, strip_wrappers
-from lightning_tricks.checkpoint_remapping.core.weight_norm import find_normed, normed_as_in
+from lightning_tricks.checkpoint_remapping.core.other_forms import (
+    describe_codes,
+    find_codes,
+    find_normed,
+    is_widened,
+    normed_as_in,
+    resize_positions,
+)
+from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, apply_rules, strip_wrappers
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]
 Patterns = str | Iterable[str]
@@ -114,12 +115,14 @@ def load_weights(
         interpolate=interpolate,
         accept=accept,
     )
+    report = plan.report
     load_tensors(module, plan.tensors, assign)
     left = [name for name, tensor in module.state_dict().items() if is_on_meta(tensor)]
     if not left:
-        return plan.report
-    diagnosis = f"{plan.report.diagnosis} Still on the meta device, without values: {list_names(left)}."
-    return replace(plan.report, diagnosis=diagnosis)
+        return report
+    return replace(
+        report, diagnosis=f"{report.diagnosis} Still on the meta device, without values: {list_names(left)}."
+    )
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ class LoadPlan:
 
     Attributes:
         loaded: The tensors that are loaded, under the model's names.
+        tensors: The same, and the values of `get_extra_state`.
         alignment: Which tensor of the file became which of the model.
         model_tensors: The model's tensors; of tied ones, all names.
         rules: What the rules made of the file.
@@ -198,30 +202,33 @@ class LoadPlan:
     ) -> None:
         self.module, self.patterns = module, patterns
         self.source = _described(checkpoint.source)
-        self.model_tensors = tensors_of(module.state_dict(keep_vars=True))
+        own = module.state_dict(keep_vars=True)
+        self.model_tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
         lazy = [name for name, tensor in self.model_tensors.items() if nn.parameter.is_lazy(tensor)]
         if lazy:
             raise CheckpointError(f"{list_names(lazy)} have no shape yet: run a batch through the model first.")
-        self._values = checkpoint.state_dict
+        adapters = self._leave_out_added(checkpoint.state_dict)
         tensors = _with_names_of_header(checkpoint, self.model_tensors)
+        extra = {name: value for name, value in checkpoint.state_dict.items() if name.endswith("_extra_state")}
+        extra = {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
         tensors, normed = normed_as_in(tensors, self.model_tensors)
         self._lacks_norm = bool(find_normed(self.model_tensors)) and not find_normed(tensors)
-        adapters = self._leave_out_added(tensors)
-        found = find_tensors(
-            self.model_tensors, tensors, rules, patterns.get("allow_unexpected", ()), patterns.get("accept", ())
+        self.rules = apply_rules(tensors, rules, self.model_tensors)
+        self.alignment, self.loaded, self._aliases, notes = find_tensors(
+            self.model_tensors, self.rules, patterns.get("allow_unexpected", ()), patterns.get("accept", ())
         )
-        self.alignment, self.loaded, self.rules, self._aliases, notes = found
-        self._notes = [*adapters, *normed, *notes]
-        self._leave_out_other_kinds()
-        file = {
-            name: self.rules.tensors[found.alignment.name_in_file(name)] for name in self.alignment.clean_names_in_file
-        }
+        names = self.alignment.clean_names_in_file
+        file = {name: self.rules.tensors[self.alignment.name_in_file(name)] for name in names}
         codes = find_codes(self.alignment, file, self.model_tensors)
         self._codes = describe_codes(codes, file) if codes else ""
-        self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
         widened = [name for name in self.loaded if is_widened(self.loaded[name], self.model_tensors[name])]
-        self._notes += [f"{list_names(widened)} are of 8 bits in the file, and loaded as such numbers"] * bool(widened)
+        self._notes = [*adapters, *normed, *notes]
+        if widened:
+            self._notes.append(f"{list_names(widened)} are of 8 bits in the file, and loaded as such numbers")
+        self._leave_out_other_kinds()
+        self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
         self._resize()
+        self.tensors = self.loaded | extra
 
     def _leave_out_added(self, tensors: Collection[str]) -> list[str]:
         """Leave out the parameters of LoRA and adapters, if the file has none; return what should be said."""
@@ -262,14 +269,9 @@ class LoadPlan:
             resized.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
             match = Match((mismatch.source,), (mismatch.target,), reason="positions, resized to their new number")
             matches.append(match.with_names_in_file(self.rules.ruled))
-        self._notes += [list_names(resized)] * bool(resized)
+        if resized:
+            self._notes.append(list_names(resized))
         self.alignment = replace(self.alignment, matches=tuple(matches), mismatched=tuple(kept))
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """The tensors that are loaded, and the values of `get_extra_state`, under the model's names."""
-        extra = {name: value for name, value in self._values.items() if name.endswith("_extra_state")}
-        return self.loaded | {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
 
     @property
     def report(self) -> LoadReport:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
+from lightning_tricks._shared.tensors import is_on_meta
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 
@@ -57,11 +58,6 @@ def save_weights(
             torch.save(tensors, temporary)
     else:
         raise ValueError(f"path must end in .safetensors, .pt, .pth, .ckpt or .bin, got {os.fspath(path)!r}.")
-
-
-def is_on_meta(tensor: Any) -> bool:
-    """Whether a tensor has no values."""
-    return isinstance(tensor, torch.Tensor) and tensor.is_meta
 
 
 def _for_safetensors(tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

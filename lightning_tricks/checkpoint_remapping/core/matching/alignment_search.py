@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.patterns import Pattern, as_patterns
-from lightning_tricks.checkpoint_remapping.core.conversions.conversion import find_conversion
+from lightning_tricks._shared.patterns import Pattern, parse_patterns
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     CONVERSION,
     Match,
@@ -87,16 +87,6 @@ def align(
     return found
 
 
-def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern]:
-    """Return the patterns that an argument holds.
-
-    Raises:
-        TypeError, ValueError: As in `as_patterns`; but any iterable will do.
-    """
-    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
-    return as_patterns(argument, list(patterns) if several else patterns)  # type: ignore[arg-type]
-
-
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
     """Return the shapes of tensors by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -120,36 +110,32 @@ class Found(NamedTuple):
     Attributes:
         alignment: Which tensor became which.
         tensors: Those of the file, under the model's names.
-        rules: What the caller's rules made of the file.
         aliases: Names of tied tensors that the file does not have, with the names that are loaded for them.
         notes: What should be said.
     """
 
     alignment: Alignment
     tensors: dict[str, Any]
-    rules: AppliedRules
     aliases: dict[str, str]
     notes: list[str]
 
 
 def find_tensors(
     own: Mapping[str, torch.Tensor],
-    given: Mapping[str, torch.Tensor],
-    rules: RulesArgument,
+    applied: AppliedRules,
     left_over: Sequence[Pattern],
     accept: Sequence[Pattern],
 ) -> Found:
-    """Find what a model takes of a file: the rules first, then what they do not name; of tied tensors one name alone.
+    """Find what a model takes of a file: what rules made, then what they do not name; of tied tensors one name alone.
 
     Args:
         own: The model's tensors.
-        given: The file's.
-        rules: As in `load_weights`.
+        applied: What the caller's rules made of the file.
         left_over: Patterns of names that are left out if a file has too much to tell what is meant, and everything
             else fits: so a file of a student and its teacher, or of an encoder and a decoder, is one of either.
         accept: Patterns of names of the model whose suggestions are taken.
     """
-    applied = apply_rules(given, rules, own)
+    notes = [*applied.notes, *_notes_on_orders(applied)]
     tied = tied_names(own)
     named = AlignmentSearch(shapes_of(own), applied).names_in_file() if tied else {}
     aliases = _find_aliases(tied, named)
@@ -165,7 +151,7 @@ def find_tensors(
         if not other.lacking:
             alignment = replace(other, unexpected=(*other.unexpected, *less.values()))
     tensors = dict(alignment.apply_to_ruled(applied.tensors))
-    return Found(alignment, tensors, applied, aliases, [*applied.notes, *_notes_on_orders(applied)])
+    return Found(alignment, tensors, aliases, notes)
 
 
 def _notes_on_orders(applied: AppliedRules) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import HALVES, NEIGHBORS
 
 # ConvNeXt of its authors, timm and Hugging Face
@@ -267,21 +266,22 @@ _HUGGING_FACE_WHISPER = f"""
     head? proj_out
 """
 
-FAMILIES = {
-    "ConvNeXt": (Naming(_CONVNEXT), Naming(_TIMM_CONVNEXT), Naming(_HUGGING_FACE_CONVNEXT)),
+# The projects of each family, with the arguments of `Naming` for each
+FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "ConvNeXt": ((_CONVNEXT,), (_TIMM_CONVNEXT,), (_HUGGING_FACE_CONVNEXT,)),
     "Llama": (
-        Naming(_HUGGING_FACE, HALVES),
-        Naming(_PHI_3, HALVES),
-        Naming(_BAICHUAN, HALVES),
-        Naming(_LIT_GPT, HALVES),
-        Naming(_META, NEIGHBORS, computed=r"(^|\.)rope\.freqs$"),
-        Naming(_TORCHTUNE, NEIGHBORS),
+        (_HUGGING_FACE, HALVES),
+        (_PHI_3, HALVES),
+        (_BAICHUAN, HALVES),
+        (_LIT_GPT, HALVES),
+        (_META, NEIGHBORS, r"(^|\.)rope\.freqs$"),
+        (_TORCHTUNE, NEIGHBORS),
     ),
     "CLIP": (
-        Naming(_HUGGING_FACE_TEXTS + _HUGGING_FACE_IMAGES),
-        Naming(_OPENAI_TEXTS + _openai_images("visual."), computed="^(input_resolution|context_length|vocab_size)$"),
+        (_HUGGING_FACE_TEXTS + _HUGGING_FACE_IMAGES,),
+        (_OPENAI_TEXTS + _openai_images("visual."), "", "^(input_resolution|context_length|vocab_size)$"),
     ),
-    "CLIP's images": (Naming(_HUGGING_FACE_IMAGES), Naming(_openai_images(""))),
-    "CLIP's texts": (Naming(_HUGGING_FACE_TEXTS), Naming(_OPENAI_TEXTS)),
-    "Whisper": (Naming(_HUGGING_FACE_WHISPER), Naming(_OPENAI_WHISPER)),
+    "CLIP's images": ((_HUGGING_FACE_IMAGES,), (_openai_images(""),)),
+    "CLIP's texts": ((_HUGGING_FACE_TEXTS,), (_OPENAI_TEXTS,)),
+    "Whisper": ((_HUGGING_FACE_WHISPER,), (_OPENAI_WHISPER,)),
 }
