@@ -90,7 +90,9 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the results in Markdown."""
     head = "project", "version", "module", "steps", "same with the callbacks", "stopped twice, resumed at: same"
-    lines = [" | ".join(row) for row in (head, ["---"] * len(head), *map(_row, results))]
+    lines = [" | ".join((*head, "host reads of an epoch: bare, with"))]
+    lines.append(" | ".join("---" for _ in lines[0].split(" | ")))
+    lines += [" | ".join(_row(result)) for result in results]
     notes = [f"\n**{result['name']}**\n{_notes(result)}" for result in results if _notes(result)]
     return "\n".join([f"| {line} |" for line in lines] + notes) + "\n"
 
@@ -98,17 +100,18 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def _row(one: dict[str, Any]) -> list[str]:
     cells = [one["project"], one.get("version", ""), f"{one.get('module', '')} (`{one['name']}`)"]
     if "not examined" in one:
-        return [*cells, "", "not examined", ""]
+        return [*cells, "", "not examined", "", ""]
     if "bare" in one:
-        return [*cells, "", "does not train without the callbacks either", ""]
+        return [*cells, "", "does not train without the callbacks either", "", ""]
     same = "stops with an error" if "with" in one else "no" if one["differs"] else "yes"
     same += ", but neither is a second run without them" if one.get("differs from itself") else ""
     cells += [str(one["steps"]), f"{same} ({one['logged']} logged values)"]
     if "with" in one:
-        return [*cells, ""]
+        return [*cells, "", ""]
     resumed = "no (an error)" if "resume" in one else "no" if one["resume differs"] else "yes"
     resumed += ", with allow_pickle=True" if "refused without allow_pickle" in one else ""
-    return [*cells, f"{one.get('resumed at', '')}: {resumed}"]
+    reads = one["reads"] if isinstance(one["reads"], list) else ["not counted"]
+    return [*cells, f"{one.get('resumed at', '')}: {resumed}", ", ".join(map(str, reads))]
 
 
 def _notes(one: dict[str, Any]) -> str:
@@ -119,6 +122,7 @@ def _notes(one: dict[str, Any]) -> str:
         for key in ("differs", "differs from itself", "resume differs")
         if one.get(key)
     ]
+    said += [f"- reads: {one['reads']}"] if isinstance(one.get("reads"), str) else []
     texts = [*one.get("warnings", ()), *one.get("resume warnings", ())]
     return "\n".join(said + sorted({f"- warns: {_short(text)}" for text in texts}))
 

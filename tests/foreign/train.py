@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tests.foreign.projects import SCRIPTS
+from tests.small import HostReads
 from tests.styles.frame import STOPS, Job, added, differences, new_warnings, train
+
+READS = "AutoResume", "DeviceMonitor"  # what they read seldom is no read of a step
 
 
 class Names(Callback):
@@ -50,6 +54,24 @@ def seeded(script: Any) -> Any:
         script(Observed(job.folder, job.added, job.stop))
 
     return run
+
+
+def reads_of_an_epoch(script: Any, folder: Path, callbacks: dict[str, Any]) -> int:
+    """The reads of a later epoch: those of three epochs less those of two."""
+    counts = []
+    for epochs in (2, 3):
+
+        class Longer(Job):
+            def settings(self, epochs: int = epochs) -> dict[str, Any]:
+                return {**super().settings(), "max_epochs": epochs, "log_every_n_steps": 1000}
+
+        (folder / f"{epochs}").mkdir(parents=True)
+        with warnings.catch_warnings(), HostReads() as reads:
+            warnings.simplefilter("ignore")
+            lightning.seed_everything(1, verbose=False)
+            script(Longer(folder / f"{epochs}", callbacks))
+        counts.append(reads.count)
+    return counts[1] - counts[0]
 
 
 def said(error: BaseException) -> str:
@@ -88,6 +110,12 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
             found |= {"resumed at": stopped.starts[1:], "resume differs": differences(stopped, bare)}
             found["resume warnings"] = [w for w in new_warnings(stopped, bare) if w not in run.warnings]
         break
+    try:
+        looking = {k: v for k, v in added(folder / "reads").items() if k not in READS}
+        bare_reads = reads_of_an_epoch(project.script, folder / "bare reads", {})
+        found["reads"] = [bare_reads, reads_of_an_epoch(project.script, folder / "reads", looking)]
+    except BaseException as error:
+        found["reads"] = said(error)
     return found
 
 

@@ -71,11 +71,19 @@ def main() -> int:
     if not options.folder.exists():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target"]
         subprocess.run([*install, options.folder, *REQUIREMENTS], check=True)
-    rows, program = [], [sys.executable, "-m", "tests.checkpoint_remapping.converters"]
+    rows = []
     for library in ("timm", "transformers"):
         paths = [str(options.folder.resolve())] * (library == "transformers") + [os.environ.get("PYTHONPATH", "")]
         found = subprocess.run(
-            [*program, "--library", library, "--word", options.word],
+            [
+                sys.executable,
+                "-m",
+                "tests.checkpoint_remapping.converters",
+                "--library",
+                library,
+                "--word",
+                options.word,
+            ],
             check=True,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},

@@ -6,11 +6,14 @@ model's own weights into one with the names of the file. Either must end as the 
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import io
 import random
 import re
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,3 +137,71 @@ def probed(convert: Callable[[State, nn.Module], State]) -> Callable[[State, nn.
         return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in tensors.items()}
 
     return original
+
+
+# Functions that replace parts of names: their source says what they replace
+
+
+def replacements(function: Any) -> list[tuple[str, str]]:
+    """Return the (old, new) parts of names that a function replaces."""
+    found = []
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "replace":
+            texts = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
+            if len(texts) == 2:
+                found.append((node.lineno, node.end_col_offset or 0, *texts))
+    return [(old, new) for _, _, old, new in sorted(found)]
+
+
+def undone(
+    convert: Callable[[State, nn.Module], State], pairs: Sequence[tuple[str, str]], fused: Rules = (), first: Rules = ()
+) -> Callable[[State, nn.Module], State]:
+    """Return the undoing of a function that replaces parts of names.
+
+    Args:
+        convert: The function.
+        pairs: What it replaces.
+        fused: Names of the model whose tensors are parts of one, called `part`, and the name of that.
+        first: Replacements in names of the model before.
+    """
+
+    def original(state: State, model: nn.Module) -> State:
+        file: State = {}
+        groups: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in state.items():
+            match = next((found for pattern, _ in fused if (found := re.fullmatch(pattern, name))), None)
+            if match:
+                template = next(new for pattern, new in fused if pattern == match.re.pattern)
+                groups.setdefault(match.expand(template), {})[match["part"][0]] = tensor
+                continue
+            valid = [old for old in _before(replaced(name, first), pairs) if _makes(old, name, tensor, model)]
+            if valid:
+                file[min(valid, key=len)] = tensor
+        return file | {
+            name: torch.cat([parts[part] for part in "qkv" if part in parts]) for name, parts in groups.items()
+        }
+
+    def _makes(old: str, name: str, tensor: torch.Tensor, model: nn.Module) -> bool:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                made = convert({old: tensor.clone()}, model)
+        except Exception:  # whatever a function does with a name that it does not expect
+            return False
+        return name in made and made[name].shape == tensor.shape
+
+    return original
+
+
+def _before(name: str, pairs: Sequence[tuple[str, str]], most: int = 1000) -> Iterator[str]:
+    """Yield what a name may have been before replacements, beginning with the most changed."""
+    left = [most]
+
+    def go(current: str, end: int) -> Iterator[str]:
+        for i in range(end - 1, -1, -1):
+            old, new = pairs[i]
+            if left[0] > 0 and new.strip(".") and new in current and old != new:
+                yield from go(current.replace(new, old), i)
+        left[0] -= 1
+        yield current
+
+    yield from dict.fromkeys(go(name, len(pairs)))

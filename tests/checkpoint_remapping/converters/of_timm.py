@@ -47,6 +47,23 @@ _PVT = (
     (r"\.dwconv\.", ".dwconv.dwconv."), (r"stages\.(\d+)\.blocks\.", _less(-1, "block{}.")),
     (r"stages\.(\d+)\.norm", _less(-1, "norm{}")),
 )  # fmt: skip
+_EFFICIENTFORMER = (
+    (r"stem\.(conv|norm)(\d)", lambda m: f"patch_embed.{3 * int(m[2]) - 3 + (m[1] == 'norm')}"),
+    (r"stages\.(\d+)\.blocks\.", _twice(0, "network.{}.")),
+    (r"stages\.(\d+)\.downsample\.conv", _twice(1, "network.{}.proj")),
+    (r"stages\.(\d+)\.downsample\.", _twice(1, "network.{}.")),
+    (r"ls(\d)\.gamma", r"layer_scale_\1"), ("head_dist", "dist_head"),
+)  # fmt: skip
+_FASTVIT = (
+    ("stem", "patch_embed"), ("conv_kxk", "rbr_conv"), ("conv_scale", "rbr_scale"), ("identity", "rbr_skip"),
+    ("final_conv", "conv_exp"), ("large_conv", "lkb_origin"), ("mlp", "convffn"), (r"se\.fc1", "se.reduce"),
+    (r"se\.fc2", "se.expand"), (r"^head\.fc", "head"), (r"(layer_scale(_\d)?)\.gamma", r"\1"),
+)  # fmt: skip
+_POOLFORMER = (
+    *_HEAD, (r"^stem\.conv", "patch_embed.proj"), (r"layer_scale(\d)\.scale", r"layer_scale_\1"),
+    (r"stages\.(\d+)\.downsample\.conv", _twice(1, "network.{}.proj")),
+    (r"stages\.(\d+)\.blocks\.", _twice(0, "network.{}.")),
+)  # fmt: skip
 _METAFORMER = (
     *_HEAD, (r"^stem\.norm", "downsample_layers.0.post_norm"), (r"^stem\.", "downsample_layers.0."),
     (r"stages\.(\d+)\.downsample\.norm", r"downsample_layers.\1.pre_norm"),
@@ -72,6 +89,11 @@ _MAMBAOUT = (
     (r"^head\.pre_logits\.norm\.", "head.norm."), (r"^stem\.", "downsample_layers.0."),
     (r"stages\.(\d+)\.blocks\.", r"stages.\1."), (r"stages\.(\d+)\.downsample", r"downsample_layers.\1"),
 )  # fmt: skip
+_DAVIT = (
+    (r"^stem\.", "stages.0.downsample."), (r"downsample\.conv", "downsample.proj"),
+    (r"stages\.(\d+)\.downsample", r"patch_embeds.\1"), (r"stages\.(\d+)\.blocks", r"main_blocks.\1"),
+    (r"^head\.fc", "head"), (r"^head\.norm", "norms"), ("cpe1", "cpe.0"), ("cpe2", "cpe.1"),
+)  # fmt: skip
 _AIMV2 = (
     (r"^norm\.", "trunk.post_trunk_norm."), (r"norm(\d)", r"norm_\1"), (r"^patch_embed\.", "preprocessor.patchifier."),
     ("^pos_embed", "preprocessor.pos_embed"), (r"^blocks\.", "trunk.blocks."), (r"mlp\.fc1_g", "mlp.fc1"),
@@ -85,11 +107,43 @@ _CLIP = (
     (r"gamma_(\d)", r"ls_\1.gamma"),
 )  # fmt: skip
 _CLIP_SHAPES = {"proj": lambda v: v.T, "class_embedding": lambda v: v[0, 0], "positional_embedding": lambda v: v[0]}
+_BEIT_3 = (
+    (r"^patch_embed\.", "beit3.vision_embed."), (r"^norm\.", "beit3.encoder.layer_norm.A."),
+    (r"blocks\.(\d+)\.", r"beit3.encoder.layers.\1."), (r"\.norm1\.", ".self_attn_layer_norm.A."),
+    (r"\.norm2\.", ".final_layer_norm.A."), (r"mlp\.norm\.", "ffn.A.ffn_layernorm."), (r"mlp\.", "ffn.A."),
+    (r"attn\.norm\.", "self_attn.inner_attn_ln.A."), (r"attn\.proj\.", "self_attn.out_proj.A."),
+    ("^cls_token", "beit3.vision_embed.cls_token"),
+)  # fmt: skip
 
 
 def _convnext_v2(state: State, model: nn.Module) -> State:
     names = {replaced(name, _CONVNEXT): tensor for name, tensor in state.items()}
     return {name: tensor.reshape(1, 1, 1, -1) if "grn" in name else tensor for name, tensor in names.items()}
+
+
+def _fastvit(state: State, model: nn.Module) -> State:
+    parts = {"downsample.proj": "proj", "pos_emb.pos_enc": "pe", "blocks": ""}
+    numbers = [
+        (i, part)
+        for i in range(len(model.stages))
+        for part in parts
+        if any(name.startswith(f"stages.{i}.{part}") for name in state)
+    ]
+    rules = [
+        (rf"stages\.{i}\.{part}", f"network.{number}" + f".{parts[part]}" * bool(parts[part]))
+        for number, (i, part) in enumerate(numbers)
+    ]
+    return {replaced(name, (*rules, *_FASTVIT)): tensor for name, tensor in state.items()}
+
+
+def _mvit(state: State, model: nn.Module) -> State:
+    starts = [sum(model.depths[:i]) for i in range(len(model.depths))]
+    rules = (
+        (r"stages\.(\d+)\.blocks\.(\d+)", lambda m: f"blocks.{starts[int(m[1])] + int(m[2])}"),
+        (r"shortcut_proj_(attn|mlp)", "proj"),
+        (r"head\.fc", "head.projection"),
+    )
+    return {replaced(name, rules): tensor for name, tensor in state.items()}
 
 
 def _resmlp(state: State, model: nn.Module) -> State:
@@ -111,6 +165,37 @@ def _xcit(state: State, model: nn.Module) -> State:
     return file
 
 
+def _beit_3(state: State, model: nn.Module) -> State:
+    file: State = {}
+    for name, tensor in state.items():
+        fused = re.fullmatch(r"blocks\.(\d+)\.attn\.qkv\.(.*)", name)
+        if fused:
+            for part, values in zip("qkv", tensor.chunk(3), strict=True):
+                file[f"beit3.encoder.layers.{fused[1]}.self_attn.{part}_proj.A.{fused[2]}"] = values
+        elif name == "pos_embed":  # of two more positions
+            file["beit3.encoder.embed_positions.A.weight"] = torch.cat([torch.rand(2, tensor.shape[-1]), tensor[0]])
+        else:
+            file[replaced(name, _BEIT_3)] = tensor
+    return file
+
+
+def _sequencer(state: State, model: nn.Module) -> State:
+    rules = (
+        (r"stages\.(\d+)\.downsample", lambda m: f"blocks.{int(m[1]) - 1}.{len(model.stages[int(m[1]) - 1].blocks)}"),
+        (r"stages\.(\d+)\.blocks\.", r"blocks.\1."),
+        (r"^head\.fc", "head"),
+    )
+    return {replaced(name, rules): tensor for name, tensor in state.items()}
+
+
+def _naflex(state: State, model: nn.Module) -> State:
+    rules = ((r"^embeds\.(cls_token|reg_token|pos_embed)$", r"\1"), (r"^embeds\.", "patch_embed."))
+    file = {replaced(name, rules): tensor for name, tensor in state.items()}
+    patches = file["patch_embed.proj.weight"]
+    file["patch_embed.proj.weight"] = patches.reshape(-1, 16, 16, 3).permute(0, 3, 1, 2).contiguous()
+    return file | {"pos_embed": file["pos_embed"].flatten(1, 2)}
+
+
 def _open_clip(state: State, model: nn.Module) -> State:
     rules = ((r"^(?!head)", "visual.trunk."), (r"^head\.", "visual.head.proj."))
     return {replaced(name, rules): tensor for name, tensor in state.items() if name != "head.bias"}
@@ -127,6 +212,11 @@ CONVERTERS = [
     _timm("swinv2_cr_tiny_224", ((r"^head\.fc", "head"),), **_HIERARCHY),
     _timm("pvt_v2_b0", _PVT),
     _timm("pvt_v2_b2_li", _PVT),
+    _timm("efficientformer_l1", _EFFICIENTFORMER),
+    _timm("fastvit_t8", _fastvit),
+    _timm("fastvit_sa12", _fastvit),
+    _timm("mvitv2_tiny", _mvit),
+    _timm("poolformer_s12", _POOLFORMER),
     _timm("caformer_s18", _METAFORMER),
     _timm("poolformerv2_s12", _METAFORMER),
     _timm("resmlp_12_224", _resmlp),
@@ -135,8 +225,12 @@ CONVERTERS = [
     _timm("vit_base_patch16_clip_224", _clip, **_VIT),
     _timm("vit_pe_core_base_patch16_224", _clip, **_VIT),
     _timm("xcit_nano_12_p16_224", _xcit),
+    _timm("beit3_base_patch16_224", _beit_3, **_VIT),
     _timm("hiera_tiny_224", ((r"^head\.fc", "head.projection"), (r"^head\.norm", "norm"))),
+    _timm("sequencer2d_s", _sequencer),
     _timm("mambaout_femto", _MAMBAOUT),
+    _timm("davit_tiny", _DAVIT, embed_dims=(24, 48, 96, 192)),
     _timm("aimv2_large_patch14_224", _AIMV2, **_VIT),
+    _timm("naflexvit_base_patch16_gap", _naflex),
     _timm("vit_small_patch16_224 of OpenCLIP", _open_clip, **_VIT),
 ]
