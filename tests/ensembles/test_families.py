@@ -112,22 +112,15 @@ def test_settings_of_the_trainer(family, setting):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_real_fp16(family):
+@pytest.mark.parametrize(
+    "precision", ["fp16", *(pytest.param(on_gpu, marks=pytest.mark.gpu) for on_gpu in ("32-true", "16-mixed"))]
+)
+def test_real_fp16_and_a_gpu(family, precision):
+    options = {"accelerator": "gpu", "devices": 1, "precision": precision}
+    if precision == "fp16":
+        options = {"plugins": real_fp16(), "gradient_clip_val": 1.0}
     ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
-    epochs = {"FastGeometric": 4}.get(family, 10)
-    fit(ensemble, some(count=640, batch_size=32), plugins=real_fp16(), max_epochs=epochs, gradient_clip_val=1.0)
-    x, y = digits()[1].tensors
-    assert accuracy(ensemble.predict(x), y) > 0.7
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.sampled(3)
-def test_on_a_gpu(family, precision):
-    ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
-    epochs = {"FastGeometric": 4}.get(family, 10)
-    fit(ensemble, some(count=640, batch_size=32), max_epochs=epochs, accelerator="gpu", devices=1, precision=precision)
+    fit(ensemble, some(count=640, batch_size=32), max_epochs={"FastGeometric": 4}.get(family, 10), **options)
     x, y = digits()[1].tensors
     assert accuracy(ensemble.predict(x), y) > 0.7
 

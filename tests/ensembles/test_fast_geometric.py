@@ -93,16 +93,6 @@ def test_the_momentum_is_kept():
     same(values(ensemble.estimators_.member(0)), values(alone), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.trap("ensembles: FastGeometric takes softmax of the mean of logits, its authors average probabilities")
-def test_probabilities_are_averaged():
-    ensemble = FastGeometricClassifier(MLP, 3, cycle=1, optimizer=("Adam", {"lr": 0.05}), seed=0)
-    fit(ensemble, some(), max_epochs=4)
-    x = digits()[1].tensors[0]
-    outputs = torch.stack([member.eval()(x) for member in ensemble.estimators_]).detach()
-    torch.testing.assert_close(ensemble.predict(x), outputs.softmax(-1).mean(0))
-    assert (ensemble.predict(x) - outputs.mean(0).softmax(-1)).abs().max() > 1e-3
-
-
 def test_a_pretrained_model_needs_no_base():
     model = MLP()
     before = copy.deepcopy(model)

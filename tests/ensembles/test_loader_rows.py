@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import (
@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import lightning_tricks
 from lightning_tricks import AutoResume, BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
-from tests.ensembles.nets import fit
+from tests.ensembles.nets import Stops, fit
 from tests.small import QUIET
 
 pytestmark = [
@@ -306,21 +306,13 @@ def test_two_ranks_share_out_what_the_sampler_yields(kind, name, tmp_path):
         assert sorted(ranks[0] + ranks[1]) == sorted(member.seen)
 
 
-class Stops(Callback):
-    """Ends the process's work in the second batch of the second epoch, after its step."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2:
-            raise RuntimeError("stopped")
-
-
 @pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted", "workers"])
 @pytest.mark.parametrize("kind", [VotingRegressor, BaggingRegressor])
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_with_the_same_rows(kind, name, tmp_path):
     made, _ = (ONCE | DRAWN)[name]
     whole, first, second = (kind(Row, 2, vectorize=False, seed=0) for _ in range(3))
     fit(whole, made(), max_epochs=3)
-    callbacks = [AutoResume(tmp_path, every_n_train_steps=1), Stops()]
+    callbacks = [AutoResume(tmp_path, every_n_train_steps=1), Stops(len(made()) + 2)]  # in the second epoch
     with pytest.raises(RuntimeError, match="stopped"):
         fit(first, made(), max_epochs=3, callbacks=callbacks)
     fit(second, made(), max_epochs=3, callbacks=[AutoResume(tmp_path)])

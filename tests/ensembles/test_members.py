@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members, as_sequential
-from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent
+from tests.ensembles.nets import CNN, MLP, Recurrent
 
 
 class Branched(nn.Module):
@@ -296,10 +296,6 @@ def test_several_inputs():
 def test_outputs_that_cannot_be_combined(members, error, words):
     with pytest.raises(error, match=words):
         as_members(members)(_rows(2))
-
-
-def test_lightning_modules_without_a_step_of_their_own_are_stacked():
-    assert isinstance(as_members([LitMLP(), LitMLP()]), StackedMembers)
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
