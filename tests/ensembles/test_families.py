@@ -113,7 +113,7 @@ def test_settings_of_the_trainer(family, setting):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "precision", ["fp16", *(pytest.param(on_gpu, marks=pytest.mark.gpu) for on_gpu in ("32-true", "16-mixed"))]
+    "precision", ["fp16", pytest.param("16-mixed", marks=[pytest.mark.gpu, pytest.mark.sampled(3)])]
 )
 def test_real_fp16_and_a_gpu(family, precision):
     options = {"accelerator": "gpu", "devices": 1, "precision": precision}

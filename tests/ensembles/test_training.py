@@ -486,12 +486,9 @@ def test_gaussian_members_predict_noise():
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(2000, 1, generator=generator) * 2
     y = x + torch.randn(2000, 1, generator=generator) * (0.05 + 0.3 * (x > 1))
-    ensemble = VotingRegressor(
-        MLP, 3, {"inputs": 1, "outputs": 2}, criterion=nn.GaussianNLLLoss(), optimizer=("Adam", {"lr": 5e-3}), seed=0
-    )
-    trainer = fit(
-        ensemble, DataLoader(TensorDataset(x, y), 50, shuffle=True), DataLoader(TensorDataset(x, y), 500), max_epochs=30
-    )
+    options = {"criterion": nn.GaussianNLLLoss(), "optimizer": ("Adam", {"lr": 1e-2}), "seed": 0}
+    ensemble, data = VotingRegressor(MLP, 3, {"inputs": 1, "outputs": 2}, **options), TensorDataset(x, y)
+    trainer = fit(ensemble, DataLoader(data, 100, shuffle=True), DataLoader(data, 500), max_epochs=20)
     found = ensemble.predict_uncertainty(torch.tensor([[0.5], [1.5], [9.0]]))
     deviation = found.aleatoric.sqrt().flatten()
     assert deviation[0].item() == pytest.approx(0.05, abs=0.04)
