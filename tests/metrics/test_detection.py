@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_tricks import MetricsMonitor, MetricSuite
 from lightning_tricks.metrics import MetricsError, preset
-from tests.small import QUIET
+from tests.metrics.tables import numbers, trainer
 
 pytest.importorskip("pycocotools", reason="the extra 'detection' is not installed")
 
@@ -98,10 +98,6 @@ def coco(preds, target, kind="bbox"):
         wanted = values if label is None else {f"{name}_{NAMES[label]}": values[name] for name in ("map", "mar_100")}
         result |= {name: value if value >= 0 else float("nan") for name, value in wanted.items()}
     return result
-
-
-def numbers(values):
-    return {name: float(value) for name, value in values.items()}
 
 
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
@@ -223,11 +219,6 @@ def _monitor(**arguments):
     return MetricsMonitor(detection_metrics(3), class_names=NAMES, best={"val/map_50": "max"}, **arguments)
 
 
-def _trainer(*callbacks, **options):
-    torch.manual_seed(0)
-    return Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 2, **options})
-
-
 def _loader(images=11):
     return DataLoader(torch.arange(images), 2)
 
@@ -244,7 +235,7 @@ def test_ranks_measure_what_one_process_does(images, ties, tmp_path, monkeypatch
 
     for options in ({}, {"strategy": "ddp_fork", "devices": 2}):
         monitor = Keeps(detection_metrics(3), class_names=NAMES)
-        _trainer(monitor, **options).validate(_Detects(), _loader(images), verbose=False)
+        trainer(monitor, **options).validate(_Detects(), _loader(images), verbose=False)
     alone, ranks = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
     alone.pop("val/loss"), ranks.pop("val/loss")  # a mean over the batch
     assert ranks == pytest.approx(alone, nan_ok=True, abs=1e-7)
@@ -255,7 +246,7 @@ def test_ranks_measure_what_one_process_does(images, ties, tmp_path, monkeypatch
 
 def test_loggers_get_the_main_values_and_the_table_those_of_classes(capsys):
     monitor = _monitor(verbose=True)
-    fitter = _trainer(monitor, max_epochs=1)
+    fitter = trainer(monitor, max_epochs=1)
     fitter.fit(_Detects(), _loader(), _loader())
     printed = capsys.readouterr().out
     assert "cow" in printed
@@ -272,4 +263,4 @@ def test_a_step_that_returns_something_else_is_named():
             return {"preds": torch.zeros(2, 4), "target": torch.zeros(2, 4)}
 
     with pytest.raises(MetricsError, match=r"first batch of val: .*Sequence"):
-        _trainer(_monitor()).validate(Wrong(), _loader(), verbose=False)
+        trainer(_monitor()).validate(Wrong(), _loader(), verbose=False)
