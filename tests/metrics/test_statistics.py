@@ -43,6 +43,17 @@ def test_what_fits_no_cell_is_counted_beside_them():
     assert count_invalid(counts) == 4
 
 
+@FEW
+@given(SEEDS)
+def test_cells_of_labels_are_those_of_each_label(seed):
+    generator = torch.Generator().manual_seed(seed)
+    preds, target = torch.rand(7, 3, 2, generator=generator), torch.randint(2, (7, 3, 2), generator=generator)
+    together = cells_to_matrix(count_cells_(zero_counts(12), binary_cells(preds, target, 0.4, labels=3)), 3, 2, 2)
+    for label in range(3):
+        alone = count_cells_(zero_counts(4), binary_cells(preds[:, label], target[:, label], 0.4))
+        assert torch.equal(together[label], cells_to_matrix(alone, 2, 2))
+
+
 def test_areas_of_classes_are_weighed_by_their_samples():
     generator = np.random.default_rng(0)
     target, scores = generator.choice(4, 60, p=[0.5, 0.3, 0.2, 0]), generator.dirichlet(np.ones(4), 60)
