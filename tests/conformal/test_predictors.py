@@ -590,13 +590,10 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"loader": []}, ValueError, "loader has no rows to calibrate with"),
         ({"loader": [(X[:0], Y[:0])]}, ValueError, "loader has no rows to calibrate with"),
         ({"loader": [X]}, TypeError, r"loader must give batches \(x, y\) .* got Tensor"),
-        ({"loader": [(X,)]}, TypeError, r"loader must give batches \(x, y\) .* got tuple"),
         ({"loader": [(X, Y, Y)]}, TypeError, "3 were given; a batch must hold what `forward` takes, and then"),
         ({"loader": [(X, None)]}, TypeError, r"loader must give batches \(x, y\)"),
         ({"loader": LightningDataModule()}, TypeError, r"or datamodule.val_dataloader\(\) does, got .*DataModule"),
         ({"loader": [{"x": X, "y": Y}]}, TypeError, "got dict"),
-        ({"loader": DataLoader(TensorDataset(X), 5)}, TypeError, r"loader must give batches \(x, y\)"),
-        ({"loader": [(X[:5], Y[:5])]}, ValueError, "alpha=0.1 needs at least 9 calibration rows, got 5"),
         ({"alpha": 0.01}, ValueError, "alpha=0.01 needs at least 99 calibration rows, got 30"),
         ({"loader": [(X, Y + 1)]}, ValueError, "class 3 is not one of the module's 3 classes, 0 to 2"),
         ({"loader": [(X, Y - 1)]}, ValueError, "class -1 is not .* 0 to 2: correct it, or leave such rows"),
@@ -632,9 +629,6 @@ def test_bad_input_of_classifiers_is_refused(arguments, error, message):
         ({"score": "normalised"}, ValueError, r'for score="normalised", module must return two numbers .* got \(30,\)'),
         ({"loader": [(X[:, 0], X[:, 0] * torch.nan)]}, ValueError, "scores of 30 of 30 calibration rows are NaN"),
         ({"loader": [(X[:, 0] / 0, X[:, 0])]}, ValueError, "scores of 30 of 30 calibration rows are NaN or infinite"),
-        ({"loader": [(X[:8, 0], X[:8, 0])]}, ValueError, "alpha=0.1 needs at least 9 calibration rows, got 8"),
-        ({"loader": [X[:, 0]]}, TypeError, r"loader must give batches \(x, y\)"),
-        ({"loader": []}, ValueError, "loader has no rows"),
     ],
 )
 def test_bad_input_of_regressors_is_refused(arguments, error, message):

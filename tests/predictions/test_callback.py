@@ -318,7 +318,6 @@ WRONG = {
     "nothing": (lambda v, n: {}, "there is nothing in it to write"),
     "mixed list": (lambda v, n: [1, "a", 2, 3], "'prediction' holds .*, a list"),
     "uneven names": (lambda v, n: [{"a": 1}] * 3 + [{"b": 1}], "'' has other names in one sample"),
-    "nested uneven": (lambda v, n: [[[1], [1, 2]]] * 4, "'prediction' holds .*, a list"),
 }
 
 
