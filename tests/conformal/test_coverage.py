@@ -118,38 +118,6 @@ def test_intervals_cover_as_often_as_they_should(score):
     assert distance < LIMITS[1]
 
 
-@pytest.mark.parametrize("kind", ["class-conditional", "function"])
-def test_each_group_is_covered_by_itself(kind):
-    generator = torch.Generator().manual_seed(3)
-
-    def make(n):
-        labels = torch.arange(2).repeat(n // 2)
-        logits = torch.randn(n, 2, generator=generator) + 2 * nn.functional.one_hot(labels, 2) * (labels < 1)[:, None]
-        return torch.cat([logits, labels[:, None].flip(0)], 1), labels  # class 1 is guessed
-
-    class Net(nn.Module):
-        def forward(self, x):
-            return x[:, :2]
-
-    groups = kind if kind == "class-conditional" else lambda x: x[:, 2].long()
-    grouped = ConformalClassifier(Net(), None, 0.2, groups=groups)
-    single = ConformalClassifier(Net(), None, 0.2)
-    shares = {grouped: [], single: []}
-    for _ in range(300):
-        calibration, (x, y) = make(80), make(200)
-        ids = y if kind == "class-conditional" else x[:, 2].long()
-        for conformal, found in shares.items():
-            conformal.calibrate([calibration])
-            covered = conformal.predict(x)[torch.arange(200), y]
-            found.append([covered[ids == group].float().mean() for group in (0, 1)])
-            if conformal is grouped:
-                shares_of_groups = conformal.coverage([(x[:50], y[:50]), (x[50:], y[50:])])
-                assert shares_of_groups == pytest.approx(dict(enumerate(map(float, found[-1]))), abs=1e-6)
-    means = {conformal: np.array(found).mean(0) for conformal, found in shares.items()}
-    assert np.abs(means[grouped] - 33 / 41).max() < 0.015  # rank 33 of 40 + 1 rows
-    assert np.abs(means[single] - 33 / 41).max() > 0.05
-
-
 def test_rows_that_choose_the_penalty_do_not_calibrate():
     """With a fifth of the rows in both places, sets would cover too little where there are few rows."""
     generator = torch.Generator().manual_seed(4)

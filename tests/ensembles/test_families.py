@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 import lightning_tricks
 from lightning_tricks import AutoResume, OptimizerSpec
-from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, few, fit, same, some, values
+from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, fit, same, some, values
 from tests.small import QUIET, EvaluatedNet, HostReads, real_fp16
 
 pytestmark = [
@@ -251,29 +251,6 @@ def test_compiled(family):
     fit(torch.compile(ensemble, backend="aot_eager"), some(count=640, batch_size=32), max_epochs=6)
     x, y = digits()[1].tensors
     assert accuracy(ensemble.predict(x), y) > 0.8
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_exception_in_the_middle_leaves_an_ensemble_that_trains_on(family):
-    ensemble = made(family)
-    with pytest.raises(RuntimeError, match="stopped"):
-        fit(ensemble, some(), max_epochs=4, callbacks=[Stops(9)])
-    assert all(parameter.requires_grad for parameter in ensemble.trained_members().parameters())
-    if family == "GradientBoosting":
-        assert all(parameter.requires_grad for parameter in ensemble.parameters())
-    trainer = fit(ensemble, some(), max_epochs=4)
-    assert trainer.global_step == 16
-    assert ensemble.n_members == 2
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.trap("ensembles: a class that is missing in the training data crashes GB")
-def test_a_class_may_be_missing_in_the_training_data(family):
-    x, y = digits()[0].tensors
-    ensemble = made(family)
-    fit(ensemble, few(torch.utils.data.TensorDataset(x[y != 9], y[y != 9]), 64), max_epochs=4)
-    assert ensemble.n_outputs == 10
-    assert ensemble.predict(x).shape == (len(x), 10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

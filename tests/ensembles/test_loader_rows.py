@@ -26,7 +26,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import lightning_tricks
 from lightning_tricks import AutoResume, BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
 from tests.ensembles.nets import Stops, fit
 from tests.small import QUIET
@@ -202,29 +201,6 @@ def test_loaders_whose_batches_members_share(name, lightning_log):
         fit(StackingRegressor([Row(), Row()]), made())
     with pytest.raises(ValueError, match=f"folds need a DataLoader.*{words}"):
         cross_validate(partial(VotingRegressor, Row, 1), made(), TRAINER)
-
-
-OTHERS = {
-    "FusionRegressor": {},
-    "SnapshotEnsembleRegressor": {},
-    "FastGeometricRegressor": {"cycle": 1},
-    "AdversarialTrainingRegressor": {"epsilon": 1e-6},
-    "GradientBoostingRegressor": {},
-    "SoftGradientBoostingRegressor": {},
-}
-
-
-@pytest.mark.parametrize("name", ["batch sampler", "weighted"])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_no_other_ensemble_sees_other_rows(kind, name):
-    made, rows = (ONCE | DRAWN)[name]
-    ensemble = getattr(lightning_tricks, kind)(Row, 2, seed=0, **OTHERS[kind])
-    fit(ensemble, made(), max_epochs=2)
-    seen = [set(member.seen) for part in ensemble.children() for member in part.modules() if isinstance(member, Row)]
-    assert any(seen)
-    assert all(member <= set(rows) for member in seen)
-    if name in ONCE:
-        assert set(rows) in seen
 
 
 class Kept(StackingRegressor):

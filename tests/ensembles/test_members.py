@@ -271,21 +271,6 @@ def test_inputs_that_are_not_finite_do_not_look_like_mixed_rows():
     assert not stack.reason
 
 
-def test_several_inputs():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 4), nn.Linear(2, 4)
-
-        def forward(self, x, y):
-            return self.a(x) + self.b(y)
-
-    members = _members(Two)
-    x, y = torch.rand(8, 3), torch.rand(8, 2)
-    loop = SequentialMembers(copy.deepcopy(members))
-    torch.testing.assert_close(as_members(members)(x, y), loop(x, y))
-
-
 @pytest.mark.parametrize(
     ("members", "error", "words"),
     [

@@ -5,10 +5,9 @@ import pytest
 import torch
 import torchmetrics.classification as tm
 import torchmetrics.regression as tmr
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, Metric
@@ -96,28 +95,21 @@ def test_checkpoints_stopping_and_plateaus_see_the_values_in_any_order(tmp_path,
     assert len([key for key in fitter.callback_metrics if key.startswith("val/f1_digit ")]) == 10
 
 
-class _Loss(LightningModule):
+class _Loss(OneLoader):
     """Logs a loss of its own under the monitor's key, in the way that `how` says."""
 
     def __init__(self, how):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
         self.how, self.rows = how, torch.zeros(())  # which each step overwrites
-
-    def training_step(self, batch, batch_idx):
-        return {"loss": (self.weight * 0).sum() + 1.0, "preds": batch[0], "target": batch[1]}
 
     def validation_step(self, batch, batch_idx):
         if self.how == "step":
             self.log("val/loss", 7.0)
-        return {"loss": self.rows.fill_(len(batch[1])), "preds": batch[0], "target": batch[1]}
+        return {**super().validation_step(batch, batch_idx), "loss": self.rows.fill_(len(batch[1]))}
 
     def on_validation_epoch_end(self):
         if self.how == "epoch":
             self.log("val/loss", 7.0)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(("how", "expected"), [("step", 7.0), ("epoch", 7.0), ("", (3 * 16 + 1) / 13)])

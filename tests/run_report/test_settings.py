@@ -38,6 +38,16 @@ class Data(TensorDataset):
         self.noise, self.transform = noise, transform
 
 
+def callbacks(**changes):
+    made = {
+        "stop": EarlyStopping("val/acc", patience=9, strict=False),
+        "clip": GradientClipping(1.0),
+        "rates": LearningRateMonitor(),
+        "noisy": Noisy(),
+    }
+    return {"callbacks": lambda: [one for one in {**made, **changes}.values() if one is not None]}
+
+
 class Script:
     """What a script sets; each edit is one entry of `EDITS`."""
 
@@ -51,14 +61,7 @@ class Script:
     data = staticmethod(Data)
     loader = types.MappingProxyType({"batch_size": 4, "shuffle": True})
     trainer = types.MappingProxyType({})
-    callbacks = staticmethod(
-        lambda: [
-            EarlyStopping("val/acc", patience=9, strict=False),
-            GradientClipping(1.0),
-            LearningRateMonitor(),
-            Noisy(),
-        ]
-    )
+    callbacks = staticmethod(callbacks()["callbacks"])
     variables = types.MappingProxyType({})
     seed = 0
 
@@ -101,16 +104,6 @@ def with_argument(**changes):
 
 def steps(optimizer, factor=0.5):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
-
-
-def callbacks(**changes):
-    made = {
-        "stop": EarlyStopping("val/acc", patience=9, strict=False),
-        "clip": GradientClipping(1.0),
-        "rates": LearningRateMonitor(),
-        "noisy": Noisy(),
-    }
-    return {"callbacks": lambda: [one for one in {**made, **changes}.values() if one is not None]}
 
 
 LONG = "x" * 2000
