@@ -50,6 +50,16 @@ def run(
     return RunRecord(**{**given, **texts, "rows": rows, **known})
 
 
+def record_of(curves, kind="epoch", **known):
+    """The record of a finished run, with a row for each place in the curves."""
+    length = max(map(len, curves.values()), default=0)
+    rows = [
+        Row(kind, place, place, {key: values[place] for key, values in curves.items() if place < len(values)})
+        for place in range(length)
+    ]
+    return RunRecord(**{"status": "finished", "step": length, "epochs": 1, "rows": rows, **known})
+
+
 def falls(start: float, end: float, pace: float = 8.0) -> Curve:
     return lambda time: end + (start - end) * math.exp(-pace * time)
 
@@ -422,9 +432,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
     "waited": (
         r"^Training waited for data \d+ % of the time: ",
         [
-            waited(38.0, "Waited for data 38 % of the time: the loader is the bottleneck; try num_workers=4, now 0."),
             waited(11.0),
-            waited(95.0, "Waited for data 95 % of the time: the loader is the bottleneck; make loading cheaper."),
             usual(
                 of_epochs={"host/data_wait": constant(50.0), "gpu0/memory_used_gib": None},
                 parts=other_parts(without=(DeviceUse,)),
