@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 import lightning_tricks
 from lightning_tricks import AutoResume, OptimizerSpec
 from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, fit, same, some, values
-from tests.small import QUIET, EvaluatedNet, HostReads, real_fp16
+from tests.small import QUIET, real_fp16
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -205,29 +205,6 @@ def test_statistics_are_those_of_training_batches(family):
     ensemble.predict(torch.rand(5, 64))
     ensemble.predict_uncertainty(torch.rand(5, 64))
     same(values(ensemble), before, rtol=0, atol=0)
-
-
-class _Reads(Callback):
-    """Counts the reads of steps of the last epoch."""
-
-    def __init__(self):
-        self.reads = HostReads()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 3 and batch_idx == 0:
-            self.reads.__enter__()
-        if trainer.current_epoch == 3 and batch_idx == 2:
-            self.reads.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_steps_read_no_more_from_the_device_than_those_of_one_model(family):
-    def reads(module):
-        counter = _Reads()
-        fit(module, some(), some(shuffle=False), callbacks=[counter], max_epochs=4)
-        return counter.reads.count
-
-    assert reads(made(family, make=CNN)) <= reads(EvaluatedNet(optimization="fused"))
 
 
 @pytest.mark.parametrize("family", STACKED)

@@ -203,32 +203,6 @@ def test_loaders_whose_batches_members_share(name, lightning_log):
         cross_validate(partial(VotingRegressor, Row, 1), made(), TRAINER)
 
 
-class Kept(StackingRegressor):
-    """Keeps the rows of each stage."""
-
-    def on_stage_start(self):
-        self.stages = [*getattr(self, "stages", []), [len(member.seen) for member in self.estimators_]]
-        super().on_stage_start()
-
-
-@pytest.mark.parametrize("name", ["shuffle", "in order", "not in memory", "drop_last"])
-def test_folds_are_of_the_rows_of_the_data(name):
-    made = (ONCE | DRAWN)[name][0]
-    ensemble = Kept([Row(), Row()], cv=4, seed=0, vectorize=False)
-    fit(ensemble, made())
-    batch = 12 if name == "drop_last" else 1
-    result = cross_validate(partial(VotingRegressor, Row, 1, seed=0), made(), TRAINER, cv=4, keep_modules=True)
-    for fold, (module, (train, held_out)) in enumerate(zip(result.modules, result.folds, strict=True)):
-        trained = set(ALL[: fold * SIZE // 4] + ALL[(fold + 1) * SIZE // 4 :])
-        assert (set(train.tolist()), set(held_out.tolist())) == (trained, set(ALL) - trained)
-        for index, member in enumerate(ensemble.estimators_):
-            start, end = (stage[index] for stage in ensemble.stages[fold : fold + 2])
-            assert end - start == len(trained) // batch * batch
-            assert set(member.seen[start:end]) <= trained
-        assert set(module.estimators_[0].seen) <= trained
-        torch.testing.assert_close(result.predictions[held_out], module.predict(DATA.tensors[0][held_out]))
-
-
 @pytest.mark.parametrize("name", ["some in order", "subset", "own, by numpy", "weighted", "by epoch", "batch sampler"])
 def test_folds_of_a_sampler_of_ones_own_are_refused(name):
     made, words = (ONCE | DRAWN)[name][0], r"a (\w*Sampler|With\w+) chooses rows: give a Subset of them"

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import ImageLogger
-from tests.small import QUIET, HostReads, Net
+from tests.small import QUIET, Net
 
 PIXELS = torch.rand(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(24) % 10
@@ -54,16 +53,6 @@ def test_each_nth_epoch_and_the_test_are_shown(tmp_path):
     assert pictures(tmp_path) == ["images_000012.png", "images_000024.png"]
     fitter.test(Images(), loader(), verbose=False)
     assert len(pictures(tmp_path)) == 3
-
-
-def test_tensorboard_gets_the_grid(tmp_path):
-    fitter = trainer(ImageLogger(4), TensorBoardLogger(tmp_path), max_epochs=1)
-    fitter.fit(Images(), loader(), loader())
-    events = EventAccumulator(fitter.logger.log_dir, size_guidance={"images": 0})
-    events.Reload()
-    assert events.Tags()["images"] == ["val/images"]
-    (event,) = events.Images("val/images")
-    assert (event.step, event.height) == (6, 2 * (64 + 14) + 3 * 2)
 
 
 def test_the_worst_mistakes_are_captioned_with_names(tmp_path, shown):
@@ -144,25 +133,6 @@ def test_without_a_logger_nothing_is_done():
     images = ImageLogger()
     trainer(images, False).validate(Images(), loader(), verbose=False)
     assert not images._kept
-
-
-def test_nothing_is_read_between_the_first_batch_and_the_end(tmp_path):
-    counts = []
-
-    class Counts(Images):
-        def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
-            if batch_idx == 1:
-                self.reads = HostReads()
-                self.reads.__enter__()
-
-        def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
-            if batch_idx == 5:
-                counts.append(self.reads.count)
-                self.reads.__exit__(None, None, None)
-
-    for logger in (False, CSVLogger(tmp_path)):
-        trainer(ImageLogger(4), logger).validate(Counts(), loader(), verbose=False)
-    assert counts[1] <= counts[0]
 
 
 class _Returns(Images):
