@@ -143,6 +143,11 @@ class _Keeper(Callback):
     on_test_end = on_validation_end
 
 
+def two_ranks(folder, metrics, exact=True, **options):
+    """A Trainer of two ranks, which write what they see into a folder."""
+    return trainer(MetricsMonitor(metrics, exact=exact), _Keeper(folder), strategy="ddp_fork", devices=2, **options)
+
+
 def of_ranks(folder):
     values = [torch.load(file) for file in sorted(folder.glob("*.pt"))]
     assert len({repr(rank) for rank in values}) == 1  # NaN included
@@ -187,9 +192,8 @@ def test_evaluation_on_several_ranks_is_that_of_one_process(tmp_path, monkeypatc
 @pytest.mark.parametrize("function", ["fit", "test"])
 def test_fitting_and_testing_on_several_ranks_are_exact_too(tmp_path, function):
     scores, target, _ = table(11)
-    calls = trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), _Keeper(tmp_path), strategy="ddp_fork", devices=2)
     loaders = [loader_of(scores, target)] * (2 if function == "fit" else 1)
-    getattr(calls, function)(OneLoader(), *loaders)
+    getattr(two_ranks(tmp_path, {"f1": tm.MulticlassF1Score(4)}), function)(OneLoader(), *loaders)
     _, values = of_ranks(tmp_path)
     stage = {"fit": "val", "test": "test"}[function]
     assert values[f"{stage}/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), scores, target))
@@ -197,9 +201,7 @@ def test_fitting_and_testing_on_several_ranks_are_exact_too(tmp_path, function):
 
 def test_exact_false_counts_the_repeated_samples(tmp_path):
     scores, target, _ = table(7)
-    fitter = trainer(
-        MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, exact=False), _Keeper(tmp_path), strategy="ddp_fork", devices=2
-    )
+    fitter = two_ranks(tmp_path, {"f1": tm.MulticlassF1Score(4)}, exact=False)
     fitter.validate(OneLoader(), loader_of(scores, target), verbose=False)
     padded = truth(tm.MulticlassF1Score(4), torch.cat([scores, scores[:1]]), torch.cat([target, target[:1]]))
     assert of_ranks(tmp_path)[1]["val/f1"] == pytest.approx(padded)
@@ -208,10 +210,7 @@ def test_exact_false_counts_the_repeated_samples(tmp_path):
 
 def test_two_loaders_of_which_one_rank_sees_one_only(tmp_path):
     first, second = table(1), table(9, seed=1)
-    fitter = trainer(
-        MetricsMonitor({"auroc": tm.MulticlassAUROC(4, average="weighted")}), _Keeper(tmp_path), strategy="ddp_fork",
-        devices=2,
-    )  # fmt: skip
+    fitter = two_ranks(tmp_path, {"auroc": tm.MulticlassAUROC(4, average="weighted")})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchmetrics', of classes that do not occur
         fitter.validate(Table(), [loader_of(*first[:2]), loader_of(*second[:2])], verbose=False)
@@ -270,7 +269,7 @@ def test_lists_are_rows_too(tmp_path):
         def validation_step(self, batch, batch_idx):
             return {"preds": ["a b c"] * len(batch[1]), "loss": torch.tensor(float(batch_idx))}
 
-    fitter = trainer(MetricsMonitor({"words": Words()}), _Keeper(tmp_path), strategy="ddp_fork", devices=2)
+    fitter = two_ranks(tmp_path, {"words": Words()})
     fitter.validate(Speaks(), loader_of(*table(9)[:2]), verbose=False)
     values = of_ranks(tmp_path)[1]
     assert values["val/words"] == 27
@@ -348,11 +347,8 @@ def test_reloaded_loaders_are_divided_anew(tmp_path):
         def val_dataloader(self):
             return loader_of(*table(7 + 2 * self.current_epoch)[:2])
 
-    fitter = trainer(
-        MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), _Keeper(tmp_path), strategy="ddp_fork", devices=2,
-        max_epochs=2, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=1,
-    )  # fmt: skip
-    fitter.fit(Grows())
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
+    two_ranks(tmp_path, {"f1": tm.MulticlassF1Score(4)}, **options).fit(Grows())
     assert of_ranks(tmp_path)[1]["val/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), *table(9)[:2]))
 
 

@@ -56,36 +56,26 @@ def coco(preds, target, kind="bbox"):
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    def entry(item, number, **more):
+    def shape(item, number):
         if kind == "bbox":
             x, y, right, bottom = item["boxes"][number].tolist()
-            size = (right - x) * (bottom - y)
-            return {
-                "bbox": [x, y, right - x, bottom - y],
-                "area": size,
-                "category_id": int(item["labels"][number]),
-                **more,
-            }
+            return {"bbox": [x, y, right - x, bottom - y], "area": (right - x) * (bottom - y)}
         code = rle.encode(np.asfortranarray(item["masks"][number].numpy().astype(np.uint8)))
-        return {"segmentation": code, "area": float(rle.area(code)), "category_id": int(item["labels"][number]), **more}
+        return {"segmentation": code, "area": float(rle.area(code))}
 
-    truth, found = COCO(), COCO()
-    images = [{"id": image, "height": 200, "width": 200} for image in range(len(target))]
-    annotations = [
-        entry(item, number, image_id=image, iscrowd=int(item["iscrowd"][number]))
-        for image, item in enumerate(target)
-        for number in range(len(item["labels"]))
-    ]
-    detections = [
-        entry(item, number, image_id=image, score=float(item["scores"][number]), iscrowd=0)
-        for image, item in enumerate(preds)
-        for number in range(len(item["labels"]))
-    ]
-    for part, values in ((truth, annotations), (found, detections)):
-        numbered = [{**value, "id": number + 1} for number, value in enumerate(values)]
-        categories = [{"id": label} for label in range(3)]
-        part.dataset = {"images": images, "annotations": numbered, "categories": categories}
+    def table_of(items, more):
+        part, annotations = COCO(), []
+        for image, item in enumerate(items):
+            for number, label in enumerate(item["labels"].tolist()):
+                place = {"id": len(annotations) + 1, "image_id": image, "category_id": label}
+                annotations.append({**place, **shape(item, number), **more(item, number)})
+        images = [{"id": image, "height": 200, "width": 200} for image in range(len(items))]
+        part.dataset = {"images": images, "annotations": annotations, "categories": [{"id": n} for n in range(3)]}
         part.createIndex()
+        return part
+
+    truth = table_of(target, lambda item, number: {"iscrowd": int(item["iscrowd"][number])})
+    found = table_of(preds, lambda item, number: {"iscrowd": 0, "score": float(item["scores"][number])})
     names = "map map_50 map_75 map_small map_medium map_large mar_1 mar_10 mar_100 mar_small mar_medium mar_large"
     result = {}
     for label in (None, 0, 1, 2):
