@@ -100,7 +100,6 @@ ONCE = {
     "in order": (loader, ALL),
     "not in memory": (lambda: loader(data=OneByOne(), shuffle=True), ALL),
     "generator": (lambda: loader(shuffle=True, generator=seeded()), ALL),
-    "workers": (lambda: loader(data=OneByOne(), shuffle=True, num_workers=1, persistent_workers=True), ALL),
     "some at random": (lambda: loader(RandomSampler(range(20)), data=OneByOne()), ALL[:20]),
     "some in order": (lambda: loader(SequentialSampler(range(20))), ALL[:20]),
     "subset": (lambda: loader(SubsetRandomSampler(PART)), PART),
@@ -117,7 +116,6 @@ DRAWN = {
     "by epoch": (lambda: loader(WithEpoch(lambda own: PART[own.epoch :: 2], 10)), PART),
     "drop_last": (lambda: DataLoader(DATA, 12, shuffle=True, drop_last=True), ALL),
 }
-TABLE = [name for name in ONCE | DRAWN if name != "workers"]  # which are slow to end
 SHARED = {
     "batches": (lambda: DataLoader(DATA, batch_sampler=[PART[:8], PART[8:]]), "list makes the batches itself"),
     "no length": (lambda: loader(Endless(lambda own: PART)), "Endless has no length"),
@@ -151,7 +149,7 @@ def rows_of_members(kind, given, n=3, epochs=EPOCHS, **arguments):
     return [torch.tensor(rows).view(epochs, -1).tolist() for rows in seen]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", ONCE | DRAWN)
 def test_voting_members_see_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
     seen = rows_of_members(VotingRegressor, made())
@@ -165,7 +163,7 @@ def test_voting_members_see_what_the_sampler_yields(name):
 
 
 @pytest.mark.trap("ensembles: bagging draws a bootstrap index per member, once")
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", ONCE | DRAWN)
 def test_a_bootstrap_is_drawn_from_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
     seen = rows_of_members(BaggingRegressor, made())
@@ -256,7 +254,7 @@ def test_two_ranks_share_out_what_the_sampler_yields(kind, name, tmp_path):
         assert sorted(ranks[0] + ranks[1]) == sorted(member.seen)
 
 
-@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted", "workers"])
+@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted"])
 @pytest.mark.parametrize("kind", [VotingRegressor, BaggingRegressor])
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_with_the_same_rows(kind, name, tmp_path):
     made, _ = (ONCE | DRAWN)[name]
