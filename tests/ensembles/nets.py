@@ -112,6 +112,15 @@ def fit(ensemble: LightningModule, train, val=None, **arguments) -> Trainer:
     return trainer
 
 
+def seeded(make, n):
+    """Make members, each by a seed of its own."""
+    members = []
+    for index in range(n):
+        torch.manual_seed(index)
+        members.append(make())
+    return members
+
+
 def trained_alone(member, optimizer, batches, epochs=1, clip=lambda parameters: None, schedule=None, **loss):
     """Train one member in plain torch, and return its state."""
     for _ in range(epochs):

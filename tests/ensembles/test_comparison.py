@@ -25,7 +25,7 @@ from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.ensembles.core import comparison
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
-from tests.ensembles.nets import MLP, Stops, fit, same, values
+from tests.ensembles.nets import MLP, Stops, fit, same, seeded, values
 from tests.small import real_fp16
 
 pytestmark = [
@@ -115,14 +115,6 @@ MIXING = {
 }  # fmt: skip
 
 
-def _members(make):
-    members = []
-    for index in range(N):
-        torch.manual_seed(index)
-        members.append(make())
-    return members
-
-
 def _rows(*shape, seed=0):
     return torch.rand(N * ROWS, *shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
@@ -140,14 +132,14 @@ class UsesWeights(nn.Module):
 
 @pytest.mark.parametrize("rows", [1, ROWS])
 def test_rows_that_are_the_same_for_all_do_not_hide_that_they_are_mixed(rows):
-    members = _members(lambda: Between(MIXING["centre"]))
+    members = seeded(lambda: Between(MIXING["centre"]), N)
     loop, stack, x = SequentialMembers(members), as_members(copy.deepcopy(members)), _rows(WIDTH)[:rows]
     torch.testing.assert_close(stack.forward_shared(x), loop.forward_shared(x), atol=1e-6, rtol=1e-5)
     assert stack.reason.startswith("the model mixes rows of a batch outside its layers")
 
 
 def test_a_net_that_stacked_layers_do_not_fit_runs_one_by_one():
-    loop, stack = SequentialMembers(_members(UsesWeights)), as_members(_members(UsesWeights))
+    loop, stack = SequentialMembers(seeded(UsesWeights, N)), as_members(seeded(UsesWeights, N))
     torch.testing.assert_close(stack(_rows(WIDTH)), loop(_rows(WIDTH)), atol=1e-6, rtol=1e-5)
     assert stack.reason.startswith("with stacked layers the model raises RuntimeError")
 
@@ -156,7 +148,7 @@ def test_a_net_that_stacked_layers_do_not_fit_runs_one_by_one():
 @pytest.mark.trap("ensembles: a net that mixes rows in training alone passes a check in evaluation")
 def test_nets_that_mix_rows_in_training_run_one_by_one(name):
     make = lambda: Between(MIXING[name])  # noqa: E731
-    stack, loop = as_members(_members(make)), SequentialMembers(_members(make))
+    stack, loop = as_members(seeded(make, N)), SequentialMembers(seeded(make, N))
     assert isinstance(stack, StackedMembers)
     x, first = _rows(WIDTH), None
     with torch.no_grad():
@@ -184,7 +176,7 @@ def test_members_that_change_their_weights_are_refused():
             net.last.weight.div_(net.last.weight.norm())
         return h
 
-    stack = as_members(_members(lambda: Between(constrained)))
+    stack = as_members(seeded(lambda: Between(constrained), N))
     with pytest.raises(ValueError, match=r"the members change last\.weight in their forward pass.*vectorize=False"):
         stack(_rows(WIDTH))
 
@@ -275,7 +267,7 @@ HEALTHY = {
 def test_nets_that_treat_each_row_for_itself_run_at_once(name, kind):
     if kind == "one row" and "BatchNorm" in name:
         pytest.skip("torch's BatchNorm refuses one row in training")
-    stack, x = as_members(_members(HEALTHY[name]), vectorize=True), _rows(WIDTH)[: N if kind == "one row" else None]
+    stack, x = as_members(seeded(HEALTHY[name], N), vectorize=True), _rows(WIDTH)[: N if kind == "one row" else None]
     for training in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16"), torch.set_grad_enabled(training):
             stack.train(training)(x)
@@ -515,7 +507,7 @@ def test_copies_of_weights_do_not_outlive_the_comparison_under_autocast(monkeypa
         place(module, tensors)
 
     monkeypatch.setattr(comparison, "place_tensors", watched)
-    stack = as_members(_members(HEALTHY["MLP"]), vectorize=True)
+    stack = as_members(seeded(HEALTHY["MLP"], N), vectorize=True)
     with torch.autocast("cpu", torch.bfloat16):
         stack.train()(_rows(WIDTH))
         assert torch.is_autocast_cache_enabled()
