@@ -15,17 +15,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 import lightning_tricks
 from lightning_tricks import (
-    AutoResume,
     CalibratedClassifier,
     Calibration,
-    Tricks,
-    TricksMixin,
     VotingClassifier,
     calibrate,
 )
 from lightning_tricks.calibration import calibration_scores
-from tests.ensembles.nets import CNN, MLP, digits, few, fit, values
-from tests.small import QUIET, EvaluatedNet, fork
+from tests.ensembles.nets import MLP, digits, few, fit, values
+from tests.small import QUIET, fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 METHODS = ("temperature", "vector", "isotonic")
@@ -61,11 +58,13 @@ def held_out():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "family", ["Voting", "Fusion", "SoftGradientBoosting", "GradientBoosting", "SnapshotEnsemble", "NeuralForest"]
+    "family",
+    ["Voting", "Fusion", "SoftGradientBoosting", "GradientBoosting", "SnapshotEnsemble", "NeuralForest", "Stacking"],
 )
 def test_an_ensemble_is_calibrated_as_a_whole_and_nothing_else_changes(family, method):
     options = {"n_estimators": 2, "optimizer": ADAM, "seed": 0}
-    members = {"n_outputs": 10, "depth": 3} if family == "NeuralForest" else {"estimator": MLP}
+    of_others = {"NeuralForest": {"n_outputs": 10, "depth": 3}, "Stacking": {"estimators": MLP, "cv": 2}}
+    members = of_others.get(family, {"estimator": MLP})
     ensemble = getattr(lightning_tricks, f"{family}Classifier")(**members, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -107,17 +106,6 @@ def test_an_ensemble_is_calibrated_as_a_whole_and_nothing_else_changes(family, m
 
 def names(method):
     return {"temperature": ["temperature"], "vector": ["scale", "bias"], "isotonic": ["thresholds", "values"]}[method]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_stacking_ensemble_calibrates_what_its_meta_learner_predicts():
-    ensemble = lightning_tricks.StackingClassifier([MLP(), MLP()], cv=2, optimizer=ADAM, seed=0)
-    fit(ensemble, few(digits()[0], 300), max_epochs=6)
-    x, y = held_out()
-    table = calibrate(ensemble, loader_of(x, y))
-    found = ensemble.predict(x, calibrated=True)
-    assert table.after == pytest.approx(calibration_scores(found, y), abs=1e-4)
-    torch.testing.assert_close(ensemble.predict_uncertainty(x).mean, found)
 
 
 def test_an_ensemble_that_is_not_calibrated_says_so(voting):
@@ -210,24 +198,6 @@ def test_an_unknown_tensor_is_unexpected():
     Calibration().load_state_dict({"temperature": torch.ones(()), "other": torch.ones(())}, strict=False)
 
 
-def test_auto_resume_keeps_it(voting, tmp_path):
-    def run(epochs):
-        ensemble = copy.deepcopy(voting)
-        calibration = copy.deepcopy(calibrated.calibration)
-        ensemble.calibration = calibration if epochs == 1 else Calibration()
-        resume = AutoResume(tmp_path / "run")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*call calibrate again.*")
-            fit(ensemble, few(digits()[0], 64), max_epochs=epochs, callbacks=[resume])
-        return ensemble
-
-    calibrated = copy.deepcopy(voting)
-    calibrate(calibrated, loader_of(*held_out()))
-    run(1)
-    resumed = run(2)
-    assert torch.equal(resumed.calibration.temperature, calibrated.calibration.temperature)
-
-
 class LitWithCalibration(LightningModule):
     def __init__(self):
         super().__init__()
@@ -247,12 +217,8 @@ class LitWithCalibration(LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
-class TrickyWithCalibration(TricksMixin, LitWithCalibration):
-    tricks = Tricks()
-
-
-@pytest.mark.parametrize("kind", [LitWithCalibration, TrickyWithCalibration])
-def test_a_lightning_module_with_a_slot_has_it_in_its_checkpoints(kind, tmp_path):
+def test_a_lightning_module_with_a_slot_has_it_in_its_checkpoints(tmp_path):
+    kind = LitWithCalibration
     module = kind()
     trainer = fit(module, few(digits()[0], 300), max_epochs=4)
     trainer.save_checkpoint(tmp_path / "before.ckpt")
@@ -561,24 +527,6 @@ def test_the_table_can_be_read():
         assert name in text
     assert f"{table.before['nll']:.4f}" in text
     assert set(table.as_dict()) == {"method", "rows", "before", "after"}
-
-
-def test_batch_norm_does_not_learn_from_held_out_data():
-    net = CNN()
-    before = values(net)
-    x, y = held_out()
-    calibrate(net.train(), loader_of(x, y), "isotonic")
-    assert net.training
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-
-
-def test_a_lightning_module_is_wrapped_and_its_training_goes_on():
-    module = EvaluatedNet()
-    trainer = fit(module, few(digits()[0], 300))
-    table = calibrate(module.net, loader_of(*held_out()))
-    assert isinstance(table.module, CalibratedClassifier)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, few(digits()[0], 64))
 
 
 class LitDividing(LightningModule):

@@ -19,6 +19,7 @@ from lightning_tricks.calibration.functional import (
     fit_vector,
     isotonic_steps,
 )
+from tests.metrics.test_probability_metrics import slow_values
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**20)
@@ -198,24 +199,6 @@ def test_an_absent_class_and_classes_without_probability_do_not_matter_to_a_temp
     assert probabilities.isfinite().all()
 
 
-def slow_scores(probabilities, labels, bins=15):
-    """The definitions, one row and one bin after the other."""
-    confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
-    ece = adaptive = 0.0
-    for number in range(bins):
-        inside = [i for i, p in enumerate(confidence) if min(int(p * bins), bins - 1) == number]
-        if inside:
-            ece += abs(right[inside].mean() - confidence[inside].mean()) * len(inside) / len(labels)
-    order = np.argsort(confidence)
-    for part in range(bins):
-        inside = [row for place, row in enumerate(order) if place * bins // len(order) == part]
-        if inside:
-            adaptive += abs(right[inside].mean() - confidence[inside].mean()) * len(inside) / len(labels)
-    wrong = ~right[order[::-1]]
-    aurc = np.mean([wrong[: k + 1].mean() for k in range(len(wrong))])
-    return ece, adaptive, aurc
-
-
 @FEW
 @given(SEEDS, st.integers(1, 120), st.integers(2, 7))
 def test_scores_are_those_of_their_definitions(seed, rows, classes):
@@ -224,13 +207,12 @@ def test_scores_are_those_of_their_definitions(seed, rows, classes):
     probabilities /= probabilities.sum(1, keepdims=True)
     labels = generator.integers(0, classes, rows)
     found = calibration_scores(torch.from_numpy(probabilities), torch.from_numpy(labels))
-    ece, adaptive, aurc = slow_scores(probabilities, labels)
+    slow = slow_values(probabilities, labels)
     confidence, right = torch.from_numpy(probabilities.max(1)), torch.from_numpy(probabilities.argmax(1) == labels)
-    one_hot = np.eye(classes)[labels]
-    brier = ((probabilities - one_hot) ** 2).sum(1).mean() / (2 if classes == 2 else 1)
-    oracle = {"nll": log_loss(labels, probabilities, labels=range(classes)), "ece": ece, "adaptive_ece": adaptive}
-    assert found == pytest.approx({**oracle, "brier": brier}, abs=1e-9)
-    assert scores.risk_coverage_area(confidence, right).item() == pytest.approx(aurc)
+    oracle = {"nll": log_loss(labels, probabilities, labels=range(classes))}
+    oracle |= {name: slow[name] for name in ("ece", "adaptive_ece", "brier")}
+    assert found == pytest.approx(oracle, abs=1e-9)
+    assert scores.risk_coverage_area(confidence, right).item() == pytest.approx(slow["aurc"])
     of_torchmetrics = multiclass_calibration_error(torch.from_numpy(probabilities), torch.from_numpy(labels), classes)
     if probabilities.max() < 1:  # it has a bin of its own for 1
         assert found["ece"] == pytest.approx(of_torchmetrics.item(), abs=1e-6)

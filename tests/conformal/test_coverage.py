@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import ceil, exp, lgamma
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_tricks import ConformalClassifier, ConformalRegressor
-from tests.conformal.beta_binomial import misfit
 
 SPLITS, N, M = 1000, 57, 80
 LIMITS = (4.0, 1.95)  # standard errors; the 99.9 % point of the Kolmogorov distribution
+
+
+def rank(n: int, alpha: str) -> int:
+    """The rank of the score that is the quantile, in exact numbers."""
+    return ceil((n + 1) * (1 - Fraction(alpha)))
+
+
+def probabilities(n: int, m: int, alpha: str) -> np.ndarray:
+    """P(j of m new rows are covered) for j = 0..m: the coverage is Beta(k, n + 1 - k), with k the rank."""
+    a, b = rank(n, alpha), n + 1 - rank(n, alpha)
+
+    def log_beta(p, q):
+        return lgamma(p) + lgamma(q) - lgamma(p + q)
+
+    def log_choose(j):
+        return lgamma(m + 1) - lgamma(j + 1) - lgamma(m - j + 1)
+
+    return np.array([exp(log_choose(j) + log_beta(j + a, m - j + b) - log_beta(a, b)) for j in range(m + 1)])
+
+
+def misfit(covered: np.ndarray, n: int, m: int, alpha: str) -> tuple[float, float]:
+    """How far counts of covered rows are from their distribution: the mean in standard errors, and the largest
+    difference of the distribution functions times the root of the number of counts (Kolmogorov-Smirnov)."""
+    weights, j = probabilities(n, m, alpha), np.arange(m + 1)
+    assert abs(weights.sum() - 1) < 1e-8
+    mean = (weights * j).sum()
+    error = np.sqrt((weights * (j - mean) ** 2).sum() / len(covered))
+    seen = np.searchsorted(np.sort(covered), j, side="right") / len(covered)
+    return (covered.mean() - mean) / error, np.abs(seen - weights.cumsum()).max() * len(covered) ** 0.5
 
 
 class Band(nn.Module):
@@ -85,51 +116,6 @@ def test_intervals_cover_as_often_as_they_should(score):
     mean, distance = misfit(_covered(conformal, draw), N, M, "0.2")
     assert abs(mean) < LIMITS[0]
     assert distance < LIMITS[1]
-
-
-def test_a_quantile_without_the_correction_would_be_found():
-    generator = torch.Generator().manual_seed(0)
-
-    class Uncorrected(ConformalClassifier):
-        def calibrate(self, loader):
-            super().calibrate(loader)
-            scores = torch.cat([1 - x.softmax(1).gather(1, y.unsqueeze(1))[:, 0] for x, y in loader])
-            self.quantiles = scores.quantile(0.9).unsqueeze(0)
-
-    mean, _ = misfit(_covered(Uncorrected(nn.Identity()), lambda n: _rows(generator, n), 500), N, M, "0.1")
-    assert mean < -LIMITS[0]
-
-
-@pytest.mark.parametrize("kind", ["class-conditional", "function"])
-def test_each_group_is_covered_by_itself(kind):
-    generator = torch.Generator().manual_seed(3)
-
-    def make(n):
-        labels = torch.arange(2).repeat(n // 2)
-        logits = torch.randn(n, 2, generator=generator) + 2 * nn.functional.one_hot(labels, 2) * (labels < 1)[:, None]
-        return torch.cat([logits, labels[:, None].flip(0)], 1), labels  # class 1 is guessed
-
-    class Net(nn.Module):
-        def forward(self, x):
-            return x[:, :2]
-
-    groups = kind if kind == "class-conditional" else lambda x: x[:, 2].long()
-    grouped = ConformalClassifier(Net(), None, 0.2, groups=groups)
-    single = ConformalClassifier(Net(), None, 0.2)
-    shares = {grouped: [], single: []}
-    for _ in range(300):
-        calibration, (x, y) = make(80), make(200)
-        ids = y if kind == "class-conditional" else x[:, 2].long()
-        for conformal, found in shares.items():
-            conformal.calibrate([calibration])
-            covered = conformal.predict(x)[torch.arange(200), y]
-            found.append([covered[ids == group].float().mean() for group in (0, 1)])
-            if conformal is grouped:
-                shares_of_groups = conformal.coverage([(x[:50], y[:50]), (x[50:], y[50:])])
-                assert shares_of_groups == pytest.approx(dict(enumerate(map(float, found[-1]))), abs=1e-6)
-    means = {conformal: np.array(found).mean(0) for conformal, found in shares.items()}
-    assert np.abs(means[grouped] - 33 / 41).max() < 0.015  # rank 33 of 40 + 1 rows
-    assert np.abs(means[single] - 33 / 41).max() > 0.05
 
 
 def test_rows_that_choose_the_penalty_do_not_calibrate():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 
 import numpy as np
 import pytest
@@ -52,6 +51,17 @@ class Net(nn.Module):
         return self.layers(x)
 
 
+class Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
 class LitNet(LightningModule):
     """A module that gets its batches from the hooks of Lightning."""
 
@@ -79,48 +89,18 @@ def _test_pixels():
     return digits()[1].tensors[0]
 
 
-def _random_state():
-    return torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-
-
 # --- nothing changes
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_calibration_leaves_no_trace(settings, fails):
-    module = _seeded(Net)
-    module.train()
-    module.layers[1].eval()  # modes that differ
-    generator = torch.Generator().manual_seed(5)
-    loader = _loader(shuffle=True, generator=generator)
-    before = copy.deepcopy(module.state_dict())
-    buffers, modes = dict(module.named_buffers()), [part.training for part in module.modules()]
-    state, own = _random_state(), generator.get_state()
-    if fails:
-        loader = [*loader, (torch.randn(4, 64), torch.full((4,), 10))]
-        state, own = _random_state(), generator.get_state()
-        with pytest.raises(ValueError, match="class 10 is not one of the module's 10 classes"):
-            ConformalClassifier(module, loader, **settings)
-    else:
-        ConformalClassifier(module, loader, **settings)
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert all(value is buffers[name] for name, value in module.named_buffers())
-    assert module.steps == 0
-    assert [part.training for part in module.modules()] == modes
-    assert torch.equal(generator.get_state(), own)
-    assert all(parameter.grad is None for parameter in module.parameters())
-    for now, then in zip(_random_state(), state, strict=True):
-        assert np.array_equal(np.asarray(now, dtype=object), np.asarray(then, dtype=object))
-
-
-def test_the_generator_of_a_sampler_is_as_before():
-    generator = torch.Generator().manual_seed(5)
-    data = _loader().dataset
-    state = generator.get_state()
-    ConformalClassifier(_seeded(Net), DataLoader(data, 50, sampler=RandomSampler(data, generator=generator)))
-    assert torch.equal(generator.get_state(), state)
+def test_calibration_leaves_no_trace():
+    """What `calibrate` does not change either, whose test looks at more."""
+    module, data, generator = _seeded(Net).train(), _loader().dataset, torch.Generator().manual_seed(5)
+    before, states = copy.deepcopy(module.state_dict()), (generator.get_state(), torch.get_rng_state())
+    ConformalClassifier(module, DataLoader(data, 50, sampler=RandomSampler(data, generator=generator)))
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert (module.steps, module.training) == (0, True)
+    assert torch.equal(generator.get_state(), states[0])
+    assert torch.equal(torch.get_rng_state(), states[1])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -205,20 +185,19 @@ def test_one_batch_form_is_as_good_as_another():
 
 
 def test_several_inputs_and_dicts():
-    class Sum(nn.Module):
-        def forward(self, x, more=None):
-            return {"logits": x["a"] + x["b"]} if isinstance(x, dict) else x + more
+    def total(x, more=None):
+        return {"logits": x["a"] + x["b"]} if isinstance(x, dict) else x + more
 
     x, y = torch.randn(60, 4), torch.arange(60) % 4
     expected = ConformalClassifier(nn.Identity(), [(x, y)]).predict(x)
-    two, loaded = ConformalClassifier(Sum(), [(x / 2, x / 2, y)]), ConformalClassifier(Sum())
+    two, loaded = ConformalClassifier(Of(total), [(x / 2, x / 2, y)]), ConformalClassifier(Of(total))
     assert torch.equal(two.predict(x / 2, x / 2), expected)
     loaded.load_state_dict(two.state_dict())
     for parts in ((x / 2, x / 2), (x / 2, x / 2, y)):
         assert torch.equal(torch.cat(Trainer(**QUIET).predict(loaded, DataLoader(TensorDataset(*parts), 25))), expected)
     with pytest.raises(ValueError, match="must hold 2 inputs as in calibration, and perhaps a target, got 1 elements"):
         loaded.predict_step(x, 0)
-    conformal = ConformalClassifier(Sum(), [({"a": x / 2, "b": x / 2}, y)])
+    conformal = ConformalClassifier(Of(total), [({"a": x / 2, "b": x / 2}, y)])
     assert torch.equal(conformal.predict({"a": x / 2, "b": x / 2}), expected)
     rows = [({"a": row / 2, "b": row / 2}, label) for row, label in zip(x, y, strict=True)]
     assert torch.equal(torch.cat(Trainer(**QUIET).predict(conformal, DataLoader(rows, 25))), expected)
@@ -281,17 +260,12 @@ def test_empty_sets_are_kept_or_get_the_top_class():
     assert filled.tolist() == [[False, True, False], [True, False, False]]
 
 
-class Unsteady(nn.Module):
-    """Last bits that depend on the size of the batch, as those of a product of matrices do."""
-
-    def forward(self, x):
-        return x * (1 + 5e-7 * (len(x) == 1))
-
-
 @pytest.mark.parametrize("score", ["lac", "raps"])
 def test_rows_that_are_equal_are_covered_one_by_one_as_well(score):
     logits, labels = torch.tensor([[2.0, 0.5, 0.0]]).repeat(100, 1), (torch.arange(100) % 4 == 0).long()
-    conformal = ConformalClassifier(Unsteady(), [(logits, labels)], score=score)
+    # last bits that depend on the size of the batch, as those of a product of matrices do
+    unsteady = Of(lambda x: x * (1 + 5e-7 * (len(x) == 1)))
+    conformal = ConformalClassifier(unsteady, [(logits, labels)], score=score)
     assert torch.equal(conformal.predict(logits[:1]), conformal.predict(logits[:2])[:1])
 
 
@@ -315,11 +289,14 @@ def test_a_group_without_calibration_rows_has_all_classes_and_values():
         return x[:, 0] > 0
 
     x, y = torch.rand(40, 3) + 0.1, torch.arange(40) % 3
-    sets = ConformalClassifier(nn.Identity(), [(x, y)], groups=groups).predict(
-        torch.tensor([[-1.0, 9, 0], [9.0, 0, 0]])
-    )
+    conformal = ConformalClassifier(nn.Identity(), [(x, y)], groups=groups)
+    sets = conformal.predict(torch.tensor([[-1.0, 9, 0], [9.0, 0, 0]]))
     assert sets.sum(1).tolist()[0] == 3
     assert sets.sum(1).tolist()[1] < 3
+    mixed = torch.cat([x, x[:30] * torch.tensor([-1.0, 1, 1])])
+    covered = conformal.predict(mixed)[torch.arange(70), y.repeat(2)[:70]].float()
+    found = conformal.coverage([(mixed[:50], y.repeat(2)[:50]), (mixed[50:], y.repeat(2)[50:70])])
+    assert found == pytest.approx({0: float(covered[40:].mean()), 1: float(covered[:40].mean())})
     x = x[:, :1]
     made = ConformalRegressor(nn.Identity(), [(x, x + 1)], groups=groups).predict(torch.tensor([[-1.0], [1.0]]))
     assert made[0].tolist() == [-torch.inf, torch.inf]
@@ -358,6 +335,7 @@ def test_on_a_device():
 # --- the state
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_state_dict_is_plain_and_is_all(settings, tmp_path):
     conformal = ConformalClassifier(_seeded(Net), _loader(), **settings)
@@ -368,22 +346,16 @@ def test_the_state_dict_is_plain_and_is_all(settings, tmp_path):
         other.predict(_test_pixels())
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert torch.equal(other.predict(_test_pixels()), conformal.predict(_test_pixels()))
-    empty = ConformalClassifier(_seeded(Net), **settings)
-    other.load_state_dict(empty.state_dict())
-    with pytest.raises(RuntimeError, match="is not calibrated"):
-        other.predict(_test_pixels())
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_a_checkpoint_of_lightning(settings, tmp_path):
-    conformal = ConformalClassifier(_seeded(Net), _loader(), **settings)
     trainer = Trainer(**QUIET)
     sets = trainer.predict(conformal, DataLoader(_test_pixels(), 100))
     trainer.save_checkpoint(tmp_path / "conformal.ckpt")
     found = ConformalClassifier.load_from_checkpoint(tmp_path / "conformal.ckpt", module=_seeded(Net, 1))
     assert (found.alpha, found.score, found.groups) == (conformal.alpha, conformal.score, conformal.groups)
     assert torch.equal(found.predict(_test_pixels()), torch.cat(sets))
+    empty = ConformalClassifier(_seeded(Net), **settings)
+    other.load_state_dict(empty.state_dict())
+    with pytest.raises(RuntimeError, match="is not calibrated"):
+        other.predict(_test_pixels())
 
 
 @pytest.mark.parametrize(
@@ -504,45 +476,33 @@ def test_ensembles_of_regressors():
 
 
 def test_intervals_of_several_forms_are_equal():
-    class Two(nn.Module):
-        def __init__(self, form):
-            super().__init__()
-            self.form = form
-
-        def forward(self, x):
-            first, second = x, x + 2
-            return {
-                "columns": torch.stack([first, second], 1),
-                "tuple": (first, second),
-                "list of (N, 1)": [first.unsqueeze(1), second.unsqueeze(1)],
-            }[self.form]
-
+    forms = (
+        lambda x: torch.stack([x, x + 2], 1),
+        lambda x: (x, x + 2),
+        lambda x: [x.unsqueeze(1), x.unsqueeze(1) + 2],
+    )
     x = torch.linspace(0.5, 3, 40)
     y = x + torch.linspace(-1, 4, 40)
     for score in ("normalised", "quantile"):
         made = [
-            ConformalRegressor(Two(form), [(x, target)], score=score).predict(x)
-            for form in ("columns", "tuple", "list of (N, 1)")
+            ConformalRegressor(Of(form), [(x, target)], score=score).predict(x)
+            for form in forms
             for target in (y, y.unsqueeze(1))
         ]
         assert all(torch.equal(other, made[0]) for other in made)
         assert made[0].shape == (40, 2)
 
 
-class Outputs(nn.Module):
-    """Two outputs, or one."""
-
-    def __init__(self, score):
-        super().__init__()
-        self.score = score
-
-    def forward(self, x):
-        return {"absolute": x, "normalised": (x, 0.3 + x.abs() / 7), "quantile": (x - 1.1, x + 0.7)}[self.score]
+OUTPUTS = {
+    "absolute": lambda x: x,
+    "normalised": lambda x: (x, 0.3 + x.abs() / 7),
+    "quantile": lambda x: (x - 1.1, x + 0.7),
+}
 
 
-@pytest.mark.parametrize("score", ["absolute", "normalised", "quantile"])
+@pytest.mark.parametrize("score", OUTPUTS)
 def test_values_that_are_just_as_far_away_as_the_quantile_are_in_the_interval(score):
-    conformal = ConformalRegressor(Outputs(score), score=score)
+    conformal = ConformalRegressor(Of(OUTPUTS[score]), score=score)
     for mean in torch.linspace(-3, 3, 40):
         x, y = mean.repeat(9), torch.full((9,), 7)
         conformal.calibrate([(x, y)])
@@ -557,12 +517,8 @@ def test_whole_numbers_keep_their_precision():
 
 
 def test_a_scale_that_is_none_gives_no_interval():
-    class Net(nn.Module):
-        def forward(self, x):
-            return x[:, 0], x[:, 1]
-
     x = torch.rand(40, 2) + 0.1
-    conformal = ConformalRegressor(Net(), [(x, x[:, 0] + 1)], score="normalised")
+    conformal = ConformalRegressor(Of(lambda x: (x[:, 0], x[:, 1])), [(x, x[:, 0] + 1)], score="normalised")
     made = conformal.predict(torch.tensor([[1.0, 0.0], [1.0, -2.0], [1.0, 1.0]]))
     assert made.isnan().tolist() == [[True, True], [True, True], [False, False]]
     with pytest.raises(ValueError, match=r"1 of 41 calibration rows are NaN or infinite: .* a scale a number > 0"):
@@ -590,13 +546,10 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"loader": []}, ValueError, "loader has no rows to calibrate with"),
         ({"loader": [(X[:0], Y[:0])]}, ValueError, "loader has no rows to calibrate with"),
         ({"loader": [X]}, TypeError, r"loader must give batches \(x, y\) .* got Tensor"),
-        ({"loader": [(X,)]}, TypeError, r"loader must give batches \(x, y\) .* got tuple"),
         ({"loader": [(X, Y, Y)]}, TypeError, "3 were given; a batch must hold what `forward` takes, and then"),
         ({"loader": [(X, None)]}, TypeError, r"loader must give batches \(x, y\)"),
         ({"loader": LightningDataModule()}, TypeError, r"or datamodule.val_dataloader\(\) does, got .*DataModule"),
         ({"loader": [{"x": X, "y": Y}]}, TypeError, "got dict"),
-        ({"loader": DataLoader(TensorDataset(X), 5)}, TypeError, r"loader must give batches \(x, y\)"),
-        ({"loader": [(X[:5], Y[:5])]}, ValueError, "alpha=0.1 needs at least 9 calibration rows, got 5"),
         ({"alpha": 0.01}, ValueError, "alpha=0.01 needs at least 99 calibration rows, got 30"),
         ({"loader": [(X, Y + 1)]}, ValueError, "class 3 is not one of the module's 3 classes, 0 to 2"),
         ({"loader": [(X, Y - 1)]}, ValueError, "class -1 is not .* 0 to 2: correct it, or leave such rows"),
@@ -632,9 +585,6 @@ def test_bad_input_of_classifiers_is_refused(arguments, error, message):
         ({"score": "normalised"}, ValueError, r'for score="normalised", module must return two numbers .* got \(30,\)'),
         ({"loader": [(X[:, 0], X[:, 0] * torch.nan)]}, ValueError, "scores of 30 of 30 calibration rows are NaN"),
         ({"loader": [(X[:, 0] / 0, X[:, 0])]}, ValueError, "scores of 30 of 30 calibration rows are NaN or infinite"),
-        ({"loader": [(X[:8, 0], X[:8, 0])]}, ValueError, "alpha=0.1 needs at least 9 calibration rows, got 8"),
-        ({"loader": [X[:, 0]]}, TypeError, r"loader must give batches \(x, y\)"),
-        ({"loader": []}, ValueError, "loader has no rows"),
     ],
 )
 def test_bad_input_of_regressors_is_refused(arguments, error, message):

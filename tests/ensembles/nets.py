@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.small import QUIET
 
+LBFGS = {"max_iter": 400, "tolerance_grad": 1e-11, "tolerance_change": 1e-14, "line_search_fn": "strong_wolfe"}
+
 
 class MLP(nn.Module):
     """64 pixels to 10 classes, with a `forward` of its own."""
@@ -110,6 +112,28 @@ def fit(ensemble: LightningModule, train, val=None, **arguments) -> Trainer:
     return trainer
 
 
+def seeded(make, n):
+    """Make members, each by a seed of its own."""
+    members = []
+    for index in range(n):
+        torch.manual_seed(index)
+        members.append(make())
+    return members
+
+
+def trained_alone(member, optimizer, batches, epochs=1, clip=lambda parameters: None, schedule=None, **loss):
+    """Train one member in plain torch, and return its state."""
+    for _ in range(epochs):
+        for x, y in batches:
+            optimizer.zero_grad()
+            functional.cross_entropy(member(x), y, **loss).backward()
+            clip(member.parameters())
+            optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return member.state_dict()
+
+
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
     """Return the share of samples whose most probable class is the true one."""
     return (probabilities.argmax(-1) == labels).double().mean().item()
@@ -122,9 +146,7 @@ def values(ensemble: LightningModule) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance) -> None:
     """Compare tensors by name."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+    torch.testing.assert_close(one, other, **tolerance)
 
 
 class Stops(Callback):

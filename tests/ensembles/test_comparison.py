@@ -25,7 +25,7 @@ from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.ensembles.core import comparison
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
-from tests.ensembles.nets import CNN, MLP, Stops, fit, same, values
+from tests.ensembles.nets import MLP, Stops, fit, same, seeded, values
 from tests.small import real_fp16
 
 pytestmark = [
@@ -94,27 +94,11 @@ def _mixed_up(net, h):
 
 MIXING = {
     "centre": lambda net, h: h - h.mean(0),
-    "batch_norm": lambda net, h: functional.batch_norm(h, None, None, training=True),
     "mixup": _mixed_up,
-    "mixup of neighbours": lambda net, h: 0.7 * h + 0.3 * h.roll(1, 0),
-    "flip": lambda net, h: (h + h.flip(0)) / 2,
     "permutation": lambda net, h: h + 0.1 * h[torch.randperm(len(h))],
     "branch on the largest": lambda net, h: 2 * h if h.max() > h.abs().mean() * 3 else h,
-    "branch on a mean": lambda net, h: h * h.mean().item(),
-    "norm": lambda net, h: h / h.norm(),
-    "deviation": lambda net, h: h / h.std(),
-    "softmax over rows": lambda net, h: h.softmax(0),
-    "sort": lambda net, h: h.sort(0).values,
-    "largest rows": lambda net, h: h * (h.sum(1) >= h.sum(1).topk(2).values[-1]).unsqueeze(1),
-    "cumulative": lambda net, h: h.cumsum(0),
     "attention over rows": lambda net, h: (h @ h.T).softmax(-1) @ h,
-    "nearest row": lambda net, h: h - h[(torch.cdist(h, h) + 9 * torch.eye(len(h))).argmin(1)],
-    "hardest row": lambda net, h: h - h[torch.cdist(h, h).argmax(1)],
-    "contrast": lambda net, h: h * functional.cosine_similarity(h[:, None], h[None], dim=-1).logsumexp(1, keepdim=True),
-    "first row": lambda net, h: h - h[:1],
     "number of rows": lambda net, h: h / len(h),
-    "quantile": lambda net, h: h.clamp(max=h.quantile(0.7)),
-    "instance_norm over rows": lambda net, h: functional.instance_norm(h.T.unsqueeze(0)).squeeze(0).T,
     "rows as columns": lambda net, h: h.reshape(WIDTH, -1).T.contiguous().reshape(-1, WIDTH),
     "noise for all rows": lambda net, h: h + torch.randn(1, WIDTH),
     "mask for all rows": lambda net, h: functional.dropout(torch.ones(WIDTH), 0.5, True) * h,
@@ -129,14 +113,6 @@ MIXING = {
     "memory bank of small numbers": _banked_in_small_numbers,
     "count of rows": _annealed,
 }  # fmt: skip
-
-
-def _members(make):
-    members = []
-    for index in range(N):
-        torch.manual_seed(index)
-        members.append(make())
-    return members
 
 
 def _rows(*shape, seed=0):
@@ -156,14 +132,14 @@ class UsesWeights(nn.Module):
 
 @pytest.mark.parametrize("rows", [1, ROWS])
 def test_rows_that_are_the_same_for_all_do_not_hide_that_they_are_mixed(rows):
-    members = _members(lambda: Between(MIXING["centre"]))
+    members = seeded(lambda: Between(MIXING["centre"]), N)
     loop, stack, x = SequentialMembers(members), as_members(copy.deepcopy(members)), _rows(WIDTH)[:rows]
     torch.testing.assert_close(stack.forward_shared(x), loop.forward_shared(x), atol=1e-6, rtol=1e-5)
     assert stack.reason.startswith("the model mixes rows of a batch outside its layers")
 
 
 def test_a_net_that_stacked_layers_do_not_fit_runs_one_by_one():
-    loop, stack = SequentialMembers(_members(UsesWeights)), as_members(_members(UsesWeights))
+    loop, stack = SequentialMembers(seeded(UsesWeights, N)), as_members(seeded(UsesWeights, N))
     torch.testing.assert_close(stack(_rows(WIDTH)), loop(_rows(WIDTH)), atol=1e-6, rtol=1e-5)
     assert stack.reason.startswith("with stacked layers the model raises RuntimeError")
 
@@ -172,7 +148,7 @@ def test_a_net_that_stacked_layers_do_not_fit_runs_one_by_one():
 @pytest.mark.trap("ensembles: a net that mixes rows in training alone passes a check in evaluation")
 def test_nets_that_mix_rows_in_training_run_one_by_one(name):
     make = lambda: Between(MIXING[name])  # noqa: E731
-    stack, loop = as_members(_members(make)), SequentialMembers(_members(make))
+    stack, loop = as_members(seeded(make, N)), SequentialMembers(seeded(make, N))
     assert isinstance(stack, StackedMembers)
     x, first = _rows(WIDTH), None
     with torch.no_grad():
@@ -200,7 +176,7 @@ def test_members_that_change_their_weights_are_refused():
             net.last.weight.div_(net.last.weight.norm())
         return h
 
-    stack = as_members(_members(lambda: Between(constrained)))
+    stack = as_members(seeded(lambda: Between(constrained), N))
     with pytest.raises(ValueError, match=r"the members change last\.weight in their forward pass.*vectorize=False"):
         stack(_rows(WIDTH))
 
@@ -238,17 +214,6 @@ def _observed(net, h):
     return h
 
 
-def _experts(net, h):
-    gate = functional.gumbel_softmax(h[:, :4], hard=True)
-    return (h.unflatten(1, (4, 4)) * gate.unsqueeze(-1)).flatten(1)
-
-
-def _without_gradient(net, h):
-    with torch.no_grad():
-        scale = h.abs().amax(1, keepdim=True)
-    return h / scale
-
-
 class Convolutions(nn.Module):
     """Convolutions with groups and statistics of batches, dropout of channels and stochastic depth of rows."""
 
@@ -268,10 +233,6 @@ def _sequential(*middle):
     return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *[make() for make in middle], nn.Linear(WIDTH, 4))
 
 
-def _deep():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(20)], nn.Linear(WIDTH, 4))
-
-
 def _frozen():
     net = MLP(WIDTH, 4)
     net.first.requires_grad_(False)
@@ -280,17 +241,11 @@ def _frozen():
 
 HEALTHY = {
     "MLP": lambda: MLP(WIDTH, 4),
-    "one layer": lambda: nn.Linear(WIDTH, 4),
     "dropout": _sequential(nn.ReLU, nn.Dropout),
     "dropout in place": _sequential(lambda: nn.Dropout(0.3, inplace=True)),
-    "SELU": _sequential(nn.SELU, nn.AlphaDropout),
     "RReLU": _sequential(nn.RReLU, lambda: nn.RReLU(inplace=True)),
-    "BatchNorm": _sequential(lambda: nn.BatchNorm1d(WIDTH), nn.ReLU),
     "BatchNorm without statistics": _sequential(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False), nn.ReLU),
-    "LayerNorm": _sequential(lambda: nn.LayerNorm(WIDTH), nn.GELU),
-    "deep": _deep,
     "frozen": _frozen,
-    "images": lambda: nn.Sequential(nn.Linear(WIDTH, 64), CNN()),
     "convolutions": Convolutions,
     "transformer": Block,
     "recomputed transformer": lambda: Block(recompute=True),
@@ -300,13 +255,6 @@ HEALTHY = {
     "noise that lies by columns": lambda: Between(lambda net, h: h + h.new_empty(WIDTH, len(h)).t().normal_()),
     "variational": lambda: Between(lambda net, h: torch.normal(h, h.exp())),
     "stochastic depth": lambda: Between(lambda net, h: h * (torch.rand(len(h), 1) < 0.5)),
-    "several dropouts": lambda: Between(lambda net, h: sum(functional.dropout(h, 0.5) for _ in range(4))),
-    "sampled": lambda: Between(lambda net, h: h * torch.bernoulli(h.sigmoid())),
-    "chosen": lambda: Between(lambda net, h: h.gather(1, torch.multinomial(h.softmax(1), WIDTH))),
-    "experts": lambda: Between(_experts),
-    "norms of rows": lambda: Between(lambda net, h: functional.normalize(h, dim=1)),
-    "scales without gradient": lambda: Between(_without_gradient),
-    "spectrum": lambda: Between(lambda net, h: torch.fft.rfft(h).abs().repeat(1, 2)[:, :WIDTH]),
     "large sums": lambda: Between(lambda net, h: (1e4 * h.repeat(1, 512)).cumsum(1)[:, -WIDTH:]),
     "differences of nearly the same": lambda: Between(lambda net, h: functional.layer_norm(1000 + 1e-3 * h, (WIDTH,))),
     "ties": lambda: Between(lambda net, h: h.sign().topk(WIDTH, 1).values * h),
@@ -319,7 +267,7 @@ HEALTHY = {
 def test_nets_that_treat_each_row_for_itself_run_at_once(name, kind):
     if kind == "one row" and "BatchNorm" in name:
         pytest.skip("torch's BatchNorm refuses one row in training")
-    stack, x = as_members(_members(HEALTHY[name]), vectorize=True), _rows(WIDTH)[: N if kind == "one row" else None]
+    stack, x = as_members(seeded(HEALTHY[name], N), vectorize=True), _rows(WIDTH)[: N if kind == "one row" else None]
     for training in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16"), torch.set_grad_enabled(training):
             stack.train(training)(x)
@@ -559,7 +507,7 @@ def test_copies_of_weights_do_not_outlive_the_comparison_under_autocast(monkeypa
         place(module, tensors)
 
     monkeypatch.setattr(comparison, "place_tensors", watched)
-    stack = as_members(_members(HEALTHY["MLP"]), vectorize=True)
+    stack = as_members(seeded(HEALTHY["MLP"], N), vectorize=True)
     with torch.autocast("cpu", torch.bfloat16):
         stack.train()(_rows(WIDTH))
         assert torch.is_autocast_cache_enabled()

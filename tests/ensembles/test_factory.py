@@ -80,11 +80,6 @@ def test_what_is_frozen_keeps_its_values():
     assert all(_equal(member, frozen) for member in build_members(frozen, 2, None, seed=0)[0])
 
 
-def test_arguments_reach_the_class():
-    members, _ = build_members(MLP, 2, {"hidden": 5}, seed=0)
-    assert members[0].first.out_features == 5
-
-
 def test_a_list_is_the_members_themselves():
     given = [MLP(), CNN()]
     members, messages = build_members(given, 10, None, seed=0)

@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader
 
 import lightning_tricks
 from lightning_tricks import AutoResume, OptimizerSpec
-from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, few, fit, same, some, values
-from tests.small import QUIET, EvaluatedNet, HostReads, real_fp16
+from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, fit, same, some, values
+from tests.small import QUIET, real_fp16
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -112,22 +112,15 @@ def test_settings_of_the_trainer(family, setting):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_real_fp16(family):
+@pytest.mark.parametrize(
+    "precision", ["fp16", pytest.param("16-mixed", marks=[pytest.mark.gpu, pytest.mark.sampled(3)])]
+)
+def test_real_fp16_and_a_gpu(family, precision):
+    options = {"accelerator": "gpu", "devices": 1, "precision": precision}
+    if precision == "fp16":
+        options = {"plugins": real_fp16(), "gradient_clip_val": 1.0}
     ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
-    epochs = {"FastGeometric": 4}.get(family, 10)
-    fit(ensemble, some(count=640, batch_size=32), plugins=real_fp16(), max_epochs=epochs, gradient_clip_val=1.0)
-    x, y = digits()[1].tensors
-    assert accuracy(ensemble.predict(x), y) > 0.7
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.sampled(3)
-def test_on_a_gpu(family, precision):
-    ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
-    epochs = {"FastGeometric": 4}.get(family, 10)
-    fit(ensemble, some(count=640, batch_size=32), max_epochs=epochs, accelerator="gpu", devices=1, precision=precision)
+    fit(ensemble, some(count=640, batch_size=32), max_epochs={"FastGeometric": 4}.get(family, 10), **options)
     x, y = digits()[1].tensors
     assert accuracy(ensemble.predict(x), y) > 0.7
 
@@ -214,29 +207,6 @@ def test_statistics_are_those_of_training_batches(family):
     same(values(ensemble), before, rtol=0, atol=0)
 
 
-class _Reads(Callback):
-    """Counts the reads of steps of the last epoch."""
-
-    def __init__(self):
-        self.reads = HostReads()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 3 and batch_idx == 0:
-            self.reads.__enter__()
-        if trainer.current_epoch == 3 and batch_idx == 2:
-            self.reads.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_steps_read_no_more_from_the_device_than_those_of_one_model(family):
-    def reads(module):
-        counter = _Reads()
-        fit(module, some(), some(shuffle=False), callbacks=[counter], max_epochs=4)
-        return counter.reads.count
-
-    assert reads(made(family, make=CNN)) <= reads(EvaluatedNet(optimization="fused"))
-
-
 @pytest.mark.parametrize("family", STACKED)
 def test_at_once_or_one_after_another_is_the_same(family):
     def trained(vectorize):
@@ -258,29 +228,6 @@ def test_compiled(family):
     fit(torch.compile(ensemble, backend="aot_eager"), some(count=640, batch_size=32), max_epochs=6)
     x, y = digits()[1].tensors
     assert accuracy(ensemble.predict(x), y) > 0.8
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_exception_in_the_middle_leaves_an_ensemble_that_trains_on(family):
-    ensemble = made(family)
-    with pytest.raises(RuntimeError, match="stopped"):
-        fit(ensemble, some(), max_epochs=4, callbacks=[Stops(9)])
-    assert all(parameter.requires_grad for parameter in ensemble.trained_members().parameters())
-    if family == "GradientBoosting":
-        assert all(parameter.requires_grad for parameter in ensemble.parameters())
-    trainer = fit(ensemble, some(), max_epochs=4)
-    assert trainer.global_step == 16
-    assert ensemble.n_members == 2
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.trap("ensembles: a class that is missing in the training data crashes GB")
-def test_a_class_may_be_missing_in_the_training_data(family):
-    x, y = digits()[0].tensors
-    ensemble = made(family)
-    fit(ensemble, few(torch.utils.data.TensorDataset(x[y != 9], y[y != 9]), 64), max_epochs=4)
-    assert ensemble.n_outputs == 10
-    assert ensemble.predict(x).shape == (len(x), 10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

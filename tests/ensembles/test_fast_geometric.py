@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 
 from lightning_tricks import FastGeometricClassifier, FastGeometricRegressor, OptimizerSpec
 from tests.ensembles.nets import CNN, MLP, digits, fit, same, some, values
@@ -71,36 +70,6 @@ def test_rates_follow_the_optimizers_and_groups_keep_their_proportions():
     ratios = [sorted(max(rates) / rate for rate in set(rates)) for rates in watch.rates]
     assert all(found == pytest.approx([1, 5]) for found in ratios)
     assert [max(rates) for rates in watch.rates[4:]] == pytest.approx([_triangle(s / 8, 0.05, 0.01) for s in range(4)])
-
-
-@pytest.mark.trap("ensembles: FastGeometric loses the momentum between the phases")
-def test_the_momentum_is_kept():
-    train = some(shuffle=False)
-    ensemble = FastGeometricClassifier(
-        MLP, 1, cycle=2, lr_1=0.05, lr_2=0.001, optimizer=("SGD", {"lr": 0.1, "momentum": 0.9}), seed=0
-    )
-    alone = copy.deepcopy(ensemble.working.member(0))
-    fit(ensemble, train, max_epochs=4)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    step = 0
-    for _ in range(3):
-        for x, y in train:
-            optimizer.param_groups[0]["lr"] = 0.1 if step < 8 else _triangle((step - 8) / 8, 0.05, 0.001)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(alone(x), y).backward()
-            optimizer.step()
-            step += 1
-    same(values(ensemble.estimators_.member(0)), values(alone), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.trap("ensembles: FastGeometric takes softmax of the mean of logits, its authors average probabilities")
-def test_probabilities_are_averaged():
-    ensemble = FastGeometricClassifier(MLP, 3, cycle=1, optimizer=("Adam", {"lr": 0.05}), seed=0)
-    fit(ensemble, some(), max_epochs=4)
-    x = digits()[1].tensors[0]
-    outputs = torch.stack([member.eval()(x) for member in ensemble.estimators_]).detach()
-    torch.testing.assert_close(ensemble.predict(x), outputs.softmax(-1).mean(0))
-    assert (ensemble.predict(x) - outputs.mean(0).softmax(-1)).abs().max() > 1e-3
 
 
 def test_a_pretrained_model_needs_no_base():

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import VotingClassifier
-from tests.ensembles.nets import MLP, LitMLP, digits, few, fit, values
+from tests.ensembles.nets import MLP, LitMLP, digits, few, fit, trained_alone, values
 
 pytestmark = [
     pytest.mark.oldest,
@@ -33,11 +32,7 @@ def test_each_member_trains_by_its_own_optimizer(kind):
     alone = [Steps(kind), Steps(kind, lr=3e-2, weight_decay=0.1)]
     for member, one in zip(members, alone, strict=True):
         one.load_state_dict(member.state_dict())
-        made = one.configure_optimizers()
-        for x, y in train:
-            made.zero_grad()
-            nn.functional.cross_entropy(one(x), y, label_smoothing=0.1).backward()
-            made.step()
+        trained_alone(one, one.configure_optimizers(), train, label_smoothing=0.1)
     fit(VotingClassifier(members), train)
     for member, one in zip(members, alone, strict=True):
         torch.testing.assert_close(values(member), values(one))

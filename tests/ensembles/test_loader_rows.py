@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import (
@@ -26,9 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import lightning_tricks
 from lightning_tricks import AutoResume, BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
-from tests.ensembles.nets import fit
+from tests.ensembles.nets import Stops, fit
 from tests.small import QUIET
 
 pytestmark = [
@@ -101,7 +100,6 @@ ONCE = {
     "in order": (loader, ALL),
     "not in memory": (lambda: loader(data=OneByOne(), shuffle=True), ALL),
     "generator": (lambda: loader(shuffle=True, generator=seeded()), ALL),
-    "workers": (lambda: loader(data=OneByOne(), shuffle=True, num_workers=1, persistent_workers=True), ALL),
     "some at random": (lambda: loader(RandomSampler(range(20)), data=OneByOne()), ALL[:20]),
     "some in order": (lambda: loader(SequentialSampler(range(20))), ALL[:20]),
     "subset": (lambda: loader(SubsetRandomSampler(PART)), PART),
@@ -118,7 +116,6 @@ DRAWN = {
     "by epoch": (lambda: loader(WithEpoch(lambda own: PART[own.epoch :: 2], 10)), PART),
     "drop_last": (lambda: DataLoader(DATA, 12, shuffle=True, drop_last=True), ALL),
 }
-TABLE = [name for name in ONCE | DRAWN if name != "workers"]  # which are slow to end
 SHARED = {
     "batches": (lambda: DataLoader(DATA, batch_sampler=[PART[:8], PART[8:]]), "list makes the batches itself"),
     "no length": (lambda: loader(Endless(lambda own: PART)), "Endless has no length"),
@@ -152,7 +149,7 @@ def rows_of_members(kind, given, n=3, epochs=EPOCHS, **arguments):
     return [torch.tensor(rows).view(epochs, -1).tolist() for rows in seen]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", ONCE | DRAWN)
 def test_voting_members_see_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
     seen = rows_of_members(VotingRegressor, made())
@@ -166,7 +163,7 @@ def test_voting_members_see_what_the_sampler_yields(name):
 
 
 @pytest.mark.trap("ensembles: bagging draws a bootstrap index per member, once")
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", ONCE | DRAWN)
 def test_a_bootstrap_is_drawn_from_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
     seen = rows_of_members(BaggingRegressor, made())
@@ -202,55 +199,6 @@ def test_loaders_whose_batches_members_share(name, lightning_log):
         fit(StackingRegressor([Row(), Row()]), made())
     with pytest.raises(ValueError, match=f"folds need a DataLoader.*{words}"):
         cross_validate(partial(VotingRegressor, Row, 1), made(), TRAINER)
-
-
-OTHERS = {
-    "FusionRegressor": {},
-    "SnapshotEnsembleRegressor": {},
-    "FastGeometricRegressor": {"cycle": 1},
-    "AdversarialTrainingRegressor": {"epsilon": 1e-6},
-    "GradientBoostingRegressor": {},
-    "SoftGradientBoostingRegressor": {},
-}
-
-
-@pytest.mark.parametrize("name", ["batch sampler", "weighted"])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_no_other_ensemble_sees_other_rows(kind, name):
-    made, rows = (ONCE | DRAWN)[name]
-    ensemble = getattr(lightning_tricks, kind)(Row, 2, seed=0, **OTHERS[kind])
-    fit(ensemble, made(), max_epochs=2)
-    seen = [set(member.seen) for part in ensemble.children() for member in part.modules() if isinstance(member, Row)]
-    assert any(seen)
-    assert all(member <= set(rows) for member in seen)
-    if name in ONCE:
-        assert set(rows) in seen
-
-
-class Kept(StackingRegressor):
-    """Keeps the rows of each stage."""
-
-    def on_stage_start(self):
-        self.stages = [*getattr(self, "stages", []), [len(member.seen) for member in self.estimators_]]
-        super().on_stage_start()
-
-
-@pytest.mark.parametrize("name", ["shuffle", "in order", "not in memory", "drop_last"])
-def test_folds_are_of_the_rows_of_the_data(name):
-    made = (ONCE | DRAWN)[name][0]
-    ensemble = Kept([Row(), Row()], cv=4, seed=0, vectorize=False)
-    fit(ensemble, made())
-    batch = 12 if name == "drop_last" else 1
-    result = cross_validate(partial(VotingRegressor, Row, 1, seed=0), made(), TRAINER, cv=4, keep_modules=True)
-    for fold, (module, (train, held_out)) in enumerate(zip(result.modules, result.folds, strict=True)):
-        trained = set(ALL[: fold * SIZE // 4] + ALL[(fold + 1) * SIZE // 4 :])
-        assert (set(train.tolist()), set(held_out.tolist())) == (trained, set(ALL) - trained)
-        for index, member in enumerate(ensemble.estimators_):
-            start, end = (stage[index] for stage in ensemble.stages[fold : fold + 2])
-            assert end - start == len(trained) // batch * batch
-            assert set(member.seen[start:end]) <= trained
-        assert set(module.estimators_[0].seen) <= trained
-        torch.testing.assert_close(result.predictions[held_out], module.predict(DATA.tensors[0][held_out]))
 
 
 @pytest.mark.parametrize("name", ["some in order", "subset", "own, by numpy", "weighted", "by epoch", "batch sampler"])
@@ -306,21 +254,13 @@ def test_two_ranks_share_out_what_the_sampler_yields(kind, name, tmp_path):
         assert sorted(ranks[0] + ranks[1]) == sorted(member.seen)
 
 
-class Stops(Callback):
-    """Ends the process's work in the second batch of the second epoch, after its step."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2:
-            raise RuntimeError("stopped")
-
-
-@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted", "workers"])
+@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted"])
 @pytest.mark.parametrize("kind", [VotingRegressor, BaggingRegressor])
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_with_the_same_rows(kind, name, tmp_path):
     made, _ = (ONCE | DRAWN)[name]
     whole, first, second = (kind(Row, 2, vectorize=False, seed=0) for _ in range(3))
     fit(whole, made(), max_epochs=3)
-    callbacks = [AutoResume(tmp_path, every_n_train_steps=1), Stops()]
+    callbacks = [AutoResume(tmp_path, every_n_train_steps=1), Stops(len(made()) + 2)]  # in the second epoch
     with pytest.raises(RuntimeError, match="stopped"):
         fit(first, made(), max_epochs=3, callbacks=callbacks)
     fit(second, made(), max_epochs=3, callbacks=[AutoResume(tmp_path)])

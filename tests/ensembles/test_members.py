@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members, as_sequential
-from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent
+from tests.ensembles.nets import CNN, MLP, Recurrent, seeded
 
 
 class Branched(nn.Module):
@@ -33,14 +33,6 @@ class Branched(nn.Module):
         return self.head(x.mean(1)) * (1.0 if self.training else 0.5)
 
 
-def _members(make, n=4):
-    members = []
-    for index in range(n):
-        torch.manual_seed(index)
-        members.append(make())
-    return members
-
-
 def _rows(n=4, seed=0):
     return torch.rand(n * 6, 64, generator=torch.Generator().manual_seed(seed))
 
@@ -48,7 +40,7 @@ def _rows(n=4, seed=0):
 @pytest.mark.parametrize("make", [MLP, CNN, Branched, lambda: nn.Linear(64, 10)])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_stack_is_a_loop(make, training):
-    members = _members(make)
+    members = seeded(make, 4)
     if training:
         for member in members:
             for part in member.modules():
@@ -76,7 +68,7 @@ def test_a_stack_is_a_loop(make, training):
 
 @pytest.mark.parametrize("rows", [0, 1, 64, 5000])
 def test_the_same_rows_for_all(rows):
-    loop, stack = SequentialMembers(_members(MLP)).eval(), as_members(_members(MLP)).eval()
+    loop, stack = SequentialMembers(seeded(MLP, 4)).eval(), as_members(seeded(MLP, 4)).eval()
     x = torch.rand(rows, 64)
     with torch.no_grad():
         torch.testing.assert_close(stack.forward_shared(x), loop.forward_shared(x), atol=1e-5, rtol=1e-4)
@@ -93,7 +85,7 @@ def test_the_same_rows_for_all(rows):
 
 @pytest.mark.parametrize("make", [MLP, CNN])
 def test_either_reads_what_the_other_has_saved(make):
-    loop, stack = SequentialMembers(_members(make)), as_members(_members(make, 4), vectorize=True)
+    loop, stack = SequentialMembers(seeded(make, 4)), as_members(seeded(make, 4), vectorize=True)
     assert list(stack.state_dict()) == list(loop.state_dict())
     other = as_members([make() for _ in range(4)], vectorize=True)
     other.load_state_dict(loop.state_dict())
@@ -108,7 +100,7 @@ def test_either_reads_what_the_other_has_saved(make):
 
 
 def test_a_state_dict_that_does_not_fit_is_refused_by_name():
-    stack = as_members(_members(MLP))
+    stack = as_members(seeded(MLP, 4))
     state = stack.state_dict()
     del state["2.first.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*first.weight"):
@@ -116,7 +108,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name():
 
 
 def test_members_come_out_of_a_stack_as_they_went_in():
-    members = _members(CNN)
+    members = seeded(CNN, 4)
     stack = as_members(members, vectorize=True)
     for index, member in enumerate(members):
         out = stack.member(index)
@@ -136,7 +128,7 @@ def test_members_come_out_of_a_stack_as_they_went_in():
 
 
 def test_a_stack_can_be_copied_and_pickled():
-    stack = as_members(_members(MLP)).eval()
+    stack = as_members(seeded(MLP, 4)).eval()
     x = torch.rand(5000, 64)
     with torch.no_grad():
         expected = stack.forward_shared(x)
@@ -219,14 +211,14 @@ def test_members_that_share_a_layer_go_on_sharing_it():
 @pytest.mark.parametrize(
     ("members", "reason"),
     [
-        (_members(Recurrent), "LSTM has no stacked form (lstm)"),
+        (seeded(Recurrent, 4), "LSTM has no stacked form (lstm)"),
         ([MLP(), MLP(hidden=16)], "member 1 is of another structure than member 0"),
         ([MLP(), CNN()], "member 1 is of another structure than member 0"),
         ([MLP(), nn.DataParallel(MLP())], "member 1 is of another structure than member 0"),
         ([nn.Sequential(MLP(), nn.Dropout(p)) for p in (0.1, 0.2)], "member 1 is of another structure than member 0"),
-        (_members(_tied), "layers share a parameter"),
-        (_members(_hooked), "Linear has hooks (first)"),
-        (_members(_Bare), "_Bare has no stacked form"),
+        (seeded(_tied, 4), "layers share a parameter"),
+        (seeded(_hooked, 4), "Linear has hooks (first)"),
+        (seeded(_Bare, 4), "_Bare has no stacked form"),
         ([nn.utils.parametrizations.weight_norm(nn.Linear(64, 10)) for _ in range(2)], "ParametrizedLinear has no"),
         ([nn.LazyLinear(10) for _ in range(2)], "LazyLinear has hooks"),
         ([nn.Flatten(), nn.Flatten()], "the members have no parameters"),
@@ -241,9 +233,9 @@ def test_what_cannot_be_stacked_is_a_loop_with_the_reason(members, reason):
 
 
 def test_convolutions_are_stacked_only_when_asked():
-    assert isinstance(as_members(_members(CNN)), SequentialMembers)
-    assert as_members(_members(CNN)).reason == "convolutions of their own are faster than one for all members"
-    assert isinstance(as_members(_members(CNN), vectorize=True), StackedMembers)
+    assert isinstance(as_members(seeded(CNN, 4)), SequentialMembers)
+    assert as_members(seeded(CNN, 4)).reason == "convolutions of their own are faster than one for all members"
+    assert isinstance(as_members(seeded(CNN, 4), vectorize=True), StackedMembers)
 
 
 def test_one_row_of_whole_numbers_tells_nothing():
@@ -255,7 +247,7 @@ def test_one_row_of_whole_numbers_tells_nothing():
         def forward(self, x):
             return self.table(x).mean(1) - self.table(x[:1]).mean(1)
 
-    loop, stack = SequentialMembers(_members(Mixed)), as_members(_members(Mixed))
+    loop, stack = SequentialMembers(seeded(Mixed, 4)), as_members(seeded(Mixed, 4))
     stack.forward_shared(torch.tensor([[1, 2, 3]]))
     assert not stack.reason
     rows = torch.randint(20, (24, 3), generator=torch.Generator().manual_seed(0))
@@ -264,26 +256,11 @@ def test_one_row_of_whole_numbers_tells_nothing():
 
 
 def test_inputs_that_are_not_finite_do_not_look_like_mixed_rows():
-    stack = as_members(_members(MLP))
+    stack = as_members(seeded(MLP, 4))
     rows = _rows()
     rows[3] = torch.nan
     assert stack(rows).isnan().any()
     assert not stack.reason
-
-
-def test_several_inputs():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 4), nn.Linear(2, 4)
-
-        def forward(self, x, y):
-            return self.a(x) + self.b(y)
-
-    members = _members(Two)
-    x, y = torch.rand(8, 3), torch.rand(8, 2)
-    loop = SequentialMembers(copy.deepcopy(members))
-    torch.testing.assert_close(as_members(members)(x, y), loop(x, y))
 
 
 @pytest.mark.parametrize(
@@ -298,13 +275,9 @@ def test_outputs_that_cannot_be_combined(members, error, words):
         as_members(members)(_rows(2))
 
 
-def test_lightning_modules_without_a_step_of_their_own_are_stacked():
-    assert isinstance(as_members([LitMLP(), LitMLP()]), StackedMembers)
-
-
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_members_are_exported_for_batches_of_any_size(vectorize):
-    members = as_members(_members(MLP), vectorize).eval()
+    members = as_members(seeded(MLP, 4), vectorize).eval()
 
     class Shared(nn.Module):
         def __init__(self):

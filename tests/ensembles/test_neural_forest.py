@@ -11,9 +11,9 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchensemble._base import BaseTree
 
-from lightning_tricks import NeuralForestClassifier, NeuralForestRegressor
+from lightning_tricks import NeuralForestClassifier
 from lightning_tricks.ensembles.neural_forest import SoftDecisionTree, balance_penalty
-from tests.ensembles.nets import diabetes, digits, few, fit, some, values
+from tests.ensembles.nets import digits, fit, some, values
 from tests.small import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -91,14 +91,6 @@ def test_trees_that_are_shared_out_have_the_penalty_of_their_own_rows():
         tree = copy.deepcopy(forests[0].estimators_.member(index)).train()
         tree(x)
         assert balance_penalty(tree.gates.unsqueeze(0), 1.0) > 0
-
-
-@pytest.mark.trap("ensembles: NeuralForestRegressor.predict is always 1.0")
-def test_regressors_predict_numbers():
-    forest = NeuralForestRegressor(3, 3, optimizer=("Adam", {"lr": 1e-2}), seed=0)
-    fit(forest, few(diabetes()[0], 64), max_epochs=2)
-    assert forest.predict(diabetes()[1].tensors[0]).std() > 0.01
-    assert (forest.n_inputs, forest.n_outputs) == (10, 1)
 
 
 class _Images(Dataset):

@@ -1,6 +1,7 @@
 """Whatever looks at a member's parameters: members that run at once end as each one that is trained alone."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.lr_schedules import build_optimizer
-from tests.ensembles.nets import CNN, MLP, digits, few, fit
+from tests.ensembles.nets import CNN, MLP, digits, few, fit, trained_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
@@ -47,20 +48,12 @@ def by_shape(parameters):
     return optim.SGD([{"params": wide, "lr": 0.3}, {"params": others}], lr=0.01, momentum=0.9)
 
 
-def by_size(parameters):
-    return optim.SGD([{"params": [p], "lr": 1 / p.numel()} for p in parameters], lr=0.1)
-
-
 def by_layer(parameters):
     return optim.Adam([{"params": [p], "lr": 1e-2 * 0.5**place} for place, p in enumerate(reversed(parameters))])
 
 
 def part_of_them(parameters):
     return optim.Adagrad(parameters[-2:], lr=0.05, initial_accumulator_value=0.1)
-
-
-def state_from_the_beginning(parameters):
-    return optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
 
 
 def of_values(parameters):
@@ -73,7 +66,15 @@ def a_tensor_as_rate(parameters):
     return optim.Adam(parameters, lr=torch.tensor(1e-2))
 
 
-FUNCTIONS = [no_decay_of_vectors, by_shape, by_size, by_layer, part_of_them, state_from_the_beginning, a_tensor_as_rate]
+FUNCTIONS = [no_decay_of_vectors, by_shape, by_layer, part_of_them, a_tensor_as_rate]
+
+
+def alone_by(member, function, schedule=None):
+    optimizer = function([p for p in member.parameters() if p.requires_grad])
+    return trained_alone(member, optimizer, batches(), 2, schedule=schedule and schedule(optimizer))
+
+
+same = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
 SCHEDULES = {
     "constant": None,
     "by group": lambda made: lr_scheduler.LambdaLR(made, [lambda epoch: 0.5**epoch] * len(made.param_groups)),
@@ -89,29 +90,6 @@ def trained(ensemble, **arguments):
     return [member.state_dict() for member in ensemble.estimators_]
 
 
-def trained_alone(member, function, schedule=None):
-    optimizer = function([p for p in member.parameters() if p.requires_grad])
-    rates = schedule and schedule(optimizer)
-    for _ in range(2):
-        for x, y in batches():
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(member(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        if rates:
-            rates.step()
-    return member.state_dict()
-
-
-def same(given, expected):
-    for one, other in zip(given, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize(
     ("function", "schedule"),
@@ -125,7 +103,7 @@ def test_a_function_sees_one_member(function, schedule, vectorize):
     assert isinstance(ensemble.estimators_, SequentialMembers) != vectorize
     alone = [copy.deepcopy(member) for member in ensemble.estimators_]
     trainer = fit(ensemble, batches(), max_epochs=2)
-    expected = [trained_alone(member, function, SCHEDULES[schedule]) for member in alone]
+    expected = [alone_by(member, function, SCHEDULES[schedule]) for member in alone]
     same([member.state_dict() for member in ensemble.estimators_], expected)
     assert len(trainer.optimizers[0].param_groups) == len(function(list(alone[0].parameters())).param_groups)
 
@@ -135,7 +113,7 @@ def test_the_description_of_an_optimizer_sees_one_member():
     ensemble = VotingClassifier(Normed, 2, optimizer=spec, vectorize=True, seed=0)
     alone = [copy.deepcopy(member) for member in ensemble.estimators_]
     given = trained(ensemble)
-    same(given, [trained_alone(member, lambda _, member=member: build_optimizer(member, spec)) for member in alone])
+    same(given, [alone_by(member, lambda _, member=member: build_optimizer(member, spec)) for member in alone])
 
 
 def test_a_function_of_values_keeps_the_members_apart(lightning_log):
@@ -145,7 +123,7 @@ def test_a_function_of_values_keeps_the_members_apart(lightning_log):
     ensemble.set_members(copy.deepcopy(list(ensemble.estimators_)))
     assert ensemble.estimators_.reason.startswith("the function optimizer= makes other parameter groups of member 1")
     alone = [copy.deepcopy(member) for member in ensemble.estimators_]
-    same(trained(ensemble), [trained_alone(member, of_values) for member in alone])
+    same(trained(ensemble), [alone_by(member, of_values) for member in alone])
 
 
 def test_members_that_share_a_part_and_members_that_differ():
@@ -158,7 +136,7 @@ def test_members_that_share_a_part_and_members_that_differ():
     different = [Normed(), MLP(), CNN()]
     ensemble = VotingClassifier(different, optimizer=by_layer, seed=0)
     alone = [copy.deepcopy(member) for member in ensemble.estimators_]
-    expected = [trained_alone(member.train(), by_layer) for member in alone]
+    expected = [alone_by(member.train(), by_layer) for member in alone]
     same(trained(ensemble), expected)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.ensembles.core.stacked_layers import stacked_type
+from tests.ensembles.nets import seeded
 
 _N, _ROWS = 3, 5
 _CASES = {
@@ -30,14 +31,10 @@ _CASES = {
 
 
 def _vary_rows(make):
-    layers = []
-    for index in range(_N):
-        torch.manual_seed(index)
-        layer = make()
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.normal_()
-        layers.append(layer)
+    layers = seeded(make, _N)
+    with torch.no_grad():
+        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+            parameter.normal_()
     return layers
 
 

@@ -6,20 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger
-from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
     AGC,
     BaggingClassifier,
-    FastGeometricClassifier,
     FusionClassifier,
-    GradientBoostingClassifier,
     GradientClipping,
     MetricsMonitor,
     OptimizerSpec,
@@ -27,9 +23,6 @@ from lightning_tricks import (
     SnapshotEnsembleClassifier,
     SnapshotEnsembleRegressor,
     SoftGradientBoostingClassifier,
-    StackingClassifier,
-    Tricks,
-    TricksMixin,
     VotingClassifier,
     VotingRegressor,
     adaptive_clip_grad_,
@@ -41,7 +34,6 @@ from tests.ensembles.nets import (
     CNN,
     MLP,
     LitMLP,
-    Recurrent,
     Stops,
     accuracy,
     diabetes,
@@ -50,6 +42,7 @@ from tests.ensembles.nets import (
     fit,
     same,
     some,
+    trained_alone,
     values,
 )
 from tests.small import QUIET, real_fp16
@@ -80,21 +73,6 @@ def _unshuffled(count=64):
     return some(count, shuffle=False)
 
 
-def test_dropout_is_drawn_for_each_member():
-    class Dropped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(64, 1000, bias=False)
-
-        def forward(self, x):
-            return nn.functional.dropout(self.net(x).new_ones(len(x), 1000), 0.3, self.training)
-
-    ensemble = VotingClassifier(Dropped, 4, vectorize=True, seed=0).train()
-    kept = (ensemble.estimators_.forward_shared(torch.rand(8, 64)) > 0).float()
-    assert kept.mean(dim=-1).sub(0.7).abs().max() < 0.06
-    assert len({tuple(row.tolist()) for row in kept.flatten(0, 1)}) == 32
-
-
 @pytest.mark.parametrize("clips", ["the norm", "units"])
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_each_member_is_trained_as_if_it_were_alone(vectorize, clips):
@@ -103,16 +81,11 @@ def test_each_member_is_trained_as_if_it_were_alone(vectorize, clips):
     alone = [copy.deepcopy(ensemble.estimators_.member(index)) for index in range(3)]
     options = {"gradient_clip_val": 0.3} if clips == "the norm" else {"callbacks": [GradientClipping(method=AGC(0.01))]}
     fit(ensemble, train, max_epochs=2, **options)
-    clip_ = nn.utils.clip_grad_norm_ if clips == "the norm" else adaptive_clip_grad_
+    clip_, limit = (nn.utils.clip_grad_norm_, 0.3) if clips == "the norm" else (adaptive_clip_grad_, 0.01)
     for index, member in enumerate(alone):
         optimizer = torch.optim.SGD(member.parameters(), lr=0.1)
-        for _ in range(2):
-            for x, y in train:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(member(x), y).backward()
-                clip_(member.parameters(), 0.3 if clips == "the norm" else 0.01)
-                optimizer.step()
-        same(dict(ensemble.estimators_.member(index).state_dict()), member.state_dict(), atol=1e-5, rtol=1e-4)
+        expected = trained_alone(member, optimizer, train, 2, lambda parameters: clip_(parameters, limit))
+        same(ensemble.estimators_.member(index).state_dict(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
@@ -122,34 +95,6 @@ def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
     ensemble = VotingClassifier(MLP, 2, optimizer=fused, seed=0)
     with pytest.raises(Exception, match=r"gradient_clip_val=1.0 with fp16 needs an optimizer that is not fused"):
         fit(ensemble, some(), plugins=real_fp16(), gradient_clip_val=1.0)
-
-
-IN_THE_MIDDLE = {
-    "Voting": lambda: VotingClassifier(MLP, 2, optimizer=ADAM, seed=0),
-    "a schedule": lambda: FusionClassifier(MLP, 2, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0),
-    "cycles": lambda: SnapshotEnsembleClassifier(MLP, 3, optimizer=ADAM, seed=0),
-    "short cycles": lambda: FastGeometricClassifier(MLP, 1, cycle=2, optimizer=ADAM, seed=0),
-    "stages": lambda: GradientBoostingClassifier(MLP, 3, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0),
-    "folds": lambda: StackingClassifier(
-        MLP, nn.Linear(20, 10), 2, n_estimators=2, lr_scheduler=ScheduleSpec("warmup_cosine"), seed=0
-    ),
-}
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.parametrize("limit", [1.0, 3])
-@pytest.mark.parametrize("step", [2, 3, 4, 6])
-@pytest.mark.parametrize("name", IN_THE_MIDDLE)
-@pytest.mark.sampled(2)
-def test_a_run_is_resumed_in_the_middle_of_an_epoch(name, step, limit, in_memory, tmp_path):
-    dataset = some().dataset
-    train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
-    first, second = (IN_THE_MIDDLE[name]() for _ in range(2))
-    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(first, train, max_epochs=3, limit_train_batches=limit, callbacks=[saves], enable_checkpointing=True)
-    trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=limit)
-    trainer.fit(second, train, ckpt_path=tmp_path / f"step={step}.ckpt")
-    same(values(first), values(second))
 
 
 def test_a_fit_that_raises_leaves_nothing_installed():
@@ -164,33 +109,17 @@ def test_a_fit_that_raises_leaves_nothing_installed():
 
 
 @pytest.mark.parametrize("stacked_first", [True, False])
-def test_a_run_is_resumed_in_the_layout_of_its_checkpoint(stacked_first, tmp_path):
-    first = VotingClassifier(MLP, 2, vectorize=stacked_first, seed=0)
-    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(first, some(), max_epochs=2, callbacks=[saves], enable_checkpointing=True)
-    second = VotingClassifier(MLP, 2, vectorize=not stacked_first, seed=0)
-    Trainer(**QUIET, max_epochs=2).fit(second, some(), ckpt_path=tmp_path / "epoch=0.ckpt")
+@pytest.mark.parametrize("step", [2, 3, 5])  # of three an epoch
+def test_a_run_is_resumed_in_the_layout_of_its_checkpoint(step, stacked_first, tmp_path):
+    how = {"lr_scheduler": ScheduleSpec("warmup_cosine"), "seed": 0}
+    first, second = (VotingClassifier(MLP, 2, vectorize=stacks, **how) for stacks in (stacked_first, not stacked_first))
+    options = {"max_epochs": 3, "limit_train_batches": 3}
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    train = DataLoader(list(some().dataset), 16, shuffle=True)
+    fit(first, train, callbacks=[saves], enable_checkpointing=True, **options)
+    Trainer(**QUIET, **options).fit(second, train, ckpt_path=tmp_path / f"step={step}.ckpt")
     assert type(second.estimators_) is type(first.estimators_)
     same(values(first), values(second))
-
-
-@pytest.mark.trap("ensembles: after fit the model is that of the last epoch, and nothing brings back the best")
-def test_the_best_checkpoint_restores_the_best_ensemble(tmp_path):
-    train, test = digits()
-    ensemble = VotingClassifier(MLP, 3, optimizer=("SGD", {"lr": 2.0}), seed=0)  # unsteady
-    saves = ModelCheckpoint(tmp_path, monitor="val/loss")
-    stops = EarlyStopping("val/loss", patience=3)
-    trainer = fit(
-        ensemble, DataLoader(train, 64, shuffle=True), DataLoader(test, 500), max_epochs=30, callbacks=[saves, stops],
-        enable_checkpointing=True,
-    )  # fmt: skip
-    assert trainer.current_epoch < 30
-    best = VotingClassifier.load_from_checkpoint(saves.best_model_path)
-    x, y = test.tensors
-    loss = nn.functional.nll_loss(best.predict(x).log(), y)
-    assert loss.item() == pytest.approx(saves.best_model_score.item(), rel=1e-4)
-    assert loss < nn.functional.nll_loss(ensemble.predict(x).log(), y)
-    torch.load(saves.best_model_path, weights_only=True)
 
 
 def test_a_checkpoint_says_what_the_loss_is(tmp_path):
@@ -351,12 +280,8 @@ def test_lightning_modules_train_by_their_own_step(optimizer, lightning_log):
     alone = copy.deepcopy(ensemble.estimators_.member(1))
     trainer = fit(ensemble, train, _unshuffled(), max_epochs=2)
     made = alone.configure_optimizers() if optimizer is None else torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(2):
-        for x, y in train:
-            made.zero_grad()
-            nn.functional.cross_entropy(alone(x), y, label_smoothing=0.1).backward()
-            made.step()
-    same(ensemble.estimators_.member(1).state_dict(), alone.state_dict())
+    expected = trained_alone(alone, made, train, 2, label_smoothing=0.1)
+    same(ensemble.estimators_.member(1).state_dict(), expected)
     assert {"member_0/smooth", "member_1/smooth", "train/loss", "val/acc"} <= trainer.callback_metrics.keys()
     assert any("LitMLP has a training_step of its own" in message for _, message in lightning_log)
     with pytest.MonkeyPatch.context() as patch:
@@ -379,14 +304,6 @@ def test_fusion_trains_lightning_modules_by_their_mean():
     assert loss(ensembles[0].predict(x).log(), y) < loss(before.log(), y) - 0.05
 
 
-def test_one_member():
-    ensemble = VotingClassifier(MLP, 1, optimizer=ADAM, seed=0)
-    fit(ensemble, some(640), max_epochs=4)
-    x = digits()[1].tensors[0]
-    torch.testing.assert_close(ensemble.predict(x), ensemble.estimators_[0](x).softmax(-1).detach())
-    assert not ensemble.predict_uncertainty(x).epistemic.any()
-
-
 def test_built_by_lightning_cli(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.setattr("sys.argv", ["train.py", "--config", str(tmp_path / "config.yaml")])
@@ -398,15 +315,6 @@ def test_built_by_lightning_cli(tmp_path, monkeypatch):
     assert (ensemble.n_estimators, ensemble.estimators_[0].first.out_features) == (3, 7)
     optimizer = ensemble.optimizer([nn.Parameter(torch.zeros(2))])
     assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.SGD, 0.2)
-
-
-def test_different_members_train_together():
-    ensemble = VotingClassifier([MLP(), CNN(), Recurrent()], optimizer=ADAM, seed=0)
-    assert ensemble.n_estimators == 3
-    fit(ensemble, some(640, batch_size=32), max_epochs=5)
-    x, y = digits()[1].tensors
-    assert accuracy(ensemble.predict(x), y) > 0.85
-    assert ensemble.member_outputs(x).shape == (3, 500, 10)
 
 
 def test_shared_batches_are_the_loaders():
@@ -421,19 +329,6 @@ def test_shared_batches_are_the_loaders():
     fit(Counts(MLP, 2, seed=0, shared_order=True), some())
 
 
-def test_datamodules_and_loaders_that_are_made_again():
-    class Data(LightningDataModule):
-        asked = 0
-
-        def train_dataloader(self):
-            self.asked += 1
-            return some()
-
-    data = Data()
-    Trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, **QUIET).fit(VotingClassifier(MLP, 2, seed=0), data)
-    assert data.asked == 3
-
-
 def test_metrics_of_the_collection():
     monitor = MetricsMonitor(multiclass_metrics(10), plots=False)
     ensemble = VotingClassifier(MLP, 2, optimizer=ADAM, seed=0)
@@ -441,25 +336,6 @@ def test_metrics_of_the_collection():
     x, y = some().dataset.tensors
     assert trainer.callback_metrics["val/acc"].item() == pytest.approx(accuracy(ensemble.predict(x), y))
     assert {"train/loss", "train/acc", "val/f1", "grad_norm/pre_clip"} <= trainer.callback_metrics.keys()
-
-
-def test_what_the_mixin_brings_and_loggers_show(tmp_path):
-    class Tricky(TricksMixin, VotingClassifier):
-        def __init__(self, *args, tricks=None, **kwargs):
-            super().__init__(*args, tricks=tricks, **kwargs)
-
-    ensemble = Tricky(
-        MLP,
-        2,
-        tricks=Tricks(seeding={"seed": 1, "workers": False}, gradient_clipping={"max_norm": 0.5, "log": "all"}),
-        seed=0,
-    )
-    logger = CSVLogger(tmp_path)
-    trainer = fit(ensemble, some(), logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
-    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5001
-    text = (tmp_path / "lightning_logs/version_0/hparams.yaml").read_text()
-    assert "n_estimators: 2" in text
-    assert "tests.ensembles.nets:MLP" in text
 
 
 @pytest.mark.parametrize("make", [MLP, CNN])
@@ -547,12 +423,9 @@ def test_gaussian_members_predict_noise():
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(2000, 1, generator=generator) * 2
     y = x + torch.randn(2000, 1, generator=generator) * (0.05 + 0.3 * (x > 1))
-    ensemble = VotingRegressor(
-        MLP, 3, {"inputs": 1, "outputs": 2}, criterion=nn.GaussianNLLLoss(), optimizer=("Adam", {"lr": 5e-3}), seed=0
-    )
-    trainer = fit(
-        ensemble, DataLoader(TensorDataset(x, y), 50, shuffle=True), DataLoader(TensorDataset(x, y), 500), max_epochs=30
-    )
+    options = {"criterion": nn.GaussianNLLLoss(), "optimizer": ("Adam", {"lr": 1e-2}), "seed": 0}
+    ensemble, data = VotingRegressor(MLP, 3, {"inputs": 1, "outputs": 2}, **options), TensorDataset(x, y)
+    trainer = fit(ensemble, DataLoader(data, 100, shuffle=True), DataLoader(data, 500), max_epochs=20)
     found = ensemble.predict_uncertainty(torch.tensor([[0.5], [1.5], [9.0]]))
     deviation = found.aleatoric.sqrt().flatten()
     assert deviation[0].item() == pytest.approx(0.05, abs=0.04)
@@ -561,17 +434,6 @@ def test_gaussian_members_predict_noise():
     assert ensemble.n_outputs == 1
     assert ensemble(x).shape == (2000, 1)
     assert trainer.callback_metrics["val/loss"] < 0
-
-
-def test_unknown_digits_are_known_as_such():
-    train, test = digits()
-    (x, y), (pixels, labels) = train.tensors, test.tensors
-    ensemble = VotingClassifier(MLP, 10, {"outputs": 8, "hidden": 128}, seed=0)
-    fit(ensemble, DataLoader(TensorDataset(x[y < 8], y[y < 8]), 32, shuffle=True), max_epochs=20)
-    found, unknown = ensemble.predict_uncertainty(pixels), labels >= 8
-    singles = [roc_auc_score(unknown, -own.softmax(-1).amax(-1)) for own in ensemble.member_outputs(pixels).detach()]
-    assert roc_auc_score(unknown, found.epistemic) > sum(singles) / len(singles) + 0.005
-    assert found.disagreement[unknown].mean() > 3 * found.disagreement[~unknown].mean()
 
 
 def test_votes_and_weights_decide():

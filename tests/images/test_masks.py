@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 
-from lightning_tricks import ImageLogger, RunReport, Tricks, overlay_masks
+from lightning_tricks import ImageLogger, RunReport, overlay_masks
 from lightning_tricks.images.functional import class_colors
 from tests.images.test_callback import Images, loader, trainer
 from tests.small import QUIET
@@ -96,27 +96,15 @@ class Masks(Images):
     training_step = validation_step = test_step = step
 
 
-def _tiles(folder, images, monkeypatch, module, labels, **options):
-    kept = []
-
-    def keep(tiles, *, captions, **_):
-        kept.append(([tile.clone() for tile in tiles], list(captions)))
-        return Image.new("RGB", (2, 2))
-
-    monkeypatch.setattr("lightning_tricks.images.callback.functional.image_grid", keep)
-    trainer(images, CSVLogger(folder), max_epochs=1, **options).validate(module, loader(_PIXELS, labels), verbose=False)
-    (found,) = kept
-    return found
-
-
 @pytest.mark.parametrize("kind", ["classes", "logits", "one channel"])
-def test_the_worst_masks_are_first_and_void_pixels_do_not_count(kind, tmp_path, monkeypatch):
+def test_the_worst_masks_are_first_and_void_pixels_do_not_count(kind, tmp_path, shown):
     labels = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     module = Masks()
     module.kind = kind
     names = ["road", "tree", "sky"]
     images = ImageLogger(3, class_names=names, ignore_index=255)
-    tiles, captions = _tiles(tmp_path, images, monkeypatch, module, labels)
+    trainer(images, CSVLogger(tmp_path)).validate(module, loader(_PIXELS, labels), verbose=False)
+    ((tiles, captions),) = shown
     worst = labels.argsort(descending=True)[:3]
     shares = [f"{wrong / 48:.1%} of the pixels are wrong" for wrong in labels[worst].tolist()]
     assert captions == [*shares, "road", "tree"]
@@ -134,14 +122,8 @@ def test_the_worst_masks_are_first_and_void_pixels_do_not_count(kind, tmp_path, 
 
 def test_several_ranks_show_the_masks_of_all(tmp_path):
     torch.set_num_threads(1)
-    fitter = trainer(
-        ImageLogger(2, ignore_index=255),
-        CSVLogger(tmp_path),
-        max_epochs=1,
-        strategy="ddp_fork",
-        devices=2,
-        num_sanity_val_steps=0,
-    )
+    ranks = {"strategy": "ddp_fork", "devices": 2}
+    fitter = trainer(ImageLogger(2, ignore_index=255), CSVLogger(tmp_path), max_epochs=1, **ranks)
     fitter.fit(Masks(), loader(_PIXELS, torch.arange(24)), loader(_PIXELS, torch.arange(24)))
     (path,) = tmp_path.rglob("*.png")
     with Image.open(path) as grid:
@@ -157,10 +139,6 @@ def test_masks_that_do_not_fit_are_refused(tmp_path):
 
     with pytest.raises(MisconfigurationException, match=r"or masks, scores \(N, C, H, W\).*preds \(4, 3, 4, 4\)"):
         trainer(ImageLogger(2), CSVLogger(tmp_path)).validate(Wrong(), loader(_PIXELS, torch.arange(24)))
-
-
-def test_the_mixin_takes_the_argument():
-    assert Tricks(images={"ignore_index": 255}).images == {"ignore_index": 255}
 
 
 def test_boxes_are_refused_with_the_remedy(tmp_path):

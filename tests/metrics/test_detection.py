@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_tricks import MetricsMonitor, MetricSuite
 from lightning_tricks.metrics import MetricsError, preset
-from tests.small import QUIET
+from tests.metrics.tables import numbers, trainer
 
 pytest.importorskip("pycocotools", reason="the extra 'detection' is not installed")
 
@@ -56,36 +56,26 @@ def coco(preds, target, kind="bbox"):
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    def entry(item, number, **more):
+    def shape(item, number):
         if kind == "bbox":
             x, y, right, bottom = item["boxes"][number].tolist()
-            size = (right - x) * (bottom - y)
-            return {
-                "bbox": [x, y, right - x, bottom - y],
-                "area": size,
-                "category_id": int(item["labels"][number]),
-                **more,
-            }
+            return {"bbox": [x, y, right - x, bottom - y], "area": (right - x) * (bottom - y)}
         code = rle.encode(np.asfortranarray(item["masks"][number].numpy().astype(np.uint8)))
-        return {"segmentation": code, "area": float(rle.area(code)), "category_id": int(item["labels"][number]), **more}
+        return {"segmentation": code, "area": float(rle.area(code))}
 
-    truth, found = COCO(), COCO()
-    images = [{"id": image, "height": 200, "width": 200} for image in range(len(target))]
-    annotations = [
-        entry(item, number, image_id=image, iscrowd=int(item["iscrowd"][number]))
-        for image, item in enumerate(target)
-        for number in range(len(item["labels"]))
-    ]
-    detections = [
-        entry(item, number, image_id=image, score=float(item["scores"][number]), iscrowd=0)
-        for image, item in enumerate(preds)
-        for number in range(len(item["labels"]))
-    ]
-    for part, values in ((truth, annotations), (found, detections)):
-        numbered = [{**value, "id": number + 1} for number, value in enumerate(values)]
-        categories = [{"id": label} for label in range(3)]
-        part.dataset = {"images": images, "annotations": numbered, "categories": categories}
+    def table_of(items, more):
+        part, annotations = COCO(), []
+        for image, item in enumerate(items):
+            for number, label in enumerate(item["labels"].tolist()):
+                place = {"id": len(annotations) + 1, "image_id": image, "category_id": label}
+                annotations.append({**place, **shape(item, number), **more(item, number)})
+        images = [{"id": image, "height": 200, "width": 200} for image in range(len(items))]
+        part.dataset = {"images": images, "annotations": annotations, "categories": [{"id": n} for n in range(3)]}
         part.createIndex()
+        return part
+
+    truth = table_of(target, lambda item, number: {"iscrowd": int(item["iscrowd"][number])})
+    found = table_of(preds, lambda item, number: {"iscrowd": 0, "score": float(item["scores"][number])})
     names = "map map_50 map_75 map_small map_medium map_large mar_1 mar_10 mar_100 mar_small mar_medium mar_large"
     result = {}
     for label in (None, 0, 1, 2):
@@ -98,10 +88,6 @@ def coco(preds, target, kind="bbox"):
         wanted = values if label is None else {f"{name}_{NAMES[label]}": values[name] for name in ("map", "mar_100")}
         result |= {name: value if value >= 0 else float("nan") for name, value in wanted.items()}
     return result
-
-
-def numbers(values):
-    return {name: float(value) for name, value in values.items()}
 
 
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
@@ -223,11 +209,6 @@ def _monitor(**arguments):
     return MetricsMonitor(detection_metrics(3), class_names=NAMES, best={"val/map_50": "max"}, **arguments)
 
 
-def _trainer(*callbacks, **options):
-    torch.manual_seed(0)
-    return Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 2, **options})
-
-
 def _loader(images=11):
     return DataLoader(torch.arange(images), 2)
 
@@ -244,7 +225,7 @@ def test_ranks_measure_what_one_process_does(images, ties, tmp_path, monkeypatch
 
     for options in ({}, {"strategy": "ddp_fork", "devices": 2}):
         monitor = Keeps(detection_metrics(3), class_names=NAMES)
-        _trainer(monitor, **options).validate(_Detects(), _loader(images), verbose=False)
+        trainer(monitor, **options).validate(_Detects(), _loader(images), verbose=False)
     alone, ranks = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
     alone.pop("val/loss"), ranks.pop("val/loss")  # a mean over the batch
     assert ranks == pytest.approx(alone, nan_ok=True, abs=1e-7)
@@ -255,7 +236,7 @@ def test_ranks_measure_what_one_process_does(images, ties, tmp_path, monkeypatch
 
 def test_loggers_get_the_main_values_and_the_table_those_of_classes(capsys):
     monitor = _monitor(verbose=True)
-    fitter = _trainer(monitor, max_epochs=1)
+    fitter = trainer(monitor, max_epochs=1)
     fitter.fit(_Detects(), _loader(), _loader())
     printed = capsys.readouterr().out
     assert "cow" in printed
@@ -272,4 +253,4 @@ def test_a_step_that_returns_something_else_is_named():
             return {"preds": torch.zeros(2, 4), "target": torch.zeros(2, 4)}
 
     with pytest.raises(MetricsError, match=r"first batch of val: .*Sequence"):
-        _trainer(_monitor()).validate(Wrong(), _loader(), verbose=False)
+        trainer(_monitor()).validate(Wrong(), _loader(), verbose=False)

@@ -20,9 +20,6 @@ from lightning_tricks import (
     GradientClipping,
     MetricsMonitor,
     RunReport,
-    Tricks,
-    TricksMixin,
-    VotingClassifier,
     multiclass_metrics,
     regression_metrics,
 )
@@ -244,34 +241,6 @@ def test_two_monitors_stand_side_by_side(tmp_path):
     assert [monitor.history() for monitor in again] == [monitor.history() for monitor in monitors]
 
 
-class Inside(TricksMixin, Logs):
-    def __init__(self, tricks=None):
-        super().__init__(tricks=tricks)
-
-
-def test_the_mixins_field_is_one_monitor():
-    tricks = Tricks(metrics={"metrics": {"task": "multiclass", "num_classes": 4}, "prefix": "own"})
-    fitter = trainer()
-    fitter.fit(Inside(tricks), loader(), loader())
-    assert "own/val/f1" in fitter.callback_metrics
-    fitter = trainer(MetricsMonitor(ACC))
-    fitter.fit(Inside(tricks), loader(), loader())  # the Trainer's own wins, as everywhere
-    assert "val/acc" in fitter.callback_metrics
-    assert "own/val/f1" not in fitter.callback_metrics
-
-
-def test_an_ensemble_leaves_its_accuracy_to_the_monitor():
-    class MLP(nn.Linear):
-        def __init__(self):
-            super().__init__(64, 10)
-
-    for monitors, wanted in (([], "val/acc"), ([MetricsMonitor(multiclass_metrics(10), plots=False)], "val/f1")):
-        fitter = trainer(*monitors)
-        ensemble = VotingClassifier(MLP, 2, seed=0)
-        fitter.fit(ensemble, DataLoader(digits(), 20), DataLoader(digits(), 20))
-        assert {"val/acc", "val/loss", wanted} <= fitter.callback_metrics.keys()
-
-
 def test_a_metric_of_several_values_promises_no_key():
     class Own(tm.MulticlassAccuracy):
         pass
@@ -300,32 +269,23 @@ class Answers(Logs):
 @pytest.mark.parametrize(
     ("answer", "what", "has_loss"),
     [
-        (lambda outputs, _: outputs["loss"], "training_step returned loss alone in batch 0 of train", True),
-        (lambda outputs, _: {"loss": outputs["loss"], "log": 1}, "training_step returned loss, log alone", True),
+        (lambda outputs, index: outputs["loss"] + index, "training_step returned loss alone in batch 0 of train", True),
+        (lambda outputs, index: {"loss": outputs["loss"] + index, "log": 1}, "returned loss, log alone", True),
         (lambda outputs, _: None, "training_step returned nothing in batch 0 of train", False),
     ],
 )
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_training_step_that_returns_nothing_to_measure_warns_once(answer, what, has_loss, automatic):
     fitter = trainer(MetricsMonitor(ACC), max_epochs=2)
-    words = told(fitter, fits(Answers(train=answer, automatic=automatic)))
+    words = told(fitter, fits(Answers(train=answer, automatic=automatic), loader(10), loader()))
     assert len(words) == 1
     assert what in words[0]
     assert "but the metrics need preds, target. Return a dict with them" in words[0]
     assert "or leave 'train' out: stages=['val', 'test']" in words[0]
     assert {"val/acc", *["train/loss"] * has_loss} == fitter.callback_metrics.keys()
+    if has_loss:
+        assert fitter.callback_metrics["train/loss"].item() == pytest.approx((0 * 4 + 1 * 4 + 2 * 2) / 10)
     assert not told(trainer(MetricsMonitor(ACC, stages=["val"])), fits(Answers(train=answer, automatic=automatic)))
-
-
-def test_a_loss_alone_is_averaged_over_the_samples():
-    class Losses(Answers):
-        def training_step(self, batch, batch_idx):
-            return self.weight.sum() * 0 + batch_idx
-
-    fitter = trainer(MetricsMonitor(ACC, best={"train/loss": "min"}))
-    with pytest.warns(UserWarning, match="loss alone"):
-        fitter.fit(Losses(), loader(10), loader())
-    assert fitter.callback_metrics["train/loss"].item() == pytest.approx((0 * 4 + 1 * 4 + 2 * 2) / 10)
 
 
 @pytest.mark.parametrize("sanity", [0, 2])

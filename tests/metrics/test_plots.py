@@ -1,5 +1,6 @@
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,39 +87,27 @@ def test_without_matplotlib_a_line_is_logged_and_the_fit_continues(tmp_path, mon
         monitor.plot()
 
 
-class Elsewhere(Logger):
-    """A logger with one way or another to take a picture, as the packages that this machine lacks have it."""
-
-    def __init__(self, way):
-        self.taken, self.run_id = [], "run"
-        self.experiment = type("Experiment", (), {})()
-        if way == "wandb":
-            self.log_image = lambda key, images, step: self.taken.append((key, step, images[0]))
-        elif way == "mlflow":
-            self.experiment.log_image = lambda run_id, image, artifact_file: self.taken.append(
-                (artifact_file, 0, image)
-            )
-        elif way == "comet":
-            del self.run_id
-            self.experiment.log_image = lambda image, name, step: self.taken.append((name, step, image))
-
-    name = version = "elsewhere"
-    log_dir = None
-
-    def log_metrics(self, metrics, step=None):
-        pass
-
-    def log_hyperparams(self, params, *args, **kwargs):
-        pass
+def other_logger(way, taken):
+    """What a logger of a package that this machine lacks has for pictures, and nothing else; it keeps what it gets."""
+    of_mlflow = SimpleNamespace(log_image=lambda run_id, image, artifact_file: taken.append((artifact_file, 7, image)))
+    of_comet = SimpleNamespace(log_image=lambda image, name, step: taken.append((name, step, image)))
+    loggers = {
+        "wandb": {"log_image": lambda key, images, step: taken.append((key, step, images[0]))},
+        "mlflow": {"run_id": "run", "experiment": of_mlflow},
+        "comet": {"experiment": of_comet},
+        "none": {"log_dir": None},
+    }
+    return SimpleNamespace(**loggers[way])
 
 
 @pytest.mark.parametrize("way", ["wandb", "mlflow", "comet", "none"])
 def test_every_logger_that_can_gets_the_picture(way):
-    logger, picture = Elsewhere(way), np.zeros((4, 5, 3), np.uint8)
+    taken, picture = [], np.zeros((4, 5, 3), np.uint8)
+    logger = other_logger(way, taken)
     assert can_log_images([logger]) == (way != "none")
     log_image([logger], "val/curves", picture, 7)
-    key = {"mlflow": "pictures/val/curves_000007.png"}.get(way, "val/curves")
-    assert [(taken, image.shape) for taken, _, image in logger.taken] == [(key, (4, 5, 3))] * (way != "none")
+    key = "pictures/val/curves_000007.png" if way == "mlflow" else "val/curves"
+    assert [(name, step, image.shape) for name, step, image in taken] == [(key, 7, (4, 5, 3))] * (way != "none")
 
 
 def test_the_matrix_is_drawn_as_it_is():

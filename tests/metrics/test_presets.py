@@ -33,7 +33,7 @@ def measured(metrics, **inputs):
     start, rows = 0, len(next(iter(inputs.values())))
     while start < rows:
         stop = start + int(generator.integers(1, 8))
-        suite.update(**{name: value[start:stop] for name, value in inputs.items()})
+        suite.update(**{name: torch.as_tensor(value[start:stop]) for name, value in inputs.items()})
         start = stop
     return {name: value.item() for name, value in suite.compute().items()}
 
@@ -65,7 +65,7 @@ def test_binary_is_scikit_learns(seed, rows, ignored, threshold):
     target = generator.integers(0, 2, rows)
     if ignored == -1:
         target[generator.random(rows) < 0.2] = -1
-    ours = measured(binary_metrics(threshold, ignored), preds=torch.from_numpy(scores), target=torch.from_numpy(target))
+    ours = measured(binary_metrics(threshold, ignored), preds=scores, target=target)
     counted = target != ignored
     y, p = target[counted], scores[counted]
     decided = (p > threshold).astype(int)
@@ -100,7 +100,7 @@ def test_multiclass_is_scikit_learns_also_where_classes_are_absent(seed, rows, i
     curves = not as_classes
     metrics = multiclass_metrics(classes, ignored, top_k=2 if curves else None, curves=curves)
     preds = scores.argmax(1) if as_classes else scores
-    ours = measured(metrics, preds=torch.from_numpy(preds), target=torch.from_numpy(target))
+    ours = measured(metrics, preds=preds, target=target)
     counted = target != ignored
     y, p = target[counted], scores[counted]
     if not len(y):
@@ -134,9 +134,7 @@ def test_multilabel_is_scikit_learns(seed, rows, ignored):
     target = (generator.random((rows, 4)) < [0.0, 0.2, 0.5, 0.9]).astype(int)  # one label does not occur
     if ignored == -1:
         target[generator.random((rows, 4)) < 0.2] = -1
-    ours = measured(
-        multilabel_metrics(4, ignore_index=ignored), preds=torch.from_numpy(scores), target=torch.from_numpy(target)
-    )
+    ours = measured(multilabel_metrics(4, ignore_index=ignored), preds=scores, target=target)
     counted = target != -1
     decided = (scores > 0.5).astype(int)
     labels = [(target[counted[:, n], n], decided[counted[:, n], n], scores[counted[:, n], n]) for n in range(4)]
@@ -165,7 +163,7 @@ def test_regression_is_scikit_learns(seed, rows, outputs):
     shape = (rows,) if outputs == 1 else (rows, outputs)
     target = generator.normal(100, 1, shape).astype(np.float32)
     preds = target + generator.normal(0, 1, shape).astype(np.float32)
-    ours = measured(regression_metrics(outputs), preds=torch.from_numpy(preds), target=torch.from_numpy(target))
+    ours = measured(regression_metrics(outputs), preds=preds, target=target)
     y, p = target.astype(np.float64), preds.astype(np.float64)
     functions = {
         "mae": sk.mean_absolute_error,
@@ -191,12 +189,7 @@ def test_retrieval_is_scikit_learns(seed, rows, ignored):
     query = generator.integers(0, 6, rows)
     if ignored == -1:
         target[generator.random(rows) < 0.2] = -1
-    ours = measured(
-        retrieval_metrics(ignore_index=ignored),
-        preds=torch.from_numpy(scores),
-        target=torch.from_numpy(target),
-        indexes=torch.from_numpy(query),
-    )
+    ours = measured(retrieval_metrics(ignore_index=ignored), preds=scores, target=target, indexes=query)
     each = {name: [] for name in ("map", "ndcg", "mrr", "precision", "recall", "hit_rate")}
     for number in set(query[target != -1].tolist()):
         mine = (query == number) & (target != -1)
@@ -223,9 +216,7 @@ def test_segmentation_is_scikit_learns(seed, images, ignored, as_classes):
     if ignored == 255:
         target[generator.random(target.shape) < 0.2] = 255
     preds = scores.argmax(1) if as_classes else scores
-    ours = measured(
-        segmentation_metrics(classes, ignored), preds=torch.from_numpy(preds), target=torch.from_numpy(target)
-    )
+    ours = measured(segmentation_metrics(classes, ignored), preds=preds, target=target)
     counted = target != ignored
     y, p = target[counted], scores.argmax(1)[counted]
     labels = [number for number in range(classes) if number != ignored]

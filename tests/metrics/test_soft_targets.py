@@ -6,14 +6,12 @@ import sklearn.metrics as sk
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
 from torch.nn.functional import cross_entropy, one_hot
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import MetricsMonitor, MetricSuite, multiclass_metrics
 from lightning_tricks.metrics import preset
+from tests.metrics.tables import Table, loader_of, trainer
 from tests.metrics.test_presets import FEW, SEEDS, assert_same, measured
-from tests.small import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 
@@ -98,11 +96,9 @@ def test_half_precision_and_certainty(dtype):
     suite.update(preds=logits.to(dtype), target=target.to(dtype))
     expected = oracle(logits.to(dtype), target.to(dtype))
     assert suite.compute()["brier"].item() == pytest.approx(expected["brier"], abs=1e-5)
-    suite.reset()
-    certain = torch.tensor([[float("inf"), 1.0], [300.0, -300.0]], dtype=dtype)[1:]
-    suite.update(preds=torch.cat([certain, certain]), target=torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=dtype))
     values = MetricSuite(multiclass_metrics(2, soft_targets=True))
-    values.update(preds=certain.repeat(2, 1), target=torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=dtype))
+    certain = torch.tensor([[300.0, -300.0]] * 2, dtype=dtype)
+    values.update(preds=certain, target=torch.tensor([[1.0, 0.0]] * 2, dtype=dtype))
     assert values.compute()["cross_entropy"].item() == 0  # 0 log 0 is 0
 
 
@@ -143,40 +139,22 @@ def test_later_targets_that_are_no_probabilities_make_all_values_nan():
     assert all(value.isnan() for value in suite.compute().values())
 
 
-class _Mixes(LightningModule):
+class _Mixes(Table):
     """Trains with soft targets, and validates with classes."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 4)
-
     def training_step(self, batch, batch_idx):
-        logits = self.net(batch[0])
-        return {"loss": cross_entropy(logits, batch[1]), "preds": logits, "target": batch[1]}
+        return {**super().training_step(batch, batch_idx), "loss": cross_entropy(*batch) + 0 * self.weight.sum()}
 
     def validation_step(self, batch, batch_idx):
         return {"preds": batch[0], "target": batch[1].argmax(1)}
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _fit(*callbacks, **options):
-    monitor = MetricsMonitor(
-        preset(task="multiclass", num_classes=4, soft_targets=True), best={"train/cross_entropy": "min"}
-    )
-    torch.manual_seed(0)
-    fitter = Trainer(callbacks=[monitor, *callbacks], **{**QUIET, "max_epochs": 2, **options})
-    loader = DataLoader(TensorDataset(*table(26)), 4)
-    fitter.fit(_Mixes(), loader, loader)
-    return fitter
-
 
 def test_a_fit_with_soft_training_and_hard_validation():
-    values = _fit().callback_metrics
+    metrics = preset(task="multiclass", num_classes=4, soft_targets=True)
+    fitter = trainer(MetricsMonitor(metrics, best={"train/cross_entropy": "min"}))
+    fitter.fit(_Mixes(), loader_of(*table(26)), loader_of(*table(26)))
+    values, (logits, target) = fitter.callback_metrics, table(26)
     assert values["train/cross_entropy"] == pytest.approx(values["train/loss"].item(), abs=1e-6)
-    logits, target = table(26)
-    assert values["val/cross_entropy"].item() == pytest.approx(
-        oracle(logits, one_hot(target.argmax(1), 4))["cross_entropy"], abs=1e-6
-    )
+    hard = oracle(logits, one_hot(target.argmax(1), 4))
+    assert values["val/cross_entropy"].item() == pytest.approx(hard["cross_entropy"], abs=1e-6)
     assert values["val/acc"] == values["val/expected_acc"]

@@ -12,7 +12,6 @@ from lightning_tricks import MetricSuite
 from lightning_tricks._lightning_compat.own_samples import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.counts import (
-    average_precision,
     binary_cells,
     cells_to_matrix,
     count_cells_,
@@ -21,34 +20,13 @@ from lightning_tricks.metrics.core.counts import (
     multiclass_cells,
     pr_curve,
     reliability_curve,
-    roc_auc,
     roc_curve,
-    stat_scores,
     zero_counts,
 )
 from lightning_tricks.metrics.core.own_metrics import MulticlassAUROC
 
 SEEDS = st.integers(0, 2**20)
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
-
-
-@FEW
-@given(SEEDS, st.integers(2, 6), st.integers(0, 40))
-def test_the_matrix_is_scikit_learns(seed, classes, rows):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(rows, classes, generator=generator)
-    target = torch.randint(classes, (rows,), generator=generator)
-    matrix = cells_to_matrix(
-        count_cells_(zero_counts(classes**2), multiclass_cells(classes, scores, target)), classes, classes
-    )
-    expected = (
-        sk.confusion_matrix(target, scores.argmax(1), labels=range(classes)) if rows else np.zeros((classes,) * 2)
-    )
-    assert matrix.tolist() == expected.tolist()
-    tp, fp, tn, fn = stat_scores(matrix)
-    each = sk.multilabel_confusion_matrix(target, scores.argmax(1), labels=range(classes)) if rows else np.zeros(1)
-    if rows:
-        assert torch.stack([tn, fp, fn, tp], 1).tolist() == each.reshape(classes, 4).tolist()
 
 
 def test_what_fits_no_cell_is_counted_beside_them():
@@ -76,17 +54,6 @@ def test_cells_of_labels_are_those_of_each_label(seed):
         assert torch.equal(together[label], cells_to_matrix(alone, 2, 2))
 
 
-@FEW
-@given(SEEDS, st.integers(1, 30), st.integers(1, 30), st.integers(1, 3))
-def test_areas_are_scikit_learns_also_with_ties(seed, positives, negatives, digits):
-    generator = np.random.default_rng(seed)
-    p, n = generator.random(positives).round(digits), generator.random(negatives).round(digits)
-    target, scores = [1] * positives + [0] * negatives, [*p, *n]
-    assert roc_auc(torch.tensor(p), torch.tensor(n)).item() == pytest.approx(sk.roc_auc_score(target, scores))
-    ap = average_precision(torch.tensor(p), torch.tensor(n)).item()
-    assert ap == pytest.approx(sk.average_precision_score(target, scores))
-
-
 def test_areas_of_classes_are_weighed_by_their_samples():
     generator = np.random.default_rng(0)
     target, scores = generator.choice(4, 60, p=[0.5, 0.3, 0.2, 0]), generator.dirichlet(np.ones(4), 60)
@@ -95,12 +62,6 @@ def test_areas_of_classes_are_weighed_by_their_samples():
     areas = [sk.roc_auc_score(target == label, scores[:, label]) for label in range(3)]
     expected = np.average(areas, weights=np.bincount(target)[:3])  # the class without samples has no area
     assert suite.compute()["auroc"].item() == pytest.approx(expected, abs=1e-6)
-
-
-def test_areas_without_one_of_the_classes_are_nan():
-    for area in (roc_auc, average_precision):
-        assert area(torch.tensor([]), torch.tensor([0.5])).isnan()
-        assert area(torch.tensor([0.5]), torch.tensor([])).isnan()
 
 
 @FEW

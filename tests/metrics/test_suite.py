@@ -39,35 +39,23 @@ def alone(metric, *inputs, **named):
     return metric.compute()
 
 
-def several(kind):
-    """Metrics of one kind, with averages, ignored classes and thresholds."""
-    common = {"num_classes": 4}
-    metrics = {
-        "counted": [
-            *(tm.MulticlassAccuracy(average=average, **common) for average in ("micro", "macro", "weighted", None)),
-            tm.MulticlassF1Score(average="macro", ignore_index=0, **common),
-            tm.MulticlassFBetaScore(2.0, average="weighted", **common),
-            tm.MulticlassPrecision(average="micro", ignore_index=2, **common),
-            tm.MulticlassHammingDistance(**common),
-            tm.MulticlassNegativePredictiveValue(**common),
-            tm.MulticlassStatScores(average=None, **common),
-            tm.MulticlassCohenKappa(weights="quadratic", **common),
-            tm.MulticlassMatthewsCorrCoef(**common),
-            tm.MulticlassJaccardIndex(ignore_index=1, **common),
-            tm.MulticlassConfusionMatrix(normalize="true", **common),
-        ],
-        "on its own": [
-            tm.MulticlassAccuracy(top_k=2, average="micro", **common),
-            tm.MulticlassAccuracy(average="macro", multidim_average="samplewise", **common),
-            tm.MulticlassAUROC(**common),
-            tm.MulticlassCalibrationError(**common),
-            tm.MulticlassExactMatch(**common),
-        ],
-    }
-    return metrics[kind]
+FOUR = {"num_classes": 4}
+COUNTED = [
+    *(tm.MulticlassAccuracy(average=average, **FOUR) for average in ("micro", "macro", "weighted", None)),
+    tm.MulticlassF1Score(average="macro", ignore_index=0, **FOUR),
+    tm.MulticlassFBetaScore(2.0, average="weighted", **FOUR),
+    tm.MulticlassPrecision(average="micro", ignore_index=2, **FOUR),
+    tm.MulticlassHammingDistance(**FOUR),
+    tm.MulticlassNegativePredictiveValue(**FOUR),
+    tm.MulticlassStatScores(average=None, **FOUR),
+    tm.MulticlassCohenKappa(weights="quadratic", **FOUR),
+    tm.MulticlassMatthewsCorrCoef(**FOUR),
+    tm.MulticlassJaccardIndex(ignore_index=1, **FOUR),
+    tm.MulticlassConfusionMatrix(normalize="true", **FOUR),
+]
 
 
-@pytest.mark.parametrize("metric", several("counted"), ids=lambda metric: type(metric).__name__)
+@pytest.mark.parametrize("metric", COUNTED, ids=lambda metric: type(metric).__name__)
 def test_a_counted_metric_is_what_torchmetrics_says(metric):
     suite = fed(MetricSuite({"it": metric}), preds=SCORES, target=TARGET)
     assert suite.confusion_matrix() is not None
@@ -78,7 +66,7 @@ def test_a_counted_metric_is_what_torchmetrics_says(metric):
 
 
 def test_all_of_them_share_one_matrix_for_each_ignored_class():
-    metrics = {str(number): metric for number, metric in enumerate(several("counted"))}
+    metrics = {str(number): metric for number, metric in enumerate(COUNTED)}
     suite = fed(MetricSuite(metrics), preds=SCORES, target=TARGET)
     assert len(suite.state_dict()["groups"]) == 4  # none, 0, 1 and 2 ignored
     for number, metric in metrics.items():
@@ -372,24 +360,17 @@ def test_an_own_update_shares_no_state():
 BAD = {
     "no batch dimension": (tm.MulticlassF1Score(4), SCORES[0], TARGET[0], "'it': the predictions have no batch dim"),
     "scalar": (tm.BinaryF1Score(), torch.tensor(0.5), torch.tensor(1), "have no batch dimension"),
-    "one class too many": (tm.MulticlassF1Score(3), SCORES, TARGET, "has 3 classes, but the predictions have 4"),
     "scores as classes": (tm.MulticlassF1Score(4), SCORES[:, 0], TARGET, r"scores of the shape \(N, C, \.\.\.\)"),
     "other length": (tm.MulticlassF1Score(4), SCORES[:5], TARGET, r"preds: float32 \(5, 4\), target: int64 \(60,\)"),
-    "target too large": (tm.MulticlassF1Score(4), SCORES, TARGET + 1, "targets must be 0 to 3, got 4"),
     "target negative": (tm.MulticlassF1Score(4, ignore_index=9), SCORES, TARGET - 1, "0 to 3 or ignore_index=9, got"),
-    "soft target": (tm.MulticlassF1Score(4), SCORES, TARGET + 0.5, "targets must be classes, got"),
-    "logits, binary": (tm.BinaryF1Score(), SCORES[:, 0] * 4 - 2, TARGET % 2, r"from -.* to .*torch\.sigmoid\(logits\)"),
     "logits, multiclass": (tm.MulticlassAUROC(4), SCORES * 4 - 2, TARGET, r"torch\.softmax\(logits, dim=1\)"),
     "logits above 1 alone": (tm.BinaryF1Score(), SCORES[:, 0] * 1.5, TARGET % 2, r"from 0.* to 1\..*sigmoid"),
     "logits, multilabel": (tm.MultilabelF1Score(4), SCORES * 4, (SCORES > 0.5).long(), r"torch\.sigmoid"),
-    "two columns": (tm.BinaryF1Score(), SCORES[:, :2], TARGET % 2, r"the probability of 1, preds\[\.\.\., 1\]"),
-    "one column": (tmr.MeanSquaredError(), SCORES[:, :1], SCORES[:, 0], r"use preds\.squeeze\(-1\)"),
     "labels": (tm.MultilabelF1Score(3), SCORES, (SCORES > 0.5).long(), r"3 labels: .* need the shape \(N, 3\)"),
     "no labels": (tm.MultilabelF1Score(3), SCORES[:, 0], TARGET % 2, r"predictions need the shape \(N, 3\)"),
     "classes for scores": (tm.MulticlassAUROC(4), TARGET, TARGET, "needs scores, but the predictions are classes"),
     "classes, top k": (tm.MulticlassAccuracy(4, top_k=2), TARGET, TARGET, "the metric needs scores"),
     "classes out of range": (tm.MulticlassF1Score(4), TARGET + 1, TARGET, "predictions must be 0 to 3, got 4"),
-    "array": (tm.MulticlassF1Score(4), SCORES.numpy(), TARGET, "preds must be a tensor, got ndarray"),
     "NaN": (tm.MulticlassF1Score(4), torch.full((60, 4), torch.nan), TARGET, "240 of 240 predictions are NaN"),
 }
 

@@ -290,10 +290,6 @@ def test_dtypes_are_those_of_the_tensors():
         "flag": "bool",
         "index": "int64",
     }
-    predict(PredictionWriter("out.pt"), Squares(transform=rich))
-    content = torch.load("out.pt", weights_only=True)
-    assert content["nested.3.low"].dtype == torch.bfloat16
-    assert content["scores"].shape == (21, 2)
 
 
 WRONG = {
@@ -318,7 +314,6 @@ WRONG = {
     "nothing": (lambda v, n: {}, "there is nothing in it to write"),
     "mixed list": (lambda v, n: [1, "a", 2, 3], "'prediction' holds .*, a list"),
     "uneven names": (lambda v, n: [{"a": 1}] * 3 + [{"b": 1}], "'' has other names in one sample"),
-    "nested uneven": (lambda v, n: [[[1], [1, 2]]] * 4, "'prediction' holds .*, a list"),
 }
 
 

@@ -3,32 +3,22 @@
 import math
 import random
 import re
+from functools import partial
 
 import pytest
 
-from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Reliability
-from lightning_tricks.run_report import RunRecord, find_all
+from lightning_tricks._shared.report_parts import ConfusionMatrix, DeviceUse, Reliability
+from lightning_tricks.run_report import find_all
 from lightning_tricks.run_report.core.findings import CHECKS
-from lightning_tricks.run_report.core.record import GitState, Resume, Row
-from tests.run_report.runs import DESERVING, HEALTHY
-
-
-def record_of(curves, kind="epoch", **known):
-    """The record of a finished run, with a row for each place in the curves."""
-    length = max(map(len, curves.values()), default=0)
-    rows = [
-        Row(kind, place, place, {key: values[place] for key, values in curves.items() if place < len(values)})
-        for place in range(length)
-    ]
-    return RunRecord(**{"status": "finished", "step": length, "epochs": 1, "rows": rows, **known})
+from lightning_tricks.run_report.core.record import GitState, Resume
+from tests.run_report.runs import DESERVING, HEALTHY, clipping, record_of
 
 
 def said(record):
     return [(finding.level, finding.text) for finding in find_all(record)]
 
 
-def clipped(clipped, steps=100, skipped=0, max_norm=1.0):
-    return ClippedSteps(optimizer=0, steps=steps, clipped=clipped, skipped=skipped, max_norm=max_norm)
+clipped = partial(clipping, steps=100)
 
 
 def matrix(counts):

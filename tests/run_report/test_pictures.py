@@ -6,9 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_tricks.run_report import RunRecord, comparison_page, run_page
-from lightning_tricks.run_report.core.record import Point, Row
+from lightning_tricks.run_report import comparison_page, run_page
+from lightning_tricks.run_report.core.record import Point
 from lightning_tricks.run_report.core.svg import Line, line_chart, matrix_chart, reliability_chart
+from tests.run_report.runs import record_of
 
 FALLS = [Point(step, 0, *[1 / (1 + step)] * 3) for step in range(0, 500, 25)]
 
@@ -264,23 +265,14 @@ def test_reliability_is_read_off_its_axes():
     assert ends == [pytest.approx((0, 0), abs=0.01), pytest.approx((1, 1), abs=0.01)]
 
 
-def record_of(kind="epoch", **curves):
-    length = max(map(len, curves.values()))
-    rows = [
-        Row(kind, at, at, {key.replace("__", "/"): values[at] for key, values in curves.items() if at < len(values)})
-        for at in range(length)
-    ]
-    return RunRecord(rows=rows, status="finished", step=length)
-
-
 def pictures(page):
     return [parse(f"<svg{part.partition('</svg>')[0]}</svg>") for part in page.split("<svg")[1:]]
 
 
 def test_two_points_make_a_picture_and_one_does_not():
-    assert len(pictures(run_page(record_of(val__acc=[0.1, 0.9])))) == 1
-    assert pictures(run_page(record_of(val__acc=[0.1]))) == []
-    one, two = record_of(val__acc=[0.1]), record_of(val__acc=[0.1, 0.9])
+    assert len(pictures(run_page(record_of({"val/acc": [0.1, 0.9]})))) == 1
+    assert pictures(run_page(record_of({"val/acc": [0.1]}))) == []
+    one, two = record_of({"val/acc": [0.1]}), record_of({"val/acc": [0.1, 0.9]})
     assert len(pictures(comparison_page(two, two))) == len(pictures(comparison_page(one, two))) == 1
     assert pictures(comparison_page(one, one)) == []
 
@@ -288,7 +280,7 @@ def test_two_points_make_a_picture_and_one_does_not():
 def test_comparison_smooths_a_noisy_curve_and_no_short_one():
     def heights(length):
         values = [float(step % 2) for step in range(length)]
-        (picture,) = pictures(comparison_page(record_of("step", loss=values), record_of("step", loss=values)))
+        (picture,) = pictures(comparison_page(*[record_of({"loss": values}, "step")] * 2))
         _, value = readers(picture)
         return [value(y) for _, y in moves(with_class(picture, "line", "path")[0].get("d"))[0]][10:-10]
 
@@ -297,7 +289,7 @@ def test_comparison_smooths_a_noisy_curve_and_no_short_one():
 
 
 def test_value_that_one_run_lacks_is_an_empty_cell():
-    page = comparison_page(record_of(val__acc=[0.1, 0.5]), record_of(val__f1=[0.2, 0.4]))
+    page = comparison_page(record_of({"val/acc": [0.1, 0.5]}), record_of({"val/f1": [0.2, 0.4]}))
     table = unescape(page.partition("Last and best values")[2])
     rows = [[cell.split(">")[-1] for cell in row.split("</td>")[:-1]] for row in table.split("<tr")[2:4]]
     assert rows == [["val/acc", "0.5", "", "", "0.5", ""], ["val/f1", "", "0.4", "", "", "0.4"]]

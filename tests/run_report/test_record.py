@@ -54,6 +54,8 @@ def save(folder, record):
 def test_record_is_read_as_it_was_written(tmp_path):
     record = some_record()
     save(tmp_path, record)
+    for line in (tmp_path / VALUES_FILE).read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # strict, also of numbers that are not finite
     again = read_record(tmp_path)
     assert repr(again) == repr(record)
     assert repr([vars(part) for part in again.parts]) == repr(

@@ -38,6 +38,16 @@ class Data(TensorDataset):
         self.noise, self.transform = noise, transform
 
 
+def callbacks(**changes):
+    made = {
+        "stop": EarlyStopping("val/acc", patience=9, strict=False),
+        "clip": GradientClipping(1.0),
+        "rates": LearningRateMonitor(),
+        "noisy": Noisy(),
+    }
+    return {"callbacks": lambda: [one for one in {**made, **changes}.values() if one is not None]}
+
+
 class Script:
     """What a script sets; each edit is one entry of `EDITS`."""
 
@@ -51,14 +61,7 @@ class Script:
     data = staticmethod(Data)
     loader = types.MappingProxyType({"batch_size": 4, "shuffle": True})
     trainer = types.MappingProxyType({})
-    callbacks = staticmethod(
-        lambda: [
-            EarlyStopping("val/acc", patience=9, strict=False),
-            GradientClipping(1.0),
-            LearningRateMonitor(),
-            Noisy(),
-        ]
-    )
+    callbacks = staticmethod(callbacks()["callbacks"])
     variables = types.MappingProxyType({})
     seed = 0
 
@@ -103,30 +106,15 @@ def steps(optimizer, factor=0.5):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
 
 
-def callbacks(**changes):
-    made = {
-        "stop": EarlyStopping("val/acc", patience=9, strict=False),
-        "clip": GradientClipping(1.0),
-        "rates": LearningRateMonitor(),
-        "noisy": Noisy(),
-    }
-    return {"callbacks": lambda: [one for one in {**made, **changes}.values() if one is not None]}
-
-
 LONG = "x" * 2000
 EDITS = {
     "a hyper-parameter": (with_argument(width=9), "width (hyper-parameter)"),
     "a hyper-parameter in the seventh digit": (with_argument(p3=0.50000001), "p3 (hyper-parameter)"),
-    "the last of many": (with_argument(p499=0.7), "p499 (hyper-parameter)"),
     "the end of a long text": (with_argument(text=LONG + "y"), "text (hyper-parameter)"),
     "the end of a long list": (with_argument(many=[*range(5000), 1]), "many (hyper-parameter)"),
     "a nested one": (
         with_argument(deep={"a": {"b": {"c": {"d": {"e": {"f": 2}}}}}}),
         "deep.a.b.c.d.e.f (hyper-parameter)",
-    ),
-    "an argument of Lightning's callback": (
-        callbacks(stop=EarlyStopping("val/acc", patience=8, strict=False)),
-        "EarlyStopping.patience",
     ),
     "an argument of this package's callback": (callbacks(clip=GradientClipping(2.0)), "GradientClipping.max_norm"),
     "an argument of the user's callback": (callbacks(noisy=Noisy(2.0)), "Noisy.scale"),
@@ -140,7 +128,6 @@ EDITS = {
         {"groups": lambda ps: [{"params": ps[:1], "weight_decay": 0.1}, {"params": ps[1:]}]},
         "SGD.groups",
     ),
-    "the learning rate": ({"rate": 0.2}, "SGD.groups[0].lr"),
     "the optimizer": ({"optimizer": torch.optim.RMSprop}, "optimizer 0"),
     "an argument of the schedule": (
         {"schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.25)},
@@ -162,12 +149,6 @@ EDITS = {
     ),
     "an argument of the data set": ({"data": lambda: Data(noise=0.2)}, "train_dataloader.dataset.noise"),
     "a subset": ({"data": lambda: Subset(Data(), list(range(30)))}, "train_dataloader.dataset.type"),
-    "clipping by the Trainer": (
-        {"trainer": {"gradient_clip_val": 0.5}, **callbacks(clip=None)},
-        "gradient_clip_val (trainer)",
-    ),
-    "accumulation": ({"trainer": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches (trainer)"),
-    "precision": ({"trainer": {"precision": "bf16-mixed"}}, "precision (trainer)"),
     "anomaly detection": ({"trainer": {"detect_anomaly": True}}, "anomaly detection (trainer)"),
     "the seed": ({"seed": 1}, "seed (trainer)"),
     "a variable of the environment": ({"variables": {"NCCL_DEBUG": "INFO"}}, "environment.NCCL_DEBUG"),
@@ -177,7 +158,6 @@ BASES = {
     "the end of a long list": with_argument(many=[*range(5000), 2]),
     "a nested one": with_argument(a={"b": {"c": {"d": {"e": {"f": 1}}}}}),
     "the function of a schedule": {"schedule": steps},
-    "clipping by the Trainer": callbacks(clip=None),
 }
 
 
