@@ -1,6 +1,5 @@
 """Batches of every kind (a tokenizer's are in `language.py`), and steps that return every kind of output: one net."""
 
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.styles.frame import Job, points, style
 
@@ -43,20 +41,13 @@ class Plain:
         return len(self.x)
 
 
-Old = namedtuple("Old", "x y")
-
 # Each makes a batch of (x, y)
 BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dict_of_dicts_with_texts": lambda x, y: {"x": {"x": x}, "y": y, "ids": [str(i) for i in y], "source": "here"},
-    "nested_tuple": lambda x, y: ((x, (x.flip(0), None)), y),
-    "named_tuple": Old,
     "dataclass": Item,
     "object_that_moves_itself": Movable,
     "plain_object": Plain,
-    "model_output": lambda x, y: SequenceClassifierOutput(logits=x, loss=y),
     "list_of_samples": lambda x, y: [{"x": row, "y": label} for row, label in zip(x, y, strict=True)],
-    "one_tensor": lambda x, y: torch.cat([x, y[:, None].float()], dim=1),
-    "sparse": lambda x, y: (x.to_sparse(), y),
     "numpy": lambda x, y: (x.numpy(), y.numpy()),
     "packed": lambda x, y: (nn.utils.rnn.pack_padded_sequence(x[:, :, None], [6] * len(x), batch_first=True), y),
     "jagged": lambda x, y: (torch.nested.nested_tensor(list(x), layout=torch.jagged), y),
@@ -65,10 +56,6 @@ BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 def unpack(batch: Any) -> tuple[Tensor, Tensor]:
     """Find x and y in a batch of any kind."""
-    if isinstance(batch, Tensor):
-        return batch[:, :6], batch[:, 6].long()
-    if isinstance(batch, SequenceClassifierOutput):
-        return batch.logits, batch.loss
     if isinstance(batch, dict):
         x = batch["x"]
         return (x["x"] if isinstance(x, dict) else x), batch["y"]
@@ -79,8 +66,8 @@ def unpack(batch: Any) -> tuple[Tensor, Tensor]:
     x, y = batch
     if isinstance(x, nn.utils.rnn.PackedSequence):
         return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0][..., 0], y
-    x = x[0] if isinstance(x, tuple | list) else torch.as_tensor(x)
-    return (torch.stack(x.unbind()) if x.is_nested else x.to_dense()), torch.as_tensor(y)
+    x = torch.as_tensor(x)
+    return (torch.stack(x.unbind()) if x.is_nested else x), torch.as_tensor(y)
 
 
 class Classifier(LightningModule):

@@ -45,7 +45,6 @@ class Style:
     Args:
         script: It trains with the callbacks of a `Job`.
         metrics: What MetricsMonitor measures; None where the steps return nothing to measure, which it says.
-        images: Whether ImageLogger is added: batches hold images, and the steps return what it shows.
         says: Regular expressions of other warnings that the callbacks owe in this style.
         left_out: Callback -> words in which it refuses this style, and without which the others are run.
         resumed: Regular expressions of what AutoResume owes at a resume.
@@ -53,7 +52,6 @@ class Style:
 
     script: Callable[[Job], None]
     metrics: Mapping[str, Any] | None = None
-    images: bool = False
     says: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     resumed: tuple[str, ...] = ()
@@ -64,8 +62,7 @@ class Style:
 
     def added(self, folder: Path) -> dict[str, dict[str, Any]]:
         """What `callbacks=[...]` gains: those that look, and those that change a run, where they change nothing."""
-        found = added(folder, self.metrics) | ({"ImageLogger": {"n": 4}} if self.images else {})
-        return {name: given for name, given in found.items() if name not in self.left_out}
+        return {name: given for name, given in added(folder, self.metrics).items() if name not in self.left_out}
 
 
 def style(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:

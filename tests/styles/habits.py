@@ -1,11 +1,8 @@
 """Habits that people bring along: from older versions, from loops of their own, from other people's templates."""
 
-import copy
 import random
-from argparse import Namespace
 from collections import defaultdict, deque
 
-import lightning
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -21,59 +18,6 @@ from tests.styles.frame import Job, points, style
 
 def loaders():
     return DataLoader(points(), batch_size=4, shuffle=True), DataLoader(points(12, 2), batch_size=4)
-
-
-class FromNamespace(Classifier):
-    """As written for version 0.7: one Namespace of everything, outputs gathered, means taken by hand."""
-
-    def __init__(self, hparams):
-        super().__init__()
-        self.save_hyperparameters(hparams)
-        self.outputs, self.val_outputs = [], []
-        self.best = float("inf")
-
-    def training_step(self, batch, batch_idx):
-        outputs = super().training_step(batch, batch_idx)
-        self.outputs.append({"loss": outputs["loss"].detach(), "n": len(batch[0])})
-        return outputs
-
-    def validation_step(self, batch, batch_idx):
-        outputs = super().validation_step(batch, batch_idx)
-        self.val_outputs.append(outputs["preds"])
-        return outputs
-
-    def on_train_epoch_end(self):
-        self.log("avg_loss", torch.stack([output["loss"] for output in self.outputs]).mean())
-        self.outputs.clear()
-
-    def on_validation_epoch_end(self):
-        spread = torch.cat(self.val_outputs).std()
-        self.best = min(self.best, spread.item())
-        self.log_dict({"spread": spread, "best": self.best})
-        self.val_outputs = []
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
-            "monitor": "best",
-        }
-
-
-@style(metrics=CLASSES)
-def hyperparameters_in_a_namespace(job: Job) -> None:
-    job.fit(FromNamespace(Namespace(lr=0.05, gpus=1, name="mine")), *loaders())
-
-
-class SkipsSome(Classifier):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) if batch_idx % 4 != 2 else None
-
-
-@style(metrics=CLASSES, says=(r"MetricsMonitor: .* returned nothing", r"2 of 9 batches of train returned nothing"))
-def step_that_returns_none_sometimes(job: Job) -> None:
-    job.fit(SkipsSome(), *loaders())
 
 
 class LogsAnywhere(Classifier):
@@ -145,34 +89,6 @@ class Remembers(Classifier):
 @style(metrics=CLASSES)
 def state_that_is_no_tensor(job: Job) -> None:
     job.fit(Remembers(), *loaders())
-
-
-class MeanTeacher(Classifier):
-    """Validates a slow copy that is no part of the state dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.teacher = [copy.deepcopy(self.net).eval().requires_grad_(False)]
-
-    def training_step(self, batch, batch_idx):
-        outputs = super().training_step(batch, batch_idx)
-        gap = nn.functional.mse_loss(outputs["preds"], self.teacher[0](batch[0]))
-        self.log("gap", gap)
-        return outputs | {"loss": outputs["loss"] + gap}
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        with torch.no_grad():
-            for slow, fast in zip(self.teacher[0].parameters(), self.net.parameters(), strict=True):
-                slow.lerp_(fast, 0.2)
-
-    def validation_step(self, batch, batch_idx):
-        return {"preds": self.teacher[0](batch[0]), "target": batch[1]}
-
-
-@style(metrics=CLASSES)
-def average_of_weights_outside_the_state_dict(job: Job) -> None:
-    lightning.seed_everything(1, verbose=False)
-    job.fit(MeanTeacher(), *loaders())
 
 
 class Measured(Classifier):

@@ -1,26 +1,12 @@
 """Data that come in other ways than as one DataLoader that is given to `fit`."""
 
-import random
-
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, random_split
 
 from tests.styles.batches import CLASSES, Classifier
 from tests.styles.frame import BATCHES, Job, points, style
-
-
-class MakesItsData(Classifier):
-    def train_dataloader(self):
-        x = torch.randn(4 * BATCHES, 6)
-        return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4, shuffle=True)
-
-
-@style(metrics=CLASSES)
-def data_made_in_train_dataloader(job: Job) -> None:
-    job.fit(MakesItsData())
 
 
 class SemiSupervised(Classifier):
@@ -48,47 +34,6 @@ class SemiSupervised(Classifier):
 @style(metrics=CLASSES)
 def several_loaders_at_once(job: Job) -> None:
     job.fit(SemiSupervised())
-
-
-class SameLength(BatchSampler):
-    """Batches of samples of one length, in an order of its own."""
-
-    def __init__(self, lengths):
-        self.lengths, self.random = lengths, random.Random(3)
-
-    def __len__(self):
-        return BATCHES
-
-    def __iter__(self):
-        order = sorted(range(len(self.lengths)), key=lambda i: (self.lengths[i], self.random.random()))
-        batches = [order[start : start + 4] for start in range(0, len(order), 4)]
-        self.random.shuffle(batches)
-        yield from batches
-
-
-class Recurrent(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(2, 8, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def training_step(self, batch, batch_idx):
-        sequences, labels = batch
-        scores = self.head(self.rnn(sequences)[0][:, -1])
-        loss = nn.functional.cross_entropy(scores, labels)
-        self.log("loss_of_sequences", loss)
-        return {"loss": loss, "preds": scores, "target": labels}
-
-    def configure_optimizers(self):
-        return torch.optim.RMSprop(self.parameters(), lr=1e-2)
-
-
-@style(metrics=CLASSES)
-def batches_of_one_length(job: Job) -> None:
-    generator = torch.Generator().manual_seed(1)
-    lengths = [2 + i // 4 % 3 for i in range(4 * BATCHES)]
-    sequences = [(torch.randn(n, 2, generator=generator), i % 3) for i, n in enumerate(lengths)]
-    job.fit(Recurrent(), DataLoader(sequences, batch_sampler=SameLength(lengths)))
 
 
 class Endless(IterableDataset):

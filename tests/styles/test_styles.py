@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 
 from tests.auto_resume import killing
-from tests.styles import agents, batches, configs, habits, images, language, loaders
+from tests.styles import batches, habits, loaders, models
 from tests.styles.frame import STOPS, STYLES, Job, begin_process, differences, is_expected, new_warnings, train
 
-FILES = (agents, batches, configs, habits, images, language, loaders)
+FILES = (batches, habits, loaders, models)
 _BARE = {}
 
 
@@ -25,7 +25,6 @@ def bare(name, folder):
 
 
 @pytest.mark.parametrize("name", STYLES)
-@pytest.mark.sampled(2)
 def test_all_callbacks_change_nothing_and_warn_of_what_is_so(tmp_path, name):
     style = STYLES[name]
     reference = bare(name, tmp_path / "bare")  # first: Lightning says some things once in a process
@@ -37,18 +36,11 @@ def test_all_callbacks_change_nothing_and_warn_of_what_is_so(tmp_path, name):
 
 
 # What a run that has been resumed must carry on to the next: the rest is stopped once, by an error or a signal in turn
-TWICE = [
-    "state_that_is_no_tensor",
-    "metrics_of_the_module",
-    "several_loaders_at_once",
-    "transformer_language_model",
-    "deep_q_network",
-]
+TWICE = ["state_that_is_no_tensor", "metrics_of_the_module", "several_loaders_at_once"]
 STOPPED = [name for name in STYLES if "AutoResume" not in STYLES[name].left_out]
 
 
 @pytest.mark.parametrize("name", STOPPED)
-@pytest.mark.sampled(2, 1)
 def test_stopped_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
     stops = STOPS if name in TWICE else [(STOPS[STOPPED.index(name) % 2][0], 5)]
     style = STYLES[name]
