@@ -511,10 +511,3 @@ def test_frozen_transformers_keep_their_fast_path(tmp_path):
     assert [column.name for column in run.blocks[-1][0] if column.kind == "forward"] == ["net.0"]
 
 
-def test_through_the_mixin(tmp_path):
-    class Tricky(TricksMixin, ConvNet):
-        def __init__(self):
-            super().__init__(tricks=Tricks(run_fingerprint=str(tmp_path / "a.jsonl")))
-
-    Trainer(**{"max_epochs": 1, **QUIET}).fit(Tricky(), DataLoader(digits(), batch_size=4))
-    assert len(read_ranks(tmp_path / "a.jsonl")[0]) == 11

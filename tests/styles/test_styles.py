@@ -25,6 +25,7 @@ def bare(name, folder):
 
 
 @pytest.mark.parametrize("name", STYLES)
+@pytest.mark.sampled(2)
 def test_all_callbacks_change_nothing_and_warn_of_what_is_so(tmp_path, name):
     style = STYLES[name]
     reference = bare(name, tmp_path / "bare")  # first: Lightning says some things once in a process
@@ -41,6 +42,7 @@ STOPPED = [name for name in STYLES if "AutoResume" not in STYLES[name].left_out]
 
 
 @pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.sampled(2, 1)
 def test_stopped_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
     stops = STOPS if name in TWICE else [(STOPS[STOPPED.index(name) % 2][0], 5)]
     style = STYLES[name]

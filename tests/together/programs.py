@@ -1,4 +1,4 @@
-"""Five programs as people write them: a text and an image classifier, a GAN, a U-Net, a forecaster with named loaders.
+"""Programs as people write them: a text classifier, and a forecaster with named loaders.
 
 Each logs what its tutorial logs, under the names of its tutorial, and takes the tricks that its page names.
 """
@@ -18,23 +18,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
     AutoResume,
-    CudaMemory,
     DeviceMonitor,
     FlopsReport,
     GradientClipping,
-    GradualUnfreezing,
-    ImageLogger,
     LoRA,
     MetricsMonitor,
     ModelReport,
-    RunFingerprint,
-    RunReport,
     SeedEverything,
     TrainableCheckpoint,
     isolated_rng,
     multiclass_metrics,
     regression_metrics,
-    segmentation_metrics,
 )
 
 
@@ -45,7 +39,7 @@ class Program:
     Attributes:
         module: Makes the module.
         train: The training data.
-        val: The validation data: a loader, a dict of them, or None.
+        val: The validation data: a loader, or a dict of them.
         tricks: Makes the tricks, which write to a folder.
     """
 
@@ -85,97 +79,6 @@ class TextClassifier(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class ImageClassifier(LightningModule):
-    """A convolutional net with mixup."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.backbone(x).flatten(1))  # type: ignore[no-any-return]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        images, labels = batch
-        mixed = functional.one_hot(labels, 4).float()
-        share, order = torch.rand(()), torch.randperm(len(images))
-        images, mixed = (share * part + (1 - share) * part[order] for part in (images, mixed))
-        loss = functional.cross_entropy(self(images), mixed)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        images, labels = batch
-        scores = self(images)
-        loss = functional.cross_entropy(scores, labels)
-        self.log("valid_loss", loss)
-        return {"loss": loss, "preds": scores.softmax(-1), "target": labels}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Gan(LightningModule):
-    """Two nets and two optimizers that are stepped by hand, as in Lightning's tutorial on GANs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        (real,) = batch
-        optimizers: Any = self.optimizers()
-        fake = self.generator(torch.randn(len(real), 4))
-        g_loss = -self.discriminator(fake).mean()
-        d_loss = (self.discriminator(fake.detach()) - self.discriminator(real)).mean()
-        for optimizer, loss, name in zip(optimizers, (g_loss, d_loss), ("g_loss", "d_loss"), strict=True):
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=name == "g_loss")
-            self.untoggle_optimizer(optimizer)
-            self.log(name, loss, prog_bar=True)
-        for optimizer in optimizers:
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (self.generator, self.discriminator)]
-
-
-class UNet(LightningModule):
-    """A U-Net of two levels on masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(3, 8, 3, padding=1)
-        self.middle = nn.Conv2d(8, 8, 3, padding=1)
-        self.up = nn.Conv2d(16, 4, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        high = self.down(x).relu()
-        low = functional.interpolate(self.middle(functional.max_pool2d(high, 2)).relu(), scale_factor=2)
-        return self.up(torch.cat([high, low], 1))  # type: ignore[no-any-return]
-
-    def _step(self, batch: Any, stage: str) -> Any:
-        images, masks = batch
-        scores = self(images)
-        loss = functional.cross_entropy(scores, masks)
-        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
-        return {"loss": loss, "preds": scores, "target": masks}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._step(batch, "train")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._step(batch, "val")
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-
-
 class Forecaster(LightningModule):
     """A recurrent net, validated on two horizons."""
 
@@ -205,7 +108,6 @@ def programs() -> dict[str, Program]:
     """The programs by name."""
     with isolated_rng(seed=0):
         tokens, classes = torch.randint(0, 100, (32, 12)), torch.randint(0, 3, (32,))
-        images, labels, masks = torch.rand(32, 3, 16, 16), torch.randint(0, 4, (32,)), torch.randint(0, 4, (32, 16, 16))
         rows, values = torch.randn(32, 6, 1), torch.randn(32)
     return {
         "text": Program(
@@ -222,48 +124,6 @@ def programs() -> dict[str, Program]:
                 FlopsReport(),
                 ModelReport(folder / "model"),
                 DeviceMonitor(),
-            ],
-        ),
-        "image": Program(
-            ImageClassifier,
-            _loader(images, labels, shuffle=True),
-            _loader(images, labels),
-            lambda folder: [
-                SeedEverything(1),
-                GradientClipping(1.0, on_nonfinite="skip"),
-                GradualUnfreezing({0: "head.*", 1: "backbone.*"}),
-                MetricsMonitor(multiclass_metrics(4), stages=["val"]),
-                ImageLogger(class_names=["cat", "dog", "owl", "yak"]),
-                FlopsReport(backward=True),
-                DeviceMonitor(every_n_train_steps=2),
-                RunReport(folder / "report"),
-            ],
-        ),
-        "gan": Program(
-            Gan,
-            _loader(torch.randn(32, 8), shuffle=True),
-            None,
-            lambda folder: [
-                SeedEverything(1),
-                GradientClipping(1.0),
-                RunFingerprint(folder / "fingerprint.jsonl"),
-                ModelReport(),
-                DeviceMonitor(every_n_train_steps=2),
-            ],
-        ),
-        "unet": Program(
-            UNet,
-            _loader(images, masks, shuffle=True),
-            _loader(images, masks),
-            lambda folder: [
-                SeedEverything(1),
-                AutoResume(folder / "run"),
-                GradientClipping(1.0),
-                MetricsMonitor(segmentation_metrics(4), class_names=["sky", "road", "tree", "car"]),
-                FlopsReport(),
-                CudaMemory(),
-                DeviceMonitor(every_n_train_steps=2),
-                RunReport(folder / "report"),
             ],
         ),
         "forecast": Program(
