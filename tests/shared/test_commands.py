@@ -21,7 +21,7 @@ from lightning_tricks.hang_watch.core.record import RankRecord
 from lightning_tricks.seeding import isolated_seeding
 from tests.architecture.persisted_names import actions_of, command_actions, subcommands
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
-from tests.run_fingerprint.test_callback import AtStep, draw, record
+from tests.run_fingerprint.test_callback import at_step, draw, record
 from tests.shared.test_console import unread
 from tests.small import QUIET, Net, loader
 
@@ -211,7 +211,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     with isolated_seeding():
         record(folder / "a.jsonl")
-        record(folder / "b.jsonl", [AtStep(5, draw)])
+        record(folder / "b.jsonl", [at_step(5, draw)])
     return folder
 
 

@@ -1,7 +1,6 @@
 """Batches of every kind (a tokenizer's are in `language.py`), and steps that return every kind of output: one net."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -12,13 +11,6 @@ from torch.utils.data import DataLoader, default_collate
 from tests.styles.frame import Job, points, style
 
 CLASSES = {"task": "multiclass", "num_classes": 3}
-
-
-@dataclass
-class Item:
-    x: Tensor
-    y: Tensor
-    name: str = ""
 
 
 class Movable:
@@ -44,11 +36,9 @@ class Plain:
 # Each makes a batch of (x, y)
 BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dict_of_dicts_with_texts": lambda x, y: {"x": {"x": x}, "y": y, "ids": [str(i) for i in y], "source": "here"},
-    "dataclass": Item,
     "object_that_moves_itself": Movable,
     "plain_object": Plain,
     "list_of_samples": lambda x, y: [{"x": row, "y": label} for row, label in zip(x, y, strict=True)],
-    "numpy": lambda x, y: (x.numpy(), y.numpy()),
     "packed": lambda x, y: (nn.utils.rnn.pack_padded_sequence(x[:, :, None], [6] * len(x), batch_first=True), y),
     "jagged": lambda x, y: (torch.nested.nested_tensor(list(x), layout=torch.jagged), y),
 }
@@ -59,15 +49,14 @@ def unpack(batch: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, dict):
         x = batch["x"]
         return (x["x"] if isinstance(x, dict) else x), batch["y"]
-    if is_dataclass(batch) or isinstance(batch, Movable | Plain):
+    if isinstance(batch, Movable | Plain):
         return batch.x, batch.y
     if isinstance(batch, list) and isinstance(batch[0], dict):
         return torch.stack([sample["x"] for sample in batch]), torch.stack([sample["y"] for sample in batch])
     x, y = batch
     if isinstance(x, nn.utils.rnn.PackedSequence):
         return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0][..., 0], y
-    x = torch.as_tensor(x)
-    return (torch.stack(x.unbind()) if x.is_nested else x), torch.as_tensor(y)
+    return torch.stack(x.unbind()), y
 
 
 class Classifier(LightningModule):

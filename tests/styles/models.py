@@ -1,4 +1,4 @@
-"""Models whose optimizers, batches or descriptions are not plain: adversaries, transformers, Hydra's configs."""
+"""Models whose optimizers, batches or descriptions are not plain: adversaries, Hydra's configs."""
 
 import hydra
 import lightning
@@ -6,8 +6,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import OmegaConf
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.styles.batches import CLASSES
 from tests.styles.frame import BATCHES, Job, points, style
@@ -89,71 +88,6 @@ def gan_with_toggled_optimizers(job: Job) -> None:
 @style(resumed=("had other values in the stopped run: module.validation_z",))
 def gan_with_gradient_penalty(job: Job) -> None:
     job.fit(Gan(penalty=10.0), DataLoader(pictures(), batch_size=4, shuffle=True))
-
-
-WORDS = 20
-
-
-class Sentences(Dataset):
-    """Tokens of differing lengths, with labels, as `datasets` gives them."""
-
-    def __len__(self):
-        return 4 * BATCHES
-
-    def __getitem__(self, index):
-        tokens = [(7 * index + place) % WORDS for place in range(3 + index % 5)]
-        return {"input_ids": tokens, "labels": index % 3}
-
-
-def padded(samples):
-    """As the tokenizers' collators do it."""
-    width = max(len(sample["input_ids"]) for sample in samples)
-    rows = [sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples]
-    mask = [[1] * len(s["input_ids"]) + [0] * (width - len(s["input_ids"])) for s in samples]
-    labels = [sample["labels"] for sample in samples]
-    return BatchEncoding({"input_ids": rows, "attention_mask": mask, "labels": labels}, tensor_type="pt")
-
-
-class FineTuner(LightningModule):
-    def __init__(self, whole_output):
-        super().__init__()
-        self.save_hyperparameters()
-        size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        self.model = BertForSequenceClassification(BertConfig(vocab_size=WORDS, num_labels=3, **size))
-
-    def forward(self, **inputs):
-        return self.model(**inputs)
-
-    def training_step(self, batch, batch_idx):
-        outputs = self(**batch)
-        self.log("train_loss", outputs.loss)
-        if self.hparams.whole_output:
-            return outputs
-        return {"loss": outputs.loss, "preds": outputs.logits, "target": batch["labels"]}
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        outputs = self(**batch)
-        return {"loss": outputs[0], "preds": outputs.logits, "target": batch["labels"]}
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        scheduler = get_linear_schedule_with_warmup(optimizer, 2, self.trainer.estimated_stepping_batches)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def _fine_tune(job, whole_output):
-    train, held_out = (DataLoader(Sentences(), 4, shuffle=shuffle, collate_fn=padded) for shuffle in (True, False))
-    job.fit(FineTuner(whole_output), train, held_out)
-
-
-@style(metrics=CLASSES)
-def transformers_with_batch_encodings(job: Job) -> None:
-    _fine_tune(job, whole_output=False)
-
-
-@style()
-def step_that_returns_a_model_output(job: Job) -> None:
-    _fine_tune(job, whole_output=True)
 
 
 class Data(LightningDataModule):
