@@ -248,10 +248,8 @@ class _Elsewhere(os.PathLike):
     [
         "s3://bucket/run",
         "S3://bucket/run",
-        "hf://owner/model",
         "file:///run",
         "simplecache::s3://bucket/run",
-        "zip://a.csv::s3://bucket/run",
         "./s3://bucket/run",
         r"s3:\bucket\run",
         " s3://bucket/run",

@@ -5,9 +5,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks._lightning_compat.logged_values import epoch_end_step
+from lightning_tricks._lightning_compat.logged_values import epoch_end_step, observe_log_calls
 from lightning_tricks._lightning_compat.observers import observe_fetches, observe_iterators
-from tests.small import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, digits, fit, loader
 
 VAL, TEST = 3, 2
 
@@ -56,10 +56,10 @@ def _expected(stage, count):
     return [("start", stage), ("end", stage), ("step", stage)] * count
 
 
-def _run(function, *data, **arguments):
+def _run(function, *data):
     observer = _Observes()
     trainer = Trainer(max_epochs=1, limit_val_batches=VAL, limit_test_batches=TEST, callbacks=[observer], **QUIET)
-    getattr(trainer, function)(Net() if function == "fit" and len(data) == 1 else EvaluatedNet(), *data, **arguments)
+    getattr(trainer, function)(Net() if function == "fit" and len(data) == 1 else EvaluatedNet(), *data)
     return observer.events, trainer
 
 
@@ -70,13 +70,11 @@ def test_fetches_of_a_fit_with_validation():
     assert all("_on_before_fetch" not in vars(loop) for loop in loops)
 
 
-@pytest.mark.parametrize(("function", "stage", "count"), [("validate", "val", VAL), ("test", "test", TEST)])
+@pytest.mark.parametrize(
+    ("function", "stage", "count"), [("validate", "val", VAL), ("test", "test", TEST), ("predict", "predict", BATCHES)]
+)
 def test_fetches_of_a_stage_alone(function, stage, count):
-    assert _run(function, loader(), verbose=False)[0] == _expected(stage, count)
-
-
-def test_fetches_of_prediction():
-    assert _run("predict", loader())[0] == _expected("predict", BATCHES)
+    assert _run(function, loader())[0] == _expected(stage, count)
 
 
 def test_the_end_of_unsized_data_is_a_fetch_too():
@@ -128,38 +126,20 @@ def test_a_renamed_method_is_named(monkeypatch):
         pass
 
 
-class _LogsEpochs(Callback):
-    def __init__(self):
-        self.steps = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.steps.append(epoch_end_step(trainer))
-        pl_module.log("probe", 1.0)
-
-
 def test_epoch_end_step_is_that_of_the_trainers_own_values(tmp_path):
-    probe = _LogsEpochs()
-    arguments = {
-        **QUIET,
-        "logger": CSVLogger(tmp_path, version=0),
-        "max_epochs": 2,
-        "accumulate_grad_batches": 3,
-        "log_every_n_steps": 1,
-    }
-    trainer = Trainer(callbacks=[probe], **arguments)
-    trainer.fit(Net(), loader())
+    def probe(trainer, module):
+        steps.append(epoch_end_step(trainer))
+        module.log("probe", 1.0)
+
+    steps, options = [], {"max_epochs": 2, "accumulate_grad_batches": 3, "log_every_n_steps": 1}
+    fit(Net(), Hooks(on_train_epoch_end=probe), logger=CSVLogger(tmp_path, version=0), **options)
     lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     column = lines[0].split(",").index("step")
-    assert probe.steps == [int(line.split(",")[column]) for line in lines[1:]]
-    assert len(probe.steps) == 2
+    assert steps == [int(line.split(",")[column]) for line in lines[1:]]
+    assert len(steps) == 2
 
 
 def test_each_call_of_log_is_observed_before_it_is_carried_out():
-    from lightning.pytorch import Trainer
-
-    from lightning_tricks._lightning_compat.logged_values import observe_log_calls
-    from tests.small import QUIET, EvaluatedNet, loader
-
     calls = []
     trainer = Trainer(max_epochs=1, **QUIET)
     with observe_log_calls(

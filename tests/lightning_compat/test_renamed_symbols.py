@@ -5,7 +5,7 @@ import types
 
 import lightning
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
@@ -29,25 +29,16 @@ from lightning_tricks._lightning_compat import (
     results,
 )
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
-from tests.small import QUIET, Net, loader
+from tests.small import QUIET, Hooks, Net, loader
 
 _TRICKS = "AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest"
 MATCH = f"^({_TRICKS}) does not work with lightning {lightning.__version__}.*install"
 
 
-class _InEpoch(Callback):
-    """Calls a function in the middle of an epoch, where the Trainer has all its parts."""
-
-    def __init__(self, call):
-        self.call = call
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 1:
-            self.call(trainer)
-
-
 def _run(call):
-    Trainer(max_epochs=1, limit_train_batches=3, callbacks=[_InEpoch(call)], **QUIET).fit(Net(), loader())
+    """Call a function in the middle of an epoch, where the Trainer has all its parts."""
+    calls = Hooks(on_train_batch_start=lambda trainer, module, batch, number: call(trainer) if number == 1 else None)
+    Trainer(max_epochs=1, limit_train_batches=3, callbacks=[calls], **QUIET).fit(Net(), loader())
 
 
 def _parts(trainer):

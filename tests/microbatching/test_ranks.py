@@ -129,16 +129,10 @@ def test_unused_parameters(tmp_path):
         def on_before_optimizer_step(self, optimizer):
             assert self.idle.weight.grad is None
 
-    whole, cut, found = (
-        fit_ranks(tmp_path / name, module, callback, strategy="ddp_fork_find_unused_parameters_true")
-        for name, module, callback in (
-            ("whole", Branches(), None),
-            ("cut", Branches(), Microbatching(3)),
-            ("found", Branches(Memory(3)), Microbatching()),
-        )
-    )
-    assert_same_training(cut, whole)
-    assert_same_training(found, whole)
+    looks = {"strategy": "ddp_fork_find_unused_parameters_true"}
+    whole = fit_ranks(tmp_path / "whole", Branches(), **looks)
+    assert_same_training(fit_ranks(tmp_path / "cut", Branches(), Microbatching(3), **looks), whole)
+    assert_same_training(fit_ranks(tmp_path / "found", Branches(Memory(3)), Microbatching(), **looks), whole)
 
 
 def test_gradients_that_are_views_of_buckets(tmp_path):
@@ -160,13 +154,8 @@ def test_a_static_graph_is_refused(tmp_path):
 def test_real_fp16_on_two_ranks(tmp_path):
     data = [(x.float(), y) for x, y in rows_of(48)]
     whole = fit_ranks(tmp_path / "whole", Ranked(optimizer="sgd").float(), data=data, plugins=[real_fp16()])
-    found = fit_ranks(
-        tmp_path / "found",
-        Ranked(Memory(3), 1, optimizer="sgd").float(),
-        Microbatching(),
-        data=data,
-        plugins=[real_fp16()],
-    )
+    cut = Ranked(Memory(3), 1, optimizer="sgd").float()
+    found = fit_ranks(tmp_path / "found", cut, Microbatching(), data=data, plugins=[real_fp16()])
     assert_same_training(found, whole, tolerance=2e-3)
 
 
