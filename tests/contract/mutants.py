@@ -291,19 +291,6 @@ class ClipsScaledGradients(_Unwatched):
         clip_grad_norm_(pl_module.parameters(), self.max_norm)
 
 
-class ForgetsTheTail(_Unwatched):
-    """Counts batches instead of optimizer steps."""
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            super().on_before_optimizer_step(trainer, pl_module, optimizer)
-
-
-class ClipsTheFirstOptimizer(_Unwatched):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        super().on_before_optimizer_step(trainer, pl_module, trainer.optimizers[0])
-
-
 class ClipsLocalShards(_Unwatched):
     """Takes a rank's own shard for the gradient."""
 
@@ -427,8 +414,6 @@ MUTANTS = (
     _observer(WritesToALocalFolderS3, checks.writes_to_no_address, pytest.fail.Exception),
     _observer(WritesBesideTheCheckpoints, checks.writes_to_no_address),
     _clipping(ClipsScaledGradients, checks.works, "fp16 fused"),
-    _clipping(ForgetsTheTail, checks.works, "accumulation"),
-    _clipping(ClipsTheFirstOptimizer, checks.works, "manual"),
     _clipping(ClipsLocalShards, checks.works, "FSDP2"),
     _clipping(AlmostNeutral, checks.neutral_is_absence),
     _clipping(ClipsByRank, checks.ranks_agree, "DDP"),

@@ -204,10 +204,6 @@ _ROWS = {
 }
 
 
-def test_each_older_option_is_tried():
-    assert _ROWS.keys() == _VALUES.keys()
-
-
 @pytest.mark.parametrize("old", _ROWS)
 def test_an_older_option_is_what_the_readme_says(old, monkeypatch, here, capsys):
     arguments = ["fit", "--config", "examples/digits.yaml", *shlex.split(_ROWS[old]), "--print_config="]

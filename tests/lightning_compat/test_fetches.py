@@ -1,7 +1,9 @@
 """Probes of the moments of fetching and of the step at an epoch's end; run with the oldest and the newest Lightning."""
 
+from contextlib import ExitStack
+
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -10,46 +12,36 @@ from lightning_tricks._lightning_compat.observers import observe_fetches, observ
 from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, digits, fit, loader
 
 VAL, TEST = 3, 2
+_STEPS = {
+    "on_train_batch_start": "train",
+    "on_validation_batch_start": "val",
+    "on_test_batch_start": "test",
+    "on_predict_batch_start": "predict",
+}
 
 
-class _Observes(Callback):
+def _observes(events, observe=observe_fetches):
     """Writes down fetches and steps in their order."""
 
-    def __init__(self):
-        self.events = []
+    def setup(trainer, module, stage):
+        said = (lambda fetched, what=what: events.append((what, fetched)) for what in ("start", "end"))
+        installed.enter_context(observe(trainer, *said, "Probe"))
 
-    def setup(self, trainer, pl_module, stage):
-        started, ended = (lambda fetched, what=what: self.events.append((what, fetched)) for what in ("start", "end"))
-        self.context = observe_fetches(trainer, started, ended, "Probe")
-        self.context.__enter__()
-
-    def teardown(self, trainer, pl_module, stage):
-        self.context.__exit__(None, None, None)
-
-    on_exception = teardown
-
-    def on_train_batch_start(self, *args):
-        self.events.append(("step", "train"))
-
-    def on_validation_batch_start(self, *args):
-        self.events.append(("step", "val"))
-
-    def on_test_batch_start(self, *args):
-        self.events.append(("step", "test"))
-
-    def on_predict_batch_start(self, *args):
-        self.events.append(("step", "predict"))
+    installed = ExitStack()
+    steps = {} if observe is observe_iterators else _STEPS
+    hooks = {hook: lambda *_, stage=stage: events.append(("step", stage)) for hook, stage in steps.items()}
+    ends = dict.fromkeys(("teardown", "on_exception"), lambda *_, **__: installed.close())
+    return Hooks(setup=setup, **hooks, **ends)
 
 
 class _Unsized(IterableDataset):
-    def __iter__(self):
-        return iter([digits()[index] for index in range(8)])
+    def __init__(self, error=None):
+        self.error = error
 
-
-class _FailingIn(IterableDataset):
     def __iter__(self):
-        yield digits()[0]
-        raise ZeroDivisionError
+        yield from (digits()[index] for index in range(8))
+        if self.error:
+            raise self.error
 
 
 def _expected(stage, count):
@@ -57,10 +49,11 @@ def _expected(stage, count):
 
 
 def _run(function, *data):
-    observer = _Observes()
-    trainer = Trainer(max_epochs=1, limit_val_batches=VAL, limit_test_batches=TEST, callbacks=[observer], **QUIET)
+    events = []
+    observes = _observes(events)
+    trainer = Trainer(max_epochs=1, limit_val_batches=VAL, limit_test_batches=TEST, callbacks=[observes], **QUIET)
     getattr(trainer, function)(Net() if function == "fit" and len(data) == 1 else EvaluatedNet(), *data)
-    return observer.events, trainer
+    return events, trainer
 
 
 def test_fetches_of_a_fit_with_validation():
@@ -84,10 +77,10 @@ def test_the_end_of_unsized_data_is_a_fetch_too():
 
 
 def test_a_fetch_that_fails_ends():
-    observer = _Observes()
+    events = []
     with pytest.raises(ZeroDivisionError):
-        Trainer(max_epochs=1, callbacks=[observer], **QUIET).fit(Net(), DataLoader(_FailingIn()))
-    assert observer.events.count(("start", "train")) == observer.events.count(("end", "train")) > 0
+        fit(Net(), _observes(events), data=DataLoader(_Unsized(ZeroDivisionError())))
+    assert events.count(("start", "train")) == events.count(("end", "train")) > 0
 
 
 def test_iterators_are_made_between_the_calls():
@@ -101,14 +94,8 @@ def test_iterators_are_made_between_the_calls():
             events.append(("made", self.stage))
             return iter([digits()[index] for index in range(8)])
 
-    class Observes(_Observes):
-        def setup(self, trainer, pl_module, stage):
-            began, ended = (lambda made, what=what: events.append((what, made)) for what in ("start", "end"))
-            self.context = observe_iterators(trainer, began, ended, "Probe")
-            self.context.__enter__()
-
     data = [DataLoader(Data(stage), batch_size=4) for stage in ("train", "val")]
-    trainer = Trainer(max_epochs=2, callbacks=[Observes()], **QUIET)
+    trainer = Trainer(max_epochs=2, callbacks=[_observes(events, observe_iterators)], **QUIET)
     trainer.fit(EvaluatedNet(), *data)
     train, val = ([(what, stage) for what in ("start", "made", "end")] for stage in ("train", "val"))
     assert events == [train[1], train[0], train[2], *val, *train, *val], "the first is made before the epoch starts"

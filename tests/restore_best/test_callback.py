@@ -152,13 +152,6 @@ def test_wrong_arguments(arguments, words):
         RestoreBest(*arguments)
 
 
-def test_a_second_fit_starts_anew():
-    callback = RestoreBest("score")
-    fit([callback], Scored((1.0, 2.0)), max_epochs=2)
-    fit([callback], module := Scored((8.0, 9.0)), max_epochs=2)
-    assert (callback.best_value, callback.best_epoch, module.seen.item()) == (8.0, 0, 10)
-
-
 def test_early_stopping_ends_with_the_best():
     module, callback = Scored(), RestoreBest("score")
     trainer = fit([EarlyStopping("score", patience=1), callback], module, max_epochs=9)

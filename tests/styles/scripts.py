@@ -1,4 +1,4 @@
-"""Scripts as people write them: odd batches, hooks and steps of their own, endless data, two adversaries, Hydra."""
+"""Scripts as people write them: odd batches, hooks and steps of their own, endless data, Hydra's configs."""
 
 import random
 from collections import defaultdict, deque
@@ -6,17 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import hydra
-import lightning
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.utilities import CombinedLoader
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from tests.styles.frame import BATCHES, Job, points, style
+from tests.styles.frame import Job, points, style
 
 CLASSES = {"task": "multiclass", "num_classes": 3}
 
@@ -210,51 +208,6 @@ def overridden_steps(job: Job) -> None:
     job.fit(OwnLoop(), *loaders(), accumulate_grad_batches=2)
 
 
-class Inner(LightningModule):
-    """A LightningModule that is a part of another, and logs."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Dropout(0.2))
-
-    def forward(self, x):
-        return self.net(x)
-
-
-class Outer(LightningModule):
-    """Delegates what it does not know to its net, and is built late."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = Inner()
-        self.heads = nn.ModuleDict()
-
-    def configure_model(self):
-        if not self.heads:
-            self.heads["class"] = nn.Linear(8, 3)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("encoder").net, name)
-
-    def training_step(self, batch):
-        scores = self.heads["class"](self.encoder(batch[0]))
-        loss = nn.functional.cross_entropy(scores, batch[1])
-        self.log("part", loss)
-        return {"loss": loss, "preds": scores, "target": batch[1]}
-
-    def configure_optimizers(self):
-        self.encoder(torch.zeros(2, 6))
-        return torch.optim.NAdam([*self.encoder.parameters(), *self.heads.parameters()], lr=0.01)
-
-
-@style(metrics=CLASSES)
-def modules_in_modules_built_late(job: Job) -> None:
-    job.fit(Outer(), loaders()[0])
-
-
 class Adapts(LightningModule):
     """Learns in an inner loop, in validation as well."""
 
@@ -300,33 +253,6 @@ def learning_to_learn(job: Job) -> None:
     job.fit(Adapts(), *loaders(), inference_mode=False)
 
 
-class SemiSupervised(Classifier):
-    """Labelled and unlabelled data side by side, and two sets to validate on."""
-
-    def train_dataloader(self):
-        loaders = {
-            "labelled": DataLoader(points(20), batch_size=4, shuffle=True),
-            "unlabelled": DataLoader(points(seed=3), batch_size=4, shuffle=True),
-        }
-        return CombinedLoader(loaders, "max_size_cycle")
-
-    def val_dataloader(self):
-        return [DataLoader(points(12, seed), batch_size=4) for seed in (4, 5)]
-
-    def training_step(self, batch, batch_idx):
-        outputs = super().training_step(batch["labelled"], batch_idx)
-        unsure = self(batch["unlabelled"][0]).softmax(1)
-        return outputs | {"loss": outputs["loss"] + 0.1 * -(unsure * unsure.log()).sum(1).mean()}
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        return super().validation_step(batch, batch_idx)
-
-
-@style(metrics=CLASSES)
-def several_loaders_at_once(job: Job) -> None:
-    job.fit(SemiSupervised())
-
-
 class Endless(IterableDataset):
     """A stream without length, in chunks that are shuffled."""
 
@@ -351,84 +277,6 @@ def stream_without_length(job: Job) -> None:
         val_check_interval=7,
         check_val_every_n_epoch=None,
     )
-
-
-def pictures(count: int = 4 * BATCHES, seed: int = 1) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(3, (count,), generator=generator)
-    return TensorDataset(torch.rand(count, 3, 16, 16, generator=generator) / 2 + labels.view(-1, 1, 1, 1) / 4, labels)
-
-
-class Gan(LightningModule):
-    """Two adversaries, each with an optimizer, a scheduler and gradients of its own."""
-
-    def __init__(self, penalty=0.0):
-        super().__init__()
-        self.save_hyperparameters()
-        self.automatic_optimization = False
-        last = nn.Linear(16, 768), nn.Sigmoid()
-        self.generator = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), *last)
-        self.discriminator = nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-        self.validation_z = torch.randn(4, 8)
-
-    def forward(self, z):
-        return self.generator(z).view(-1, 3, 16, 16)
-
-    def gradient_penalty(self, real, fake):
-        mixed = torch.lerp(real, fake, torch.rand(len(real), 1, 1, 1)).requires_grad_()
-        (slope,) = torch.autograd.grad(self.discriminator(mixed).sum(), mixed, create_graph=True)
-        return (slope.flatten(1).norm(dim=1) - 1).square().mean()
-
-    def training_step(self, batch):
-        images, _ = batch
-        optimizer_g, optimizer_d = self.optimizers()
-        z = torch.randn(images.shape[0], 8).type_as(images)
-        judge = nn.functional.binary_cross_entropy_with_logits
-
-        self.toggle_optimizer(optimizer_g)
-        self.generated_imgs = self(z)
-        scores = self.discriminator(self.generated_imgs)
-        g_loss = judge(scores, torch.ones_like(scores))
-        self.log("g_loss", g_loss, prog_bar=True)
-        self.manual_backward(g_loss)
-        optimizer_g.step()
-        optimizer_g.zero_grad()
-        self.untoggle_optimizer(optimizer_g)
-
-        self.toggle_optimizer(optimizer_d)
-        fake = self(z).detach()
-        d_loss = judge(self.discriminator(images), torch.ones_like(scores)) + judge(
-            self.discriminator(fake), torch.zeros_like(scores)
-        )
-        if self.hparams.penalty:
-            d_loss = d_loss + self.hparams.penalty * self.gradient_penalty(images, fake)
-        self.log("d_loss", d_loss, prog_bar=True)
-        self.manual_backward(d_loss)
-        optimizer_d.step()
-        optimizer_d.zero_grad()
-        self.untoggle_optimizer(optimizer_d)
-
-    def configure_optimizers(self):
-        parts = self.generator, self.discriminator
-        optimizers = [torch.optim.Adam(part.parameters(), lr=2e-4, betas=(0.5, 0.999)) for part in parts]
-        return optimizers, []
-
-    def on_validation_epoch_end(self):
-        self.log("brightness", self(self.validation_z.type_as(self.generator[0].weight)).mean())
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-
-@style()
-def gan_with_toggled_optimizers(job: Job) -> None:
-    lightning.seed_everything(1, verbose=False)
-    job.fit(Gan(), DataLoader(pictures(), batch_size=4, shuffle=True), DataLoader(pictures(4, 2), batch_size=4))
-
-
-@style(resumed=("had other values in the stopped run: module.validation_z",))
-def gan_with_gradient_penalty(job: Job) -> None:
-    job.fit(Gan(penalty=10.0), DataLoader(pictures(), batch_size=4, shuffle=True))
 
 
 class Data(LightningDataModule):

@@ -36,7 +36,7 @@ def test_all_callbacks_change_nothing_and_warn_of_what_is_so(tmp_path, name):
 
 
 # What a run that has been resumed must carry on to the next: the rest is stopped once, by an error or a signal in turn
-TWICE = ["state_that_is_no_tensor", "several_loaders_at_once"]
+TWICE = ["state_that_is_no_tensor"]
 STOPPED = [name for name in STYLES if "AutoResume" not in STYLES[name].left_out]
 
 
@@ -55,9 +55,9 @@ def test_stopped_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
     assert [words for words in style.resumed if not any(is_expected(line, [words]) for line in said)] == []
 
 
-@pytest.mark.parametrize("name", ["state_that_is_no_tensor", "gan_with_toggled_optimizers"])
-def test_killed_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
-    style, folder = STYLES[name], tmp_path / "with"
+def test_killed_in_the_middle_it_ends_as_the_bare_run(tmp_path):
+    name, folder = "state_that_is_no_tensor", tmp_path / "with"
+    style = STYLES[name]
 
     def script(folder, _):
         begin_process(0)
