@@ -78,13 +78,3 @@ def test_errors_of_forked_ranks(tmp_path):
     with pytest.raises(ProcessRaisedException):
         trainer.fit(_Fails("train"), loader(), loader())
     assert "ZeroDivisionError('train')" in "".join(path.read_text() for path in tmp_path.iterdir())
-
-
-def test_a_renamed_loop_is_named(monkeypatch):
-    trainer = Trainer(**QUIET)
-    monkeypatch.delattr(type(trainer.fit_loop), "run")
-    with (
-        pytest.raises(RuntimeError, match=r"^Probe does not work with lightning .*run.*install"),
-        observe_errors(trainer, print, "Probe"),
-    ):
-        pass

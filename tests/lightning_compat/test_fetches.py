@@ -103,16 +103,6 @@ def test_iterators_are_made_between_the_calls():
     assert not any({"on_run_start", "reset"} & vars(loop).keys() for loop in loops)
 
 
-def test_a_renamed_method_is_named(monkeypatch):
-    trainer = Trainer(**QUIET)
-    monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_on_before_fetch")
-    with (
-        pytest.raises(RuntimeError, match=r"^Probe does not work with lightning .*_on_before_fetch.*install"),
-        observe_fetches(trainer, print, print, "Probe"),
-    ):
-        pass
-
-
 def test_epoch_end_step_is_that_of_the_trainers_own_values(tmp_path):
     def probe(trainer, module):
         steps.append(epoch_end_step(trainer))

@@ -10,13 +10,14 @@ from unittest.mock import patch
 import lightning
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.compile import from_compiled
 from torch.utils.data import DataLoader
 
 from lightning_tricks._callback import TrickCallback
@@ -32,7 +33,7 @@ from lightning_tricks._lightning_compat import (
     loggers,
     results,
 )
-from lightning_tricks._lightning_compat.trainer import model_averager
+from lightning_tricks._lightning_compat.trainer import is_compiled_by_lightning, model_averager
 from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, digits, loader
 from tests.small import fit as train
 
@@ -872,3 +873,14 @@ def test_the_averager_of_replicas_is_an_attribute_of_the_strategy():
     strategy._model_averager = averager = object()
     assert model_averager(types.SimpleNamespace(strategy=strategy)) is averager
     assert model_averager(Trainer(**QUIET)) is None
+
+
+def test_a_compiled_module_is_known():
+    plain = LightningModule()
+    assert not is_compiled_by_lightning(plain)
+    assert is_compiled_by_lightning(from_compiled(torch.compile(plain, backend="eager")))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_writes_folders(saves):
+    assert checkpoints.writes_folders(ModelParallelStrategy(save_distributed_checkpoint=saves)) is saves

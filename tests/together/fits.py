@@ -9,7 +9,6 @@ import random
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -240,15 +239,3 @@ def logged_rows(folder: Path) -> list[dict[str, str]]:
     with file.open() as lines:
         rows = [{k: v for k, v in row.items() if v and not k.startswith(_READINGS)} for row in csv.DictReader(lines)]
     return [row for row in rows if row.keys() - {"step", "epoch"}]
-
-
-@contextmanager
-def working_in(folder: Path):
-    """Let relative paths start there."""
-    before = Path.cwd()
-    folder.mkdir(parents=True, exist_ok=True)
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
