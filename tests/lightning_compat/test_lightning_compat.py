@@ -4,6 +4,7 @@ import itertools
 import signal
 import types
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -424,35 +425,20 @@ def test_value_in_a_checkpoint(tmp_path):
 
 
 class _Observer(fit_observer.FitObserver):
+    """Writes down what it is told, and with what."""
+
     def __init__(self):
-        self.calls = []
+        self.calls, self.given = [], {}
+        for name in (
+            *("on_optimizers_created", "on_signals_registered", "on_train_loaders_ready"),
+            *("on_validation_loaders_ready", "is_resuming", "before_epoch_iterators"),
+            *("before_first_batch", "after_batch"),
+        ):
+            setattr(self, name, partial(self.note, name))
 
-    def on_optimizers_created(self):
-        self.calls.append("optimizers")
-
-    def on_signals_registered(self):
-        self.calls.append("signals")
-
-    def on_train_loaders_ready(self, loaders, all_sized):
-        assert [type(part) for part in loaders] == [DataLoader]
-        self.calls.append(("train", all_sized))
-
-    def on_validation_loaders_ready(self, loaders, reloaded):
-        self.calls.append(("validation", len(loaders)))
-
-    def is_resuming(self):
-        self.calls.append("reset")
-        return False
-
-    def before_epoch_iterators(self):
-        self.calls.append("starts")
-
-    def before_first_batch(self, finish_batch):
-        assert callable(finish_batch)
-        self.calls.append("started")
-
-    def after_batch(self):
-        self.calls.append("batch")
+    def note(self, name, *given):
+        self.calls.append(name)
+        self.given[name] = given
 
 
 class _LoopStates(lightning.pytorch.Callback):
@@ -474,16 +460,15 @@ def test_observe_fit():
         trainer, observer = Trainer(max_epochs=2, **QUIET), _Observer()
         with fit_observer.observe_fit(trainer, observer):
             trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
-        epoch = ["reset", "starts", "started", *["batch"] * BATCHES]
-        ready = [("validation", 1)] * validates
-        assert [call for call in observer.calls if call not in ready] == [
-            "optimizers",
-            "signals",
-            ("train", True),
-            *epoch,
-            *epoch,
-        ]
-        assert sum(call in ready for call in observer.calls) == validates
+        epoch = ["is_resuming", "before_epoch_iterators", "before_first_batch", *["after_batch"] * BATCHES]
+        ready = "on_validation_loaders_ready"
+        began = ["on_optimizers_created", "on_signals_registered", "on_train_loaders_ready"]
+        assert [call for call in observer.calls if call != ready] == [*began, *epoch, *epoch]
+        assert observer.calls.count(ready) == validates
+        assert not validates or len(observer.given[ready][0]) == 1
+        (loaders_ready, all_sized), (finish_batch,) = map(observer.given.get, (began[-1], "before_first_batch"))
+        assert ([type(one) for one in loaders_ready], all_sized) == ([DataLoader], True)
+        assert callable(finish_batch)
         trainer.fit_loop.max_epochs = 3
         before = len(observer.calls)
         trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
