@@ -441,19 +441,6 @@ class _Observer(fit_observer.FitObserver):
         self.given[name] = given
 
 
-class _LoopStates(lightning.pytorch.Callback):
-    """Asks for the place after each batch's last hook."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step > 0:
-            (iterator,), ahead = loaders.train_iterators(trainer)
-            state = results.capture_loop_state(trainer)
-            self.seen.append((iterator._num_yielded, ahead, fit.num_batches_done(trainer), state))
-
-
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_observe_fit():
     for validates in (False, True):
@@ -484,11 +471,17 @@ def test_capture_and_restore_loop_state():
                 self.log("first", 1.0 + self.current_epoch, reduce_fx="max")
             return outputs
 
-    recorder, trainer = _LoopStates(), None
-    trainer = Trainer(max_epochs=1, callbacks=[recorder], **QUIET)
-    trainer.fit(Logs(), loader())
-    assert [seen[:3] for seen in recorder.seen] == [(count, 0, count) for count in range(2, BATCHES + 1)]
-    state = recorder.seen[-1][-1]
+    def ask(trainer, *_):
+        """For the place after each batch's last hook."""
+        if trainer.global_step > 0:
+            (iterator,), ahead = loaders.train_iterators(trainer)
+            state = results.capture_loop_state(trainer)
+            places.append((iterator._num_yielded, ahead, fit.num_batches_done(trainer), state))
+
+    places = []
+    trainer = train(Logs(), Hooks(on_train_batch_start=ask))
+    assert [place[:3] for place in places] == [(count, 0, count) for count in range(2, BATCHES + 1)]
+    state = places[-1][-1]
     assert [item["key"] for item in state["results"]] == ["training_step.loss", "training_step.first"]
     other = Trainer(max_epochs=1, **QUIET)
     results.restore_loop_state(other, state)

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.contract.cases import CASES
 from tests.small import same
 from tests.together.everything import STOPPED, TogetherNet, changers, make_all, write_pretrained
-from tests.together.fits import VALIDATED, Fits, Left, StopsAt, Way, logged_rows
+from tests.together.fits import VALIDATED, Fits, Left, Way, logged_rows, stops_at
 
 FACTORS: dict[str, Sequence[Any]] = {
     "precision": ("fp32", "bf16-mixed", "real fp16"),
@@ -96,7 +96,7 @@ class _Together:
         batch = 13 if self.way.num_ranks == 1 else 8  # of 20, or of 10 on each rank
         exchanges = "lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES"
         with pytest.raises(SystemExit) as left, patch(exchanges, 0.0):
-            self.fit(self.names, "stopped", StopsAt(batch))
+            self.fit(self.names, "stopped", stops_at(batch))
         assert left.value.code == STOPPED
         return self.fit(self.names, "stopped", start=0 if self.way.num_ranks > 1 else 9)
 

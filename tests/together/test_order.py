@@ -24,7 +24,7 @@ from lightning_tricks import LoRA, SeedEverything
 from tests.contract.cases import CASES
 from tests.small import QUIET, Net, loader, same
 from tests.together.everything import STOPPED, TogetherNet, make_all, write_pretrained
-from tests.together.fits import Fits, StopsAt, Way, logged_rows
+from tests.together.fits import Fits, Way, logged_rows, stops_at
 from tests.together.matrix import differences
 
 
@@ -74,7 +74,7 @@ def fit_in_order(names: Sequence[str], seed: int | None, folder: Path, *, averag
         watched = {name: callbacks[name] for name in names}
         if process == 0:
             with pytest.raises(SystemExit) as left:
-                fits.fit(Way(), module, [*everybody, StopsAt(14)], watched=watched, log_to=folder / "logs", **given)
+                fits.fit(Way(), module, [*everybody, stops_at(14)], watched=watched, log_to=folder / "logs", **given)
             assert left.value.code == STOPPED
         else:
             (rank,) = fits.fit(Way(), module, everybody, watched=watched, log_to=folder / "logs", **given)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
@@ -27,16 +27,8 @@ from lightning_tricks import (
 from tests.contract.processes import append_output_to, free_port, run_and_exit
 from tests.small import QUIET, digits, same
 from tests.together.everything import NORM_TYPE, TogetherNet
-from tests.together.fits import VALIDATED, First, Last
+from tests.together.fits import VALIDATED, First, Last, stops_at
 from tests.together.matrix import differences
-
-
-class _DiesOnLastRank(Callback):
-    """Ends the last rank, which is on the second node, as a lost machine does."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx + 1 == 8 and trainer.global_rank == trainer.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(shared: str, left: str, dies: bool, ranks_per_node: int) -> None:
@@ -54,7 +46,7 @@ def train(shared: str, left: str, dies: bool, ranks_per_node: int) -> None:
     }
     first = First()
     last = Last(first, Path(left), watched)
-    stop = [_DiesOnLastRank()] if dies else []
+    stop = [stops_at(8, signal.SIGKILL)] if dies else []  # as a lost machine does
     trainer = Trainer(
         callbacks=[first, *watched.values(), *stop, last],
         **{**QUIET, "logger": CSVLogger("logs", version=0)},
