@@ -143,6 +143,15 @@ def fit(
     return fitter
 
 
+class Hooks(Callback):
+    """Calls functions in its hooks: `Hooks(on_train_start=lambda trainer, module: ...)`."""
+
+    training_arguments = ()  # for AutoResume it changes nothing
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        vars(self).update(hooks)
+
+
 def real_fp16(device: str = "cpu") -> MixedPrecision:
     """Real fp16 with a GradScaler, whose first steps do not overflow.
 

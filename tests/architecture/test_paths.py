@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule
 
 import lightning_tricks
 from lightning_tricks import (
-    CheckpointRemapping,
     ConformalRegressor,
     Tricks,
     TricksMixin,
@@ -173,18 +172,6 @@ def test_an_address_is_opened(argument, tmp_path):
     assert not list(Path().iterdir())
 
 
-def test_the_fields_of_tricks_refuse_an_address_where_their_callbacks_do():
-    refused = set()
-    for trick in fields(Tricks):
-        callback = getattr(lightning_tricks, trick.metadata.get("callback", ""), Callback)
-        for name in getattr(callback, "path_arguments", ()):
-            if (callback, name) != (CheckpointRemapping, "path"):
-                with pytest.raises(ValueError, match=rf"^Tricks\({trick.name}=.*: {name} must be .*is an address"):
-                    Tricks(**{trick.name: {name: "s3://bucket/run.csv"}})
-                refused.add(trick.name)
-    assert {"auto_resume", "checkpoint_remapping", "cuda_memory", "flops", "run_report"} < refused
-
-
 def test_each_value_of_a_command_is_a_path_or_listed_as_none():
     texts = {}
     for command, action in _COMMANDS:
@@ -247,10 +234,8 @@ class _Elsewhere(os.PathLike):
     [
         "s3://bucket/run",
         "S3://bucket/run",
-        "hf://owner/model",
         "file:///run",
         "simplecache::s3://bucket/run",
-        "zip://a.csv::s3://bucket/run",
         "./s3://bucket/run",
         r"s3:\bucket\run",
         " s3://bucket/run",

@@ -4,11 +4,8 @@ import faulthandler
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -34,8 +31,6 @@ def _run(program, *arguments):
 def _demo(folder, options):
     """The demo in a process that has loaded everything already."""
     os.environ["COLUMNS"] = "110"
-    if options.get("kill"):
-        threading.Thread(target=_kill_when_saved, args=(Path(options["out"]),), daemon=True).start()
     # With these Lightning starts other ranks
     sys.modules["__main__"].__spec__ = None
     sys.argv = [_DEMO, *options["arguments"]]
@@ -43,16 +38,10 @@ def _demo(folder, options):
     runpy.run_path(_DEMO, run_name="__main__")
 
 
-def _kill_when_saved(out):
-    while not list(out.glob("resume/.auto_resume/0*")):
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _fork(folder, out, arguments=_THREE_EPOCHS, kill=False):
+def _fork(folder, out, arguments=_THREE_EPOCHS):
     arguments = arguments if out is None else (*arguments, "--out", str(out))
     faulthandler.cancel_dump_traceback_later()  # pytest's timer: a fork cannot set one while it runs
-    status = run(folder, {"out": str(out), "arguments": arguments, "kill": kill}, script=_demo)
+    status = run(folder, {"arguments": arguments}, script=_demo)
     return status, (folder / "output.txt").read_text()
 
 
@@ -76,20 +65,6 @@ def test_runs_with_one_seed_are_the_same(two_runs):
     assert "Warning" not in program.stderr
     assert status == 0, printed
     assert _table(program.stdout) == _table(printed)
-
-
-@pytest.mark.thorough
-def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
-    _, undisturbed, _ = two_runs
-    out = tmp_path / "out"
-    assert _fork(tmp_path / "killed", out, kill=True)[0] == -9
-    assert list(out.glob("resume/.auto_resume/0*"))
-    status, printed = _fork(tmp_path / "resumed", out)
-    assert status == 0, printed
-    tables = [_table(text) for text in (printed, undisturbed.stdout)]
-    assert len(tables[0]) > 10
-    assert tables[0] == tables[1]
-    assert not (out / "resume").exists()
 
 
 def test_the_documentation_shows_this_table(two_runs):

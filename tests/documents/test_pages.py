@@ -46,10 +46,6 @@ def test_every_block_is_found():
         assert {block.language for block in blocks} <= LANGUAGES, page
 
 
-def test_first_example_fits_on_the_first_screen():
-    assert len(blocks_of(README, language="python")[0].code.splitlines()) <= 30
-
-
 def test_readme_counts_the_callbacks_that_refuse_a_setting():
     table = (README.parent / "docs" / "support.md").read_text(encoding="utf-8")
     refusing = re.findall(r"^\| `\w+` \|.*\| refuses \|", table, re.MULTILINE)

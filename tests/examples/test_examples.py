@@ -23,7 +23,6 @@ from tests.auto_resume.killing import run
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _README = (_EXAMPLES / "README.md").read_text()
 _PROGRAMS = sorted(_EXAMPLES.glob("*.py"))
-_PAGE = _EXAMPLES.parent / "docs" / "five-programs.md"
 
 
 def _run(name, monkeypatch, *arguments):
@@ -48,16 +47,6 @@ def test_a_program_has_at_most_15_lines(program):
     lines = program.read_text().splitlines()
     assert len(lines) <= 15
     assert max(map(len, lines)) <= 120
-
-
-def test_the_readme_lists_all_of_them():
-    listed = re.findall(r"^\| `([\w.]+\.(?:py|yaml))` \|", _README, re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for pattern in ("*.py", "*.yaml") for path in _EXAMPLES.glob(pattern))
-
-
-def test_the_page_shows_all_programs():
-    shown = re.findall(r'^--8<-- "examples/([\w.]+)"$', _PAGE.read_text(), re.MULTILINE)
-    assert sorted(shown) == [path.name for path in _PROGRAMS]
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -202,10 +191,6 @@ _ROWS = {
     old.replace("`", ""): new
     for old, new in re.findall(r"^\| (`--.+?) \| `(--.+?)` \|$", _README.partition("## From argparse")[2], re.MULTILINE)
 }
-
-
-def test_each_older_option_is_tried():
-    assert _ROWS.keys() == _VALUES.keys()
 
 
 @pytest.mark.parametrize("old", _ROWS)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ThroughputMonitor
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -15,14 +15,11 @@ from lightning_tricks import (
     FlopsReport,
     FusionClassifier,
     SoftGradientBoostingClassifier,
-    Tricks,
-    TricksMixin,
     VotingClassifier,
 )
-from tests.contract.checks import assert_same_run
 from tests.contract.lab import SETTINGS
 from tests.flops.contract import BACKWARD_MACS, FORWARD_MACS
-from tests.small import QUIET, EvaluatedNet, Net, loader
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, loader
 
 STEP = 2 * (FORWARD_MACS + BACKWARD_MACS)
 
@@ -135,26 +132,24 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
     assert report.count.macs == FORWARD_MACS
 
 
-def test_compare_and_thop(capsys):
-    fit([FlopsReport(compare=True, verbose=True)])
+def test_compare_and_thop(capsys, tmp_path):
+    fit([FlopsReport(compare=True, verbose=True, backward=True, path=tmp_path / "flops.json")])
     assert "thop's MACs" in capsys.readouterr().out
+    assert json.loads((tmp_path / "flops.json").read_text())["train_step_flops"] == STEP
     report = FlopsReport(backend="thop")
     fit([report])
     assert report.count.backend == "thop"
 
 
-class RecordsFlops(Callback):
+class RecordsFlops(Hooks):
     """Records what ThroughputMonitor reads in each training and validation batch."""
 
     def __init__(self):
-        self.training, self.validation = [], []
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        self.training.append(pl_module.flops_per_batch)
-
-    def on_validation_batch_end(self, trainer, pl_module, *args):
-        if not trainer.sanity_checking:
-            self.validation.append(pl_module.flops_per_batch)
+        training, validation = self.seen = [], []
+        super().__init__(
+            on_train_batch_end=lambda _, module, *__: training.append(module.flops_per_batch),
+            on_validation_batch_end=lambda _, module, *__: validation.append(module.flops_per_batch),
+        )
 
 
 def logged(folder, name):
@@ -171,8 +166,7 @@ def test_throughput_monitor_gets_its_flops(tmp_path, first):
     module = EvaluatedNet()
     callbacks = [report, monitor, recorder] if first else [monitor, report, recorder]
     fit(callbacks, module, logger=CSVLogger(tmp_path), log_every_n_steps=2)
-    assert recorder.training == [STEP] * 20
-    assert recorder.validation == [None] * 20
+    assert recorder.seen == ([STEP] * 20, [None] * 20)
     assert not hasattr(module, "flops_per_batch")
     per_second = logged(tmp_path, "train/device/flops_per_sec")
     batches = logged(tmp_path, "train/device/batches_per_sec")
@@ -188,7 +182,7 @@ def test_a_modules_own_flops_per_batch_wins():
     module, recorder = Net(), RecordsFlops()
     module.flops_per_batch = 7
     fit([FlopsReport(backward=True), ThroughputMonitor(lambda batch: 4, window_size=2), recorder], module)
-    assert recorder.training == [7] * 20
+    assert recorder.seen[0] == [7] * 20
     assert module.flops_per_batch == 7
 
 
@@ -212,17 +206,9 @@ class TestUtilization:
     def clock(self, monkeypatch):
         """Time that passes in training and validation batches alone: two seconds in each."""
 
-        class Clock(Callback):
-            now = 100.0
-
-            def on_train_batch_start(self, *args):
-                Clock.now += 2
-
-            def on_validation_batch_start(self, *args):
-                Clock.now += 2
-
-        monkeypatch.setattr("lightning_tricks.flops.mfu.time.perf_counter", lambda: Clock.now)
-        return Clock()
+        ticks = [50]
+        monkeypatch.setattr("lightning_tricks.flops.mfu.time.perf_counter", lambda: 2.0 * len(ticks))
+        return Hooks(**dict.fromkeys(("on_train_batch_start", "on_validation_batch_start"), lambda *_: ticks.append(0)))
 
     @pytest.mark.parametrize("accumulate", [1, 4])
     def test_is_that_of_the_training_batches(self, tmp_path, clock, accumulate, lightning_log):
@@ -300,13 +286,7 @@ def test_barebones_and_fast_dev_run(capsys):
     report = FlopsReport(backward=True, peak_flops=1e9, log_totals=True, verbose=True)
     Trainer(barebones=True, max_epochs=1, callbacks=[report], accelerator="cpu").fit(Net(), loader())
     assert "FLOPs of Net" in capsys.readouterr().out
-    fit([FlopsReport(backward=True, peak_flops=1e9)], fast_dev_run=True)
-
-
-def test_training_is_bit_identical_with_dropout_and_metrics(lab):
-    net = {"dropout": 0.3}
-    with_it = lab.fit([FlopsReport(backward=True, compare=True, peak_flops=1e9)], net=net)
-    assert_same_run(with_it, lab.fit_bare(**net))
+    fit([report], fast_dev_run=True)
 
 
 @pytest.mark.trap("flops: a mode that sees operators lets torch take other formulas, also in another's training")
@@ -331,23 +311,10 @@ def test_training_is_bit_identical_where_torch_looks_for_a_mode(precision):
     assert all(map(torch.equal, plain.parameters(), counted.parameters()))
 
 
-def test_through_the_mixin_and_as_a_checkpoint(tmp_path):
-    class LitNet(TricksMixin, Net):
-        def __init__(self, tricks=None):
-            super().__init__(tricks=tricks)
-            self.save_hyperparameters()
-
-    module = LitNet(Tricks(flops={"backward": True, "path": str(tmp_path / "flops.json")}))
-    fit([], module, max_epochs=1)
-    assert json.loads((tmp_path / "flops.json").read_text())["train_step_flops"] == STEP
-
-
 def test_pickles_in_the_middle_of_a_fit():
-    class Pickles(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            assert len(pickle.dumps(trainer.callbacks[0])) < 10_000
-
-    fit([FlopsReport(backward=True, peak_flops=1e9), Pickles()])
+    report, sizes = FlopsReport(backward=True, peak_flops=1e9), []
+    fit([report, Hooks(on_train_batch_end=lambda *_: sizes.append(len(pickle.dumps(report))))])
+    assert max(sizes) < 10_000
 
 
 @pytest.mark.parametrize(

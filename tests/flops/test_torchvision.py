@@ -15,10 +15,6 @@ ARGUMENTS = {
 }
 
 
-def test_there_are_all_of_them():
-    assert len(MODELS) >= 80
-
-
 @pytest.fixture
 def without_initial_values(monkeypatch):
     """Nobody looks at the weights, and to draw those of the largest model takes ten seconds."""

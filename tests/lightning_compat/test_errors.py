@@ -3,11 +3,11 @@
 from contextlib import ExitStack
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks._lightning_compat.observers import observe_errors
-from tests.small import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, Hooks, loader
 
 
 class _Fails(EvaluatedNet):
@@ -38,21 +38,16 @@ class _Fails(EvaluatedNet):
         return super().configure_optimizers()
 
 
-class _Observes(Callback):
-    def __init__(self, folder):
-        self.folder, self.installed = folder, ExitStack()
-
-    def setup(self, trainer, pl_module, stage):
+def _observes(folder):
+    def setup(trainer, module, stage):
         def on_error(error):
-            with (self.folder / f"rank{trainer.global_rank}").open("a") as file:
+            with (folder / f"rank{trainer.global_rank}").open("a") as file:
                 file.write(f"{error!r}\n")
 
-        self.installed.enter_context(observe_errors(trainer, on_error, "Probe"))
+        installed.enter_context(observe_errors(trainer, on_error, "Probe"))
 
-    def teardown(self, trainer, pl_module, stage):
-        self.installed.close()
-
-    on_exception = teardown
+    installed = ExitStack()
+    return Hooks(setup=setup, teardown=lambda *_, **__: installed.close(), on_exception=lambda *_: installed.close())
 
 
 @pytest.mark.parametrize(
@@ -68,7 +63,7 @@ class _Observes(Callback):
     ],
 )
 def test_errors_of_each_loop(tmp_path, function, where, options, count):
-    trainer = Trainer(max_epochs=1, callbacks=[_Observes(tmp_path)], **{**QUIET, **options})
+    trainer = Trainer(max_epochs=1, callbacks=[_observes(tmp_path)], **{**QUIET, **options})
     loaders = (loader(), loader()) if function == "fit" else (loader(),)
     with pytest.raises(ZeroDivisionError):
         getattr(trainer, function)(_Fails(where), *loaders)
@@ -79,17 +74,7 @@ def test_errors_of_each_loop(tmp_path, function, where, options, count):
 
 def test_errors_of_forked_ranks(tmp_path):
     options = {**QUIET, "strategy": "ddp_fork", "devices": 2}
-    trainer = Trainer(max_epochs=1, callbacks=[_Observes(tmp_path)], **options)
+    trainer = Trainer(max_epochs=1, callbacks=[_observes(tmp_path)], **options)
     with pytest.raises(ProcessRaisedException):
         trainer.fit(_Fails("train"), loader(), loader())
     assert "ZeroDivisionError('train')" in "".join(path.read_text() for path in tmp_path.iterdir())
-
-
-def test_a_renamed_loop_is_named(monkeypatch):
-    trainer = Trainer(**QUIET)
-    monkeypatch.delattr(type(trainer.fit_loop), "run")
-    with (
-        pytest.raises(RuntimeError, match=r"^Probe does not work with lightning .*run.*install"),
-        observe_errors(trainer, print, "Probe"),
-    ):
-        pass

@@ -1,66 +1,59 @@
 """Probes of the moments of fetching and of the step at an epoch's end; run with the oldest and the newest Lightning."""
 
+from contextlib import ExitStack
+
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks._lightning_compat.logged_values import epoch_end_step
+from lightning_tricks._lightning_compat.logged_values import epoch_end_step, observe_log_calls
 from lightning_tricks._lightning_compat.observers import observe_fetches, observe_iterators
-from tests.small import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, digits, fit, loader
 
 VAL, TEST = 3, 2
+_STEPS = {
+    "on_train_batch_start": "train",
+    "on_validation_batch_start": "val",
+    "on_test_batch_start": "test",
+    "on_predict_batch_start": "predict",
+}
 
 
-class _Observes(Callback):
+def _observes(events, observe=observe_fetches):
     """Writes down fetches and steps in their order."""
 
-    def __init__(self):
-        self.events = []
+    def setup(trainer, module, stage):
+        said = (lambda fetched, what=what: events.append((what, fetched)) for what in ("start", "end"))
+        installed.enter_context(observe(trainer, *said, "Probe"))
 
-    def setup(self, trainer, pl_module, stage):
-        started, ended = (lambda fetched, what=what: self.events.append((what, fetched)) for what in ("start", "end"))
-        self.context = observe_fetches(trainer, started, ended, "Probe")
-        self.context.__enter__()
-
-    def teardown(self, trainer, pl_module, stage):
-        self.context.__exit__(None, None, None)
-
-    on_exception = teardown
-
-    def on_train_batch_start(self, *args):
-        self.events.append(("step", "train"))
-
-    def on_validation_batch_start(self, *args):
-        self.events.append(("step", "val"))
-
-    def on_test_batch_start(self, *args):
-        self.events.append(("step", "test"))
-
-    def on_predict_batch_start(self, *args):
-        self.events.append(("step", "predict"))
+    installed = ExitStack()
+    steps = {} if observe is observe_iterators else _STEPS
+    hooks = {hook: lambda *_, stage=stage: events.append(("step", stage)) for hook, stage in steps.items()}
+    ends = dict.fromkeys(("teardown", "on_exception"), lambda *_, **__: installed.close())
+    return Hooks(setup=setup, **hooks, **ends)
 
 
 class _Unsized(IterableDataset):
-    def __iter__(self):
-        return iter([digits()[index] for index in range(8)])
+    def __init__(self, error=None):
+        self.error = error
 
-
-class _FailingIn(IterableDataset):
     def __iter__(self):
-        yield digits()[0]
-        raise ZeroDivisionError
+        yield from (digits()[index] for index in range(8))
+        if self.error:
+            raise self.error
 
 
 def _expected(stage, count):
     return [("start", stage), ("end", stage), ("step", stage)] * count
 
 
-def _run(function, *data, **arguments):
-    observer = _Observes()
-    trainer = Trainer(max_epochs=1, limit_val_batches=VAL, limit_test_batches=TEST, callbacks=[observer], **QUIET)
-    getattr(trainer, function)(Net() if function == "fit" and len(data) == 1 else EvaluatedNet(), *data, **arguments)
-    return observer.events, trainer
+def _run(function, *data):
+    events = []
+    observes = _observes(events)
+    trainer = Trainer(max_epochs=1, limit_val_batches=VAL, limit_test_batches=TEST, callbacks=[observes], **QUIET)
+    getattr(trainer, function)(Net() if function == "fit" and len(data) == 1 else EvaluatedNet(), *data)
+    return events, trainer
 
 
 def test_fetches_of_a_fit_with_validation():
@@ -70,13 +63,11 @@ def test_fetches_of_a_fit_with_validation():
     assert all("_on_before_fetch" not in vars(loop) for loop in loops)
 
 
-@pytest.mark.parametrize(("function", "stage", "count"), [("validate", "val", VAL), ("test", "test", TEST)])
+@pytest.mark.parametrize(
+    ("function", "stage", "count"), [("validate", "val", VAL), ("test", "test", TEST), ("predict", "predict", BATCHES)]
+)
 def test_fetches_of_a_stage_alone(function, stage, count):
-    assert _run(function, loader(), verbose=False)[0] == _expected(stage, count)
-
-
-def test_fetches_of_prediction():
-    assert _run("predict", loader())[0] == _expected("predict", BATCHES)
+    assert _run(function, loader())[0] == _expected(stage, count)
 
 
 def test_the_end_of_unsized_data_is_a_fetch_too():
@@ -86,10 +77,10 @@ def test_the_end_of_unsized_data_is_a_fetch_too():
 
 
 def test_a_fetch_that_fails_ends():
-    observer = _Observes()
+    events = []
     with pytest.raises(ZeroDivisionError):
-        Trainer(max_epochs=1, callbacks=[observer], **QUIET).fit(Net(), DataLoader(_FailingIn()))
-    assert observer.events.count(("start", "train")) == observer.events.count(("end", "train")) > 0
+        fit(Net(), _observes(events), data=DataLoader(_Unsized(ZeroDivisionError())))
+    assert events.count(("start", "train")) == events.count(("end", "train")) > 0
 
 
 def test_iterators_are_made_between_the_calls():
@@ -103,14 +94,8 @@ def test_iterators_are_made_between_the_calls():
             events.append(("made", self.stage))
             return iter([digits()[index] for index in range(8)])
 
-    class Observes(_Observes):
-        def setup(self, trainer, pl_module, stage):
-            began, ended = (lambda made, what=what: events.append((what, made)) for what in ("start", "end"))
-            self.context = observe_iterators(trainer, began, ended, "Probe")
-            self.context.__enter__()
-
     data = [DataLoader(Data(stage), batch_size=4) for stage in ("train", "val")]
-    trainer = Trainer(max_epochs=2, callbacks=[Observes()], **QUIET)
+    trainer = Trainer(max_epochs=2, callbacks=[_observes(events, observe_iterators)], **QUIET)
     trainer.fit(EvaluatedNet(), *data)
     train, val = ([(what, stage) for what in ("start", "made", "end")] for stage in ("train", "val"))
     assert events == [train[1], train[0], train[2], *val, *train, *val], "the first is made before the epoch starts"
@@ -118,48 +103,20 @@ def test_iterators_are_made_between_the_calls():
     assert not any({"on_run_start", "reset"} & vars(loop).keys() for loop in loops)
 
 
-def test_a_renamed_method_is_named(monkeypatch):
-    trainer = Trainer(**QUIET)
-    monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_on_before_fetch")
-    with (
-        pytest.raises(RuntimeError, match=r"^Probe does not work with lightning .*_on_before_fetch.*install"),
-        observe_fetches(trainer, print, print, "Probe"),
-    ):
-        pass
-
-
-class _LogsEpochs(Callback):
-    def __init__(self):
-        self.steps = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.steps.append(epoch_end_step(trainer))
-        pl_module.log("probe", 1.0)
-
-
 def test_epoch_end_step_is_that_of_the_trainers_own_values(tmp_path):
-    probe = _LogsEpochs()
-    arguments = {
-        **QUIET,
-        "logger": CSVLogger(tmp_path, version=0),
-        "max_epochs": 2,
-        "accumulate_grad_batches": 3,
-        "log_every_n_steps": 1,
-    }
-    trainer = Trainer(callbacks=[probe], **arguments)
-    trainer.fit(Net(), loader())
+    def probe(trainer, module):
+        steps.append(epoch_end_step(trainer))
+        module.log("probe", 1.0)
+
+    steps, options = [], {"max_epochs": 2, "accumulate_grad_batches": 3, "log_every_n_steps": 1}
+    fit(Net(), Hooks(on_train_epoch_end=probe), logger=CSVLogger(tmp_path, version=0), **options)
     lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     column = lines[0].split(",").index("step")
-    assert probe.steps == [int(line.split(",")[column]) for line in lines[1:]]
-    assert len(probe.steps) == 2
+    assert steps == [int(line.split(",")[column]) for line in lines[1:]]
+    assert len(steps) == 2
 
 
 def test_each_call_of_log_is_observed_before_it_is_carried_out():
-    from lightning.pytorch import Trainer
-
-    from lightning_tricks._lightning_compat.logged_values import observe_log_calls
-    from tests.small import QUIET, EvaluatedNet, loader
-
     calls = []
     trainer = Trainer(max_epochs=1, **QUIET)
     with observe_log_calls(

@@ -3,21 +3,23 @@
 import itertools
 import signal
 import types
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import lightning
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader
+from lightning.pytorch.utilities.compile import from_compiled
+from torch.utils.data import DataLoader
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import (
@@ -32,8 +34,9 @@ from lightning_tricks._lightning_compat import (
     loggers,
     results,
 )
-from lightning_tricks._lightning_compat.trainer import model_averager
-from tests.small import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
+from lightning_tricks._lightning_compat.trainer import is_compiled_by_lightning, model_averager
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, digits, loader
+from tests.small import fit as train
 
 
 class _Hyper(Net):
@@ -51,34 +54,29 @@ class _Data(LightningDataModule):
         return DataLoader(digits(), self.hparams.batch_size)
 
 
-class _Asks(lightning.pytorch.Callback):
-    def __init__(self):
-        self.logged_at, self.hyperparameters = [], {}
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"log_every_n_steps": 3}, [2, 5, 8]),
+        ({"log_every_n_steps": 0}, []),
+        # after the batch that steps, not after every batch
+        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, [1, 3]),
+    ],
+)
+def test_logs_at_this_step(options, steps):
+    def ask(trainer, *_):
+        seen.extend([trainer.global_step] * logged_values.logs_at_this_step(trainer))
 
-    def on_fit_start(self, trainer, pl_module):
-        self.hyperparameters = hyperparameters.hyperparameters_for_loggers(trainer)
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if logged_values.logs_at_this_step(trainer):
-            self.logged_at.append(trainer.global_step)
-
-
-def _fit(**arguments):
-    asks = _Asks()
-    trainer = Trainer(max_epochs=1, callbacks=[asks], **QUIET, **arguments)
-    trainer.fit(_Hyper(), _Data())
-    return asks
-
-
-def test_logs_at_this_step():
-    assert _fit(log_every_n_steps=3).logged_at == [2, 5, 8]
-    assert _fit(log_every_n_steps=0).logged_at == []
-    # after the batch that steps, not after every batch
-    assert _fit(log_every_n_steps=2, accumulate_grad_batches=2).logged_at == [1, 3]
+    seen = []
+    train(None, Hooks(on_before_optimizer_step=ask), **options)
+    assert seen == steps
 
 
 def test_hyperparameters_for_loggers():
-    assert _fit().hyperparameters == {"hidden": 16, "batch_size": 4}
+    seen = []
+    asks = Hooks(on_fit_start=lambda trainer, _: seen.append(hyperparameters.hyperparameters_for_loggers(trainer)))
+    Trainer(max_epochs=1, callbacks=[asks], **QUIET).fit(_Hyper(), _Data())
+    assert seen == [{"hidden": 16, "batch_size": 4}]
 
 
 def test_replace_hyperparameter():
@@ -124,10 +122,7 @@ def test_an_unknown_lightning_is_named(call, trick):
 def test_changing_train_loader():
     """The number of batches changes in mid run; other modules, and later fits, have their own data."""
     lengths, made = [], []
-
-    class Counts(lightning.pytorch.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            lengths.append(trainer.num_training_batches)
+    counts = Hooks(on_train_epoch_start=lambda trainer, _: lengths.append(trainer.num_training_batches))
 
     class Changing(Net):
         def setup(self, stage):
@@ -147,12 +142,10 @@ def test_changing_train_loader():
             self.change.__exit__(None, None, None)
 
     given = loader()
-    trainer = Trainer(max_epochs=4, callbacks=[Counts()], **QUIET)
-    trainer.fit(Changing(), given)
+    trainer = train(Changing(), counts, data=given, max_epochs=4)
     assert (lengths, made) == ([10, 10, 5, 5], [0, 2])
     assert not {"dataloader", "setup_data"} & {*vars(trainer.fit_loop), *vars(trainer.fit_loop._data_source)}
-    again = Trainer(max_epochs=1, callbacks=[Counts()], **QUIET)
-    again.fit(Net(), given)
+    train(Net(), counts, data=given)
     assert lengths[4:] == [10]
 
 
@@ -166,25 +159,10 @@ def test_peak_flops_of():
 def test_forget_module_flops():
     monitor, net = ThroughputMonitor(lambda batch: 4, window_size=2), Net()
     net.flops_per_batch = 7
-    Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(net, loader())
+    train(net, monitor)
     callbacks.reset_module_flops(monitor)
     with pytest.warns(UserWarning, match="flops_per_batch"):
-        Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(Net(), loader())
-
-
-class _LogsAtTheEnd(lightning.pytorch.Callback):
-    def __init__(self):
-        self.by_others, self.ever, self.suffixed = [], [], []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.by_others.append(logged_values.keys_logged_by_others(trainer, "Trick"))
-        self.ever.append(logged_values.keys_logged_by_others(trainer, "Trick", include_reset=True).keys())
-        logged_values.drop_reset_values(trainer, "Trick", {"both"})
-        logged_values.log_epoch_value(trainer, "Trick", "value", torch.tensor(float(trainer.current_epoch)))
-        logged_values.log_epoch_value(trainer, "Trick", "both", torch.tensor(1.0))
-
-    def on_validation_epoch_end(self, trainer, pl_module):
-        self.suffixed.append(logged_values.keys_logged_by_others(trainer, "Trick"))
+        train(Net(), monitor)
 
 
 class _LogsToo(Net):
@@ -210,19 +188,14 @@ class _LogsInAllStages(EvaluatedNet):
 @pytest.mark.parametrize("logger", [False, True])
 def test_observe_logged_values(tmp_path, logger):
     """What goes to loggers is seen, with a logger and without; not what is logged in sanity checking."""
-    seen = []
+    seen, observed = [], ExitStack()
 
-    class Observes(lightning.pytorch.Callback):
-        def on_train_start(self, trainer, pl_module):
-            self.observed = logged_values.observe_logged_values(trainer, lambda values: seen.append(dict(values)))
-            self.observed.__enter__()
+    def observe(trainer, _):
+        observed.enter_context(logged_values.observe_logged_values(trainer, lambda values: seen.append(dict(values))))
 
-        def teardown(self, trainer, pl_module, stage):
-            self.observed.__exit__(None, None, None)
-
-    options = {"max_epochs": 1, "log_every_n_steps": 5, "limit_val_batches": 2, "callbacks": [Observes()]}
-    trainer = Trainer(**{**QUIET, **options, "logger": CSVLogger(tmp_path) if logger else False})
-    trainer.fit(_LogsInAllStages(), loader(), loader())
+    observes = Hooks(on_train_start=observe, teardown=lambda *_, **__: observed.close())
+    options = {"log_every_n_steps": 5, "limit_val_batches": 2, "logger": CSVLogger(tmp_path) if logger else False}
+    trainer = train(_LogsInAllStages(), observes, **options)
     assert [{key: float(value) for key, value in values.items()} for values in seen] == [
         {"own_step": 4.0},
         {"own_step": 9.0},
@@ -239,27 +212,32 @@ class _LogsOfLoaders(Net):
 
 
 def test_log_epoch_value_and_keys_logged_by_others():
-    logs = _LogsAtTheEnd()
-    trainer = Trainer(max_epochs=3, callbacks=[logs], **QUIET)
-    trainer.fit(_LogsToo(), loader())
+    by_others, ever, suffixed = [], [], []
+
+    def log(trainer, _):
+        by_others.append(logged_values.keys_logged_by_others(trainer, "Trick"))
+        ever.append(logged_values.keys_logged_by_others(trainer, "Trick", include_reset=True).keys())
+        logged_values.drop_reset_values(trainer, "Trick", {"both"})
+        logged_values.log_epoch_value(trainer, "Trick", "value", torch.tensor(float(trainer.current_epoch)))
+        logged_values.log_epoch_value(trainer, "Trick", "both", torch.tensor(1.0))
+
+    def look(trainer, _):
+        suffixed.append(logged_values.keys_logged_by_others(trainer, "Trick"))
+
+    trainer = train(_LogsToo(), Hooks(on_train_epoch_end=log, on_validation_epoch_end=look), max_epochs=3)
     assert trainer.callback_metrics == {"own": 3.0, "value": 2.0, "both": 2.0}  # the module comes last
-    assert logs.by_others == [{"own": "training_step"}] * 3
-    assert logs.ever == [{"own"}, {"own", "both"}, {"own", "both"}]
+    assert by_others == [{"own": "training_step"}] * 3
+    assert ever == [{"own"}, {"own", "both"}, {"own", "both"}]
     assert trainer.fit_loop.epoch_loop._results.keys() >= {"on_train_epoch_end.both", "Trick.both"}
     trainer.validate(_LogsOfLoaders(), [loader()] * 2, verbose=False)
     suffixes = [f"{name}/dataloader_idx_{index}" for index in (0, 1) for name in ("each", "each_step", "each_epoch")]
-    assert logs.suffixed == [dict.fromkeys([*suffixes, "own 0", "own 1"], "validation_step")]
+    assert suffixed == [dict.fromkeys([*suffixes, "own 0", "own 1"], "validation_step")]
 
 
 def test_evaluation_loaders():
-    seen = {}
-
-    class Look(lightning.pytorch.Callback):
-        def on_validation_start(self, trainer, pl_module):
-            seen["val"] = [item.batch_size for item in loaders.evaluation_loaders(trainer)]
-
-        def on_test_start(self, trainer, pl_module):
-            seen["test"] = [item.batch_size for item in loaders.evaluation_loaders(trainer)]
+    def look(trainer, _):
+        sizes = [item.batch_size for item in loaders.evaluation_loaders(trainer)]
+        seen.append((sizes, loaders.evaluation_loader_names(trainer)))
 
     class Evaluated(Net):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -267,30 +245,13 @@ def test_evaluation_loaders():
 
         test_step = validation_step
 
-    trainer = Trainer(max_epochs=1, callbacks=[Look()], **QUIET)
+    seen = []
+    trainer = Trainer(max_epochs=1, callbacks=[Hooks(on_validation_start=look, on_test_start=look)], **QUIET)
     trainer.fit(Evaluated(), loader(), [DataLoader(digits(), 2), DataLoader(digits(), 3)])
-    assert seen["val"] == [2, 3]
     trainer.validate(Evaluated(), DataLoader(digits(), 5), verbose=False)
-    assert seen["val"] == [5]
     trainer.test(Evaluated(), DataLoader(digits(), 6), verbose=False)
-    assert seen["test"] == [6]
-
-
-def test_evaluation_loader_names():
-    class OfSeveralLoaders(EvaluatedNet):
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            pass
-
-    class Look(lightning.pytorch.Callback):
-        def on_validation_start(self, trainer, pl_module):
-            self.names = loaders.evaluation_loader_names(trainer)
-
-    look = Look()
-    trainer = Trainer(callbacks=[look], **QUIET)
-    trainer.validate(OfSeveralLoaders(), {"easy": loader(), "hard": loader()}, verbose=False)
-    assert look.names == ["easy", "hard"]
-    trainer.validate(OfSeveralLoaders(), [loader(), loader()], verbose=False)
-    assert look.names == []
+    trainer.validate(Evaluated(), {"easy": loader(), "hard": loader()}, verbose=False)
+    assert seen == [([2, 3], []), ([5], []), ([6], []), ([4, 4], ["easy", "hard"])]
 
 
 def test_predict_loaders_prepared_and_batch_sampler_replaced():
@@ -331,15 +292,10 @@ def test_ends_with_shortest_loader(mode, expected):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch["long"], batch_idx)
 
-    class Look(lightning.pytorch.Callback):
-        def on_train_start(self, trainer, pl_module):
-            self.found = loaders.ends_with_shortest_loader(trainer)
-
-    look, data = Look(), {"long": loader(), "short": DataLoader(digits(), 10)}
-    given = data if mode is None else CombinedLoader(data, mode)
-    trainer = Trainer(max_epochs=1, limit_train_batches=2, callbacks=[look], **QUIET)
-    trainer.fit(OfTwo(), given)
-    assert look.found is expected
+    found, data = [], {"long": loader(), "short": DataLoader(digits(), 10)}
+    look = Hooks(on_train_start=lambda trainer, _: found.append(loaders.ends_with_shortest_loader(trainer)))
+    train(OfTwo(), look, data=data if mode is None else CombinedLoader(data, mode), limit_train_batches=2)
+    assert found == [expected]
 
 
 def test_hooks_that_would_do_nothing_are_passed_over():
@@ -351,7 +307,7 @@ def test_hooks_that_would_do_nothing_are_passed_over():
             self.count += 1
 
     counts = Counts()
-    Trainer(max_epochs=1, callbacks=[counts], **QUIET).fit(Net(), loader())
+    train(Net(), counts)
     assert counts.count == BATCHES
     assert counts.on_before_backward is None
     assert callable(type(counts).on_before_backward)
@@ -420,17 +376,8 @@ class _Freezes(Net):
 def test_rewrap_ddp(options):
     net = _Freezes()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    Trainer(max_epochs=2, **{**QUIET, **options}).fit(net, loader())
+    train(net, max_epochs=2, **options)
     assert not any(map(torch.equal, before, net.parameters()))
-
-
-class _AsksDDP(lightning.pytorch.Callback):
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.stops = ddp.stops_at_unused_parameters(trainer)
-        assert (ddp.ddp_wrapper(trainer) is None) == (trainer.world_size == 1)
-
-    def on_train_end(self, trainer, pl_module):
-        Path(trainer.default_root_dir, f"{trainer.global_rank}").write_text(str(self.stops))
 
 
 @pytest.mark.parametrize(
@@ -444,8 +391,11 @@ class _AsksDDP(lightning.pytorch.Callback):
 )
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_stops_at_unused_parameters(options, stops, tmp_path):
-    trainer = Trainer(max_epochs=1, callbacks=[_AsksDDP()], default_root_dir=tmp_path, **{**QUIET, **options})
-    trainer.fit(Net(), loader())
+    def ask(trainer, *_):
+        assert (ddp.ddp_wrapper(trainer) is None) == (trainer.world_size == 1)
+        (tmp_path / f"{trainer.global_rank}").write_text(str(ddp.stops_at_unused_parameters(trainer)))
+
+    train(Net(), Hooks(on_before_backward=ask), **options)
     assert (tmp_path / "0").read_text() == str(stops)
 
 
@@ -466,7 +416,7 @@ def test_value_in_a_checkpoint(tmp_path):
     assert checkpoints.value_in_checkpoint(tmp_path / "file.ckpt", "x") == 3
     assert checkpoints.value_in_checkpoint(tmp_path / "file.ckpt", "y") is None
     assert checkpoints.value_in_checkpoint(tmp_path / "missing.ckpt", "x") is None
-    torch.save({"x": 3, "hyper": _Asks()}, tmp_path / "objects.ckpt")
+    torch.save({"x": 3, "hyper": _Data()}, tmp_path / "objects.ckpt")
     assert checkpoints.value_in_checkpoint(tmp_path / "objects.ckpt", "x") is None
     folder = tmp_path / "shards.ckpt"
     folder.mkdir()
@@ -475,48 +425,20 @@ def test_value_in_a_checkpoint(tmp_path):
 
 
 class _Observer(fit_observer.FitObserver):
-    def __init__(self):
-        self.calls = []
-
-    def on_optimizers_created(self):
-        self.calls.append("optimizers")
-
-    def on_signals_registered(self):
-        self.calls.append("signals")
-
-    def on_train_loaders_ready(self, loaders, all_sized):
-        assert [type(part) for part in loaders] == [DataLoader]
-        self.calls.append(("train", all_sized))
-
-    def on_validation_loaders_ready(self, loaders, reloaded):
-        self.calls.append(("validation", len(loaders)))
-
-    def is_resuming(self):
-        self.calls.append("reset")
-        return False
-
-    def before_epoch_iterators(self):
-        self.calls.append("starts")
-
-    def before_first_batch(self, finish_batch):
-        assert callable(finish_batch)
-        self.calls.append("started")
-
-    def after_batch(self):
-        self.calls.append("batch")
-
-
-class _LoopStates(lightning.pytorch.Callback):
-    """Asks for the place after each batch's last hook."""
+    """Writes down what it is told, and with what."""
 
     def __init__(self):
-        self.seen = []
+        self.calls, self.given = [], {}
+        for name in (
+            *("on_optimizers_created", "on_signals_registered", "on_train_loaders_ready"),
+            *("on_validation_loaders_ready", "is_resuming", "before_epoch_iterators"),
+            *("before_first_batch", "after_batch"),
+        ):
+            setattr(self, name, partial(self.note, name))
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step > 0:
-            (iterator,), ahead = loaders.train_iterators(trainer)
-            state = results.capture_loop_state(trainer)
-            self.seen.append((iterator._num_yielded, ahead, fit.num_batches_done(trainer), state))
+    def note(self, name, *given):
+        self.calls.append(name)
+        self.given[name] = given
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
@@ -525,16 +447,15 @@ def test_observe_fit():
         trainer, observer = Trainer(max_epochs=2, **QUIET), _Observer()
         with fit_observer.observe_fit(trainer, observer):
             trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
-        epoch = ["reset", "starts", "started", *["batch"] * BATCHES]
-        ready = [("validation", 1)] * validates
-        assert [call for call in observer.calls if call not in ready] == [
-            "optimizers",
-            "signals",
-            ("train", True),
-            *epoch,
-            *epoch,
-        ]
-        assert sum(call in ready for call in observer.calls) == validates
+        epoch = ["is_resuming", "before_epoch_iterators", "before_first_batch", *["after_batch"] * BATCHES]
+        ready = "on_validation_loaders_ready"
+        began = ["on_optimizers_created", "on_signals_registered", "on_train_loaders_ready"]
+        assert [call for call in observer.calls if call != ready] == [*began, *epoch, *epoch]
+        assert observer.calls.count(ready) == validates
+        assert not validates or len(observer.given[ready][0]) == 1
+        (loaders_ready, all_sized), (finish_batch,) = map(observer.given.get, (began[-1], "before_first_batch"))
+        assert ([type(one) for one in loaders_ready], all_sized) == ([DataLoader], True)
+        assert callable(finish_batch)
         trainer.fit_loop.max_epochs = 3
         before = len(observer.calls)
         trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
@@ -550,11 +471,17 @@ def test_capture_and_restore_loop_state():
                 self.log("first", 1.0 + self.current_epoch, reduce_fx="max")
             return outputs
 
-    recorder, trainer = _LoopStates(), None
-    trainer = Trainer(max_epochs=1, callbacks=[recorder], **QUIET)
-    trainer.fit(Logs(), loader())
-    assert [seen[:3] for seen in recorder.seen] == [(count, 0, count) for count in range(2, BATCHES + 1)]
-    state = recorder.seen[-1][-1]
+    def ask(trainer, *_):
+        """For the place after each batch's last hook."""
+        if trainer.global_step > 0:
+            (iterator,), ahead = loaders.train_iterators(trainer)
+            state = results.capture_loop_state(trainer)
+            places.append((iterator._num_yielded, ahead, fit.num_batches_done(trainer), state))
+
+    places = []
+    trainer = train(Logs(), Hooks(on_train_batch_start=ask))
+    assert [place[:3] for place in places] == [(count, 0, count) for count in range(2, BATCHES + 1)]
+    state = places[-1][-1]
     assert [item["key"] for item in state["results"]] == ["training_step.loss", "training_step.first"]
     other = Trainer(max_epochs=1, **QUIET)
     results.restore_loop_state(other, state)
@@ -568,8 +495,7 @@ def test_capture_and_restore_loop_state():
 
 
 def test_override_resume_checkpoint(tmp_path):
-    trainer = Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Net(), loader())
+    trainer = train()
     checkpoint = fit.dump_checkpoint(trainer)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     assert checkpoint.keys() == torch.load(tmp_path / "saved.ckpt", weights_only=False).keys()
@@ -637,15 +563,14 @@ def test_given_train_loaders_and_the_number_of_their_batches():
 
 
 def test_skip_train_batches():
-    class Skips(lightning.pytorch.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 0:
-                loaders.skip_train_batches(trainer, 3)
-            (iterator,), _ = loaders.train_iterators(trainer)
-            seen.append(iterator._num_yielded)
+    def skip(trainer, module, batch, batch_idx):
+        if batch_idx == 0:
+            loaders.skip_train_batches(trainer, 3)
+        (iterator,), _ = loaders.train_iterators(trainer)
+        seen.append(iterator._num_yielded)
 
     seen = []
-    Trainer(max_epochs=1, limit_train_batches=6, callbacks=[Skips()], **QUIET).fit(Net(), loader())
+    train(Net(), Hooks(on_train_batch_start=skip), limit_train_batches=6)
     assert seen == [4, 5, 6, 7, 8, 9]
 
 
@@ -669,43 +594,37 @@ def test_a_callback_is_told_of_a_fit_before_the_loggers_begin(tmp_path):
 
 
 def test_close_workers():
-    class Ends(lightning.pytorch.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            (iterator,), _ = loaders.train_iterators(trainer)
-            workers.extend(iterator._workers)
-            del iterator
-            loaders.close_workers(trainer)
-            assert not any(worker.is_alive() for worker in workers)
-            raise KeyboardInterrupt
+    def end(trainer, *_):
+        (iterator,), _ = loaders.train_iterators(trainer)
+        workers.extend(iterator._workers)
+        del iterator
+        loaders.close_workers(trainer)
+        assert not any(worker.is_alive() for worker in workers)
+        raise KeyboardInterrupt
 
     workers = []
     with pytest.raises(SystemExit):
-        Trainer(max_epochs=1, callbacks=[Ends()], **QUIET).fit(Net(), DataLoader(digits(), 4, num_workers=2))
+        train(Net(), Hooks(on_train_batch_end=end), data=DataLoader(digits(), 4, num_workers=2))
     assert len(workers) == 2
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_skip_sanity_check_and_clear_restart_flags():
-    class Counts(lightning.pytorch.Callback):
-        checks = 0
-
-        def on_sanity_check_start(self, trainer, pl_module):
-            self.checks += 1
-
-        def on_train_start(self, trainer, pl_module):
-            fit.clear_restart_flags(trainer)
-            assert not trainer.fit_loop.epoch_loop.val_loop.restarting
+    def start(trainer, _):
+        fit.clear_restart_flags(trainer)
+        assert not trainer.fit_loop.epoch_loop.val_loop.restarting
 
     class Skips(fit_observer.FitObserver):
         def on_signals_registered(self):
             fit.skip_sanity_check(trainer)
 
     for skips in (False, True):
-        counts = Counts()
+        checks = []
+        counts = Hooks(on_sanity_check_start=lambda *_, checks=checks: checks.append(1), on_train_start=start)
         trainer = Trainer(max_epochs=1, callbacks=[counts], **{**QUIET, "num_sanity_val_steps": 2})
         with fit_observer.observe_fit(trainer, Skips()) if skips else nullcontext():
             trainer.fit(EvaluatedNet(), loader(), loader())
-        assert counts.checks == (not skips)
+        assert len(checks) == (not skips)
 
 
 def test_slurm_requeue_signal(monkeypatch):
@@ -738,11 +657,10 @@ def test_load_loader_states():
         def load_state_dict(self, state):
             self.begun = state["begun"]
 
-    class Loads(lightning.pytorch.Callback):
-        def on_train_start(self, trainer, pl_module):
-            trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
-            loaders.load_loader_states(trainer)
-            loaders.load_loader_states(trainer)  # there is nothing more
+    def load(trainer, _):
+        trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
+        loaders.load_loader_states(trainer)
+        loaders.load_loader_states(trainer)  # there is nothing more
 
     class Counts(Net):
         def training_step(self, batch, batch_idx):
@@ -750,17 +668,16 @@ def test_load_loader_states():
             return super().training_step(batch, batch_idx)
 
     seen, batches = [], Keeps(loader())
-    Trainer(max_epochs=1, limit_train_batches=6, callbacks=[Loads()], **QUIET).fit(Counts(), batches)
+    train(Counts(), Hooks(on_train_start=load), data=batches, limit_train_batches=6)
     assert seen == [batch[1].tolist() for batch in list.__iter__(batches)][4:10]
 
 
 def test_restarted_loaders():
-    class Asks(lightning.pytorch.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(loaders.restarted_loaders(trainer))
-            if batch_idx == 3:
-                loaders.mark_restarted_loaders(trainer, [True, True])
-                assert loaders.restarted_loaders(trainer) == [True, True]
+    def ask(trainer, module, outputs, batch, batch_idx):
+        seen.append(loaders.restarted_loaders(trainer))
+        if batch_idx == 3:
+            loaders.mark_restarted_loaders(trainer, [True, True])
+            assert loaders.restarted_loaders(trainer) == [True, True]
 
     class Takes(Net):
         def training_step(self, batch, batch_idx):
@@ -768,7 +685,7 @@ def test_restarted_loaders():
 
     seen = []
     given = [DataLoader(digits(), 4), DataLoader(digits(8), 4)]
-    Trainer(max_epochs=1, limit_train_batches=4, callbacks=[Asks()], **QUIET).fit(Takes(), given)
+    train(Takes(), Hooks(on_train_batch_end=ask), data=given, limit_train_batches=4)
     assert seen == [[False, False], [False, False], [False, True], [False, True]]
 
 
@@ -868,66 +785,11 @@ def test_a_muted_logger(tmp_path):
 
 def test_the_memory_of_a_model_checkpoint(tmp_path):
     callback, other = ModelCheckpoint(tmp_path, every_n_train_steps=4), ModelCheckpoint(tmp_path)
-    Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True}).fit(Net(), loader())
+    train(Net(), callback, enable_checkpointing=True)
     memory = checkpoints.checkpoint_callback_state(callback)
     checkpoints.restore_checkpoint_callback_state(other, memory)
     assert checkpoints.checkpoint_callback_state(other) == memory
     assert memory["_last_global_step_saved"] == 8
-
-
-class _Sampler(BatchSampler):
-    """A batch sampler with a method that Lightning wraps."""
-
-    def __init__(self):
-        pass
-
-
-@pytest.mark.parametrize("breaks", [True, False], ids=["one that breaks", "the one after it"])
-def test_a_test_whose_loaders_raise_leaves_loaders_as_they_were(breaks):
-    class Breaks(Net):
-        def train_dataloader(self):
-            raise RuntimeError("no data")
-
-    assert "__wrapped__" not in vars(DataLoader.__init__)
-    assert "__wrapped__" not in vars(_Sampler.__init__)
-    for _ in range(2 * breaks):
-        with pytest.raises(RuntimeError, match="no data"):
-            Trainer(max_epochs=1, **QUIET).fit(Breaks())
-
-
-class _LogsSteps(lightning.pytorch.Callback):
-    """Logs values of a step by `log_step_values`, or by `log_dict`, beside a mean over the epoch."""
-
-    def __init__(self, quick):
-        self.quick, self.seen = quick, []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        values = {"a/step": torch.tensor(float(trainer.global_step)), "a/other": torch.tensor(1.5)}
-        if self.quick:
-            logged_values.log_step_values(trainer, "Trick", values)
-        else:
-            pl_module.log_dict(values, batch_size=1)
-        pl_module.log("a/mean", float(trainer.global_step), on_step=False, on_epoch=True, batch_size=1)
-        self.see(trainer)
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.see(trainer)
-
-    def see(self, trainer):
-        self.seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
-
-
-class _LogsInAStep(lightning.pytorch.Callback):
-    """Logs in the middle of a training step, in the way that Lightning knows or in ours."""
-
-    def __init__(self, quick):
-        self.quick = quick
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if self.quick:
-            logged_values.log_step_values(trainer, "Trick", {"callback": torch.tensor(1.0)})
-        else:
-            pl_module.log("callback", 1.0)
 
 
 class _LogsTwice(Net):
@@ -939,8 +801,14 @@ class _LogsTwice(Net):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_log_step_values_drops_nothing(quick):
-    trainer = Trainer(max_epochs=1, limit_train_batches=1, callbacks=[_LogsInAStep(quick)], **QUIET)
-    trainer.fit(_LogsTwice("manual"), loader())
+    def log(trainer, module, _):
+        """In the middle of a training step, in the way that Lightning knows or in ours."""
+        if quick:
+            logged_values.log_step_values(trainer, "Trick", {"callback": torch.tensor(1.0)})
+        else:
+            module.log("callback", 1.0)
+
+    trainer = train(_LogsTwice("manual"), Hooks(on_before_optimizer_step=log), limit_train_batches=1)
     assert {*trainer.callback_metrics} == {"after", "callback", *(["before"] if quick else [])}
 
 
@@ -953,16 +821,26 @@ class _LogsItself(EvaluatedNet):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_log_step_values_logs_what_log_dict_logs(tmp_path, accumulate):
-    runs = []
+    def log(trainer, module, _):
+        values = {"a/step": torch.tensor(float(trainer.global_step)), "a/other": torch.tensor(1.5)}
+        if quick:
+            logged_values.log_step_values(trainer, "Trick", values)
+        else:
+            module.log_dict(values, batch_size=1)
+        module.log("a/mean", float(trainer.global_step), on_step=False, on_epoch=True, batch_size=1)
+        see(trainer)
+
+    def see(trainer, *_):
+        seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+    runs, logs = [], Hooks(on_before_optimizer_step=log, on_train_epoch_end=see)
     for quick in (True, False):
-        callback = _LogsSteps(quick)
+        seen, folder = [], tmp_path / str(quick)
         torch.manual_seed(0)
-        folder = tmp_path / str(quick)
-        settings = {**QUIET, "logger": CSVLogger(folder), "log_every_n_steps": 2}
-        trainer = Trainer(max_epochs=3, callbacks=[callback], accumulate_grad_batches=accumulate, **settings)
-        trainer.fit(_LogsItself(), loader(), loader())
+        options = {"logger": CSVLogger(folder), "log_every_n_steps": 2, "accumulate_grad_batches": accumulate}
+        trainer = train(_LogsItself(), logs, max_epochs=3, **options)
         (rows,) = folder.rglob("metrics.csv")
-        runs.append((callback.seen, rows.read_text()))
+        runs.append((seen, rows.read_text()))
     assert runs[0] == runs[1]
     assert runs[0][0][-1]["a/step"] == trainer.global_step - 1
 
@@ -973,3 +851,14 @@ def test_the_averager_of_replicas_is_an_attribute_of_the_strategy():
     strategy._model_averager = averager = object()
     assert model_averager(types.SimpleNamespace(strategy=strategy)) is averager
     assert model_averager(Trainer(**QUIET)) is None
+
+
+def test_a_compiled_module_is_known():
+    plain = LightningModule()
+    assert not is_compiled_by_lightning(plain)
+    assert is_compiled_by_lightning(from_compiled(torch.compile(plain, backend="eager")))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_writes_folders(saves):
+    assert checkpoints.writes_folders(ModelParallelStrategy(save_distributed_checkpoint=saves)) is saves

@@ -5,7 +5,7 @@ import types
 
 import lightning
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
@@ -29,25 +29,16 @@ from lightning_tricks._lightning_compat import (
     results,
 )
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
-from tests.small import QUIET, Net, loader
+from tests.small import QUIET, Hooks, Net, loader
 
-_TRICKS = "AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest"
+_TRICKS = "Probe|AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest"
 MATCH = f"^({_TRICKS}) does not work with lightning {lightning.__version__}.*install"
 
 
-class _InEpoch(Callback):
-    """Calls a function in the middle of an epoch, where the Trainer has all its parts."""
-
-    def __init__(self, call):
-        self.call = call
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 1:
-            self.call(trainer)
-
-
 def _run(call):
-    Trainer(max_epochs=1, limit_train_batches=3, callbacks=[_InEpoch(call)], **QUIET).fit(Net(), loader())
+    """Call a function in the middle of an epoch, where the Trainer has all its parts."""
+    calls = Hooks(on_train_batch_start=lambda trainer, module, batch, number: call(trainer) if number == 1 else None)
+    Trainer(max_epochs=1, limit_train_batches=3, callbacks=[calls], **QUIET).fit(Net(), loader())
 
 
 def _parts(trainer):
@@ -156,6 +147,8 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
             ("connector", name, lambda trainer: checkpoints.checkpoint_contents_changed(trainer, dict, dict))
             for name in ("dump_checkpoint", "restore_model")
         ),
+        ("epoch", "_on_before_fetch", lambda trainer: observers.observe_fetches(trainer, print, print, "Probe")),
+        ("fit", "run", lambda trainer: observers.observe_errors(trainer, print, "Probe")),
         ("validation", "_on_evaluation_epoch_end", lambda trainer: observers.observe_validation_ends(trainer, print)),
         ("fit", "on_run_end", lambda trainer: fit.call_after_train_end(trainer, lambda: None)),
         *(
@@ -189,27 +182,6 @@ def test_a_renamed_method_is_not_overridden(monkeypatch, owner, name, install):
     assert {one: set(vars(of)) for one, of in _parts(trainer).items() if of is not None} == before
 
 
-def test_a_renamed_attribute_of_a_strategy_that_shards():
-    strategy = ModelParallelStrategy()
-    assert checkpoints.writes_folders(strategy)
-    assert not checkpoints.writes_folders(ModelParallelStrategy(save_distributed_checkpoint=False))
-    _rename(strategy, "_save_distributed_checkpoint")
-    with pytest.raises(RuntimeError, match=MATCH):
-        checkpoints.writes_folders(strategy)
-
-
-@pytest.mark.parametrize("name", ["_last_global_step_saved", "_last_checkpoint_saved", "current_score"])
-def test_a_renamed_attribute_of_a_model_checkpoint(name):
-    callback = ModelCheckpoint()
-    state = checkpoints.checkpoint_callback_state(callback)
-    _rename(callback, name)
-    with pytest.raises(RuntimeError, match=MATCH):
-        checkpoints.checkpoint_callback_state(callback)
-    with pytest.raises(RuntimeError, match=MATCH):
-        checkpoints.restore_checkpoint_callback_state(callback, state)
-    assert name not in vars(callback)
-
-
 @pytest.mark.parametrize("innermost", [True, False])
 def test_a_renamed_attribute_of_a_strategy(innermost):
     strategy = types.SimpleNamespace(checkpoint_io=None)
@@ -221,24 +193,52 @@ def test_a_renamed_attribute_of_a_strategy(innermost):
     assert vars(strategy) == {"checkpoint_io": None}
 
 
+def _csv_logger():
+    return CSVLogger(".", version=1)
+
+
+def _averaging():
+    averaging = StochasticWeightAveraging(0.1)
+    averaging._scheduler_state = {"base_lrs": [0.1]}
+    return averaging
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "call"),
+    ("make", "name", "call", "found"),
     [
-        (CSVLogger, "_version", lambda logger: loggers.set_logger_version(logger, 3)),
-        (CSVLogger, "_version", lambda logger: loggers.log_dir_for_version(logger, 3)),
-        (CSVLogger, "_experiment", loggers.open_csv_logger),
-        (CSVLogger, "_experiment", loggers.is_logger_started),
-        (CSVLogger, "_experiment", lambda logger: loggers.muted_logger(logger).__enter__()),
-        (TensorBoardLogger, "_version", lambda logger: loggers.set_logger_version(logger, 3)),
-        (TensorBoardLogger, "_experiment", loggers.close_tensorboard_logger),
+        (ModelParallelStrategy, "_save_distributed_checkpoint", checkpoints.writes_folders, True),
+        *(
+            (ModelCheckpoint, name, call, ...)
+            for name in ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
+            for call in (
+                checkpoints.checkpoint_callback_state,
+                lambda it: checkpoints.restore_checkpoint_callback_state(
+                    it, checkpoints.checkpoint_callback_state(ModelCheckpoint())
+                ),
+            )
+        ),
+        (_csv_logger, "_version", lambda it: loggers.set_logger_version(it, 3), ...),
+        (_csv_logger, "_version", lambda it: loggers.log_dir_for_version(it, 3), ...),
+        (_csv_logger, "_experiment", loggers.open_csv_logger, ...),
+        (_csv_logger, "_experiment", loggers.is_logger_started, False),
+        (_csv_logger, "_experiment", lambda it: loggers.muted_logger(it).__enter__(), ...),
+        (lambda: TensorBoardLogger(".", version=1), "_version", lambda it: loggers.set_logger_version(it, 3), ...),
+        (lambda: TensorBoardLogger(".", version=1), "_experiment", loggers.close_tensorboard_logger, ...),
+        *(
+            (kind, "_early_exit", lambda it: fit.is_tuning(Trainer(callbacks=[it], **QUIET)), False)
+            for kind in (LearningRateFinder, BatchSizeFinder)
+        ),
+        (lambda: ModelPruning("l1_unstructured"), "_original_layers", callbacks.capture_lottery_tickets, {}),
+        (_averaging, "_swa_scheduler", lambda it: callbacks.restore_swa_scheduler(Trainer(**QUIET), it), ...),
     ],
 )
-def test_a_renamed_attribute_of_a_logger(tmp_path, kind, name, call):
-    logger = kind(tmp_path, version=1)
-    _rename(logger, name)
+def test_a_renamed_attribute_of_what_a_trainer_is_given(make, name, call, found):
+    owner = make()
+    assert found is ... or call(owner) == found
+    _rename(owner, name)
     with pytest.raises(RuntimeError, match=MATCH):
-        call(logger)
-    assert name not in vars(logger)
+        call(owner)
+    assert name not in vars(owner)
 
 
 @pytest.mark.parametrize("name", ["log_dir", "metrics_file_path", "metrics_keys", "metrics"])
@@ -249,29 +249,6 @@ def test_a_renamed_attribute_of_a_csv_writer(tmp_path, name):
     with pytest.raises(RuntimeError, match=MATCH):
         loggers.discard_unwritten_rows(logger) if name == "metrics" else loggers.open_csv_logger(logger)
     assert name not in vars(writer)
-
-
-@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
-def test_a_renamed_flag_of_a_finder(finder):
-    callback = finder()
-    trainer = Trainer(callbacks=[callback], **QUIET)
-    assert not fit.is_tuning(trainer)
-    _rename(callback, "_early_exit")
-    with pytest.raises(RuntimeError, match=MATCH):
-        fit.is_tuning(trainer)
-
-
-def test_renamed_attributes_of_callbacks_that_change_weights():
-    pruning = ModelPruning("l1_unstructured")
-    assert callbacks.capture_lottery_tickets(pruning) == {}
-    _rename(pruning, "_original_layers")
-    with pytest.raises(RuntimeError, match=MATCH):
-        callbacks.capture_lottery_tickets(pruning)
-    averaging = StochasticWeightAveraging(0.1)
-    averaging._scheduler_state = {"base_lrs": [0.1]}
-    _rename(averaging, "_swa_scheduler")
-    with pytest.raises(RuntimeError, match=MATCH):
-        callbacks.restore_swa_scheduler(Trainer(**QUIET), averaging)
 
 
 def test_restarted_loaders_in_other_modes():

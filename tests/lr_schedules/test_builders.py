@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks import OptimizerSpec, ScheduleSpec
 from lightning_tricks.lr_schedules import build_optimizer, build_schedule, total_steps
-from tests.small import QUIET, Net, digits, loader, same
+from tests.small import QUIET, Hooks, Net, digits, loader, same
 
 pytestmark = pytest.mark.oldest
 
@@ -286,15 +286,14 @@ def test_a_recipe_of_old_code():
 
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch")
 def test_resume_in_the_middle_of_an_epoch(tmp_path):
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 13:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    def save(trainer, *_):
+        if trainer.global_step == 13:
+            trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
     spec = ScheduleSpec("wsd", warmup=0.2, decay=0.4)
     torch.manual_seed(0)
     whole = _Scheduled(spec, OptimizerSpec(lr=0.1))
-    _fit(whole, callbacks=[Saves()])
+    _fit(whole, callbacks=[Hooks(on_train_batch_end=save)])
     resumed = _Scheduled(spec, OptimizerSpec(lr=0.1))
     trainer = Trainer(**QUIET, max_epochs=3)
     trainer.fit(resumed, loader(), ckpt_path=tmp_path / "middle.ckpt")

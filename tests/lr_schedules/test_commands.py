@@ -70,9 +70,6 @@ def test_draws_on_given_axes():
     assert axes.get_ylabel() == "learning rate"
     assert axes.get_ylim()[0] == 0
     assert plot_schedule(ScheduleSpec("constant"), 10).get_ylim()[0] == 0
-
-
-def test_labels_axes_that_have_no_labels():
     assert plot_schedule(ScheduleSpec(), 10, lr=0.1, ax=Figure().subplots()).get_ylabel() == "learning rate"
 
 

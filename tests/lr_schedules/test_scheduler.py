@@ -84,20 +84,18 @@ def test_learning_rates_that_are_tensors():
     assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
 
 
-def test_a_new_group_with_the_optimizers_default_tensor():
-    optimizer = torch.optim.Adam([_parameter()], lr=torch.tensor(1.0), foreach=False)
+@pytest.mark.parametrize(
+    ("lr", "own", "rates"),
+    [(1.0, {}, (1 / 2, 1 / 3)), (0.1, {"lr": torch.tensor(1.0)}, (1 / 2, 1 / 3))],
+    ids=["the tensor of the other group, now 1 / 2", "its own"],
+)
+def test_a_new_group_whose_rate_is_a_tensor(lr, own, rates):
+    optimizer = torch.optim.Adam([_parameter()], lr=torch.tensor(lr), foreach=False)
     scheduler = FactorLR(optimizer, lambda step: 1 / (1 + step))
     _step(optimizer, scheduler)
-    optimizer.add_param_group({"params": [_parameter()]})  # its rate is the tensor of the other group, now 1 / 2
-    assert [_step(optimizer, scheduler) for _ in range(2)] == [pytest.approx([rate] * 2) for rate in (1 / 2, 1 / 3)]
-
-
-def test_a_new_group_with_a_tensor_of_its_own():
-    optimizer = torch.optim.Adam([_parameter()], lr=torch.tensor(0.1), foreach=False)
-    scheduler = FactorLR(optimizer, lambda step: 1 / (1 + step))
-    _step(optimizer, scheduler)
-    optimizer.add_param_group({"params": [_parameter()], "lr": torch.tensor(1.0)})
-    assert [new for _, new in (_step(optimizer, scheduler) for _ in range(2))] == pytest.approx([1 / 2, 1 / 3])
+    optimizer.add_param_group({"params": [_parameter()], **own})
+    found = [_step(optimizer, scheduler) for _ in range(2)]
+    assert found == [pytest.approx([lr * rate, rate]) for rate in rates]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheduler: pickle.loads(pickle.dumps(scheduler))])

@@ -29,10 +29,8 @@ def test_a_spec_keeps_milestones_that_its_caller_changes():
     ("arguments", "error", "words"),
     [
         ({"name": "AdmW"}, ValueError, "OptimizerSpec.name must be one of .*got 'AdmW'. Did you mean 'AdamW'?"),
-        ({"name": "Optimizer"}, ValueError, "must be one of"),
         ({"name": "os.system"}, ValueError, "must be one of"),
         ({"lr": 0}, ValueError, "lr must be a number > 0.*got 0"),
-        ({"lr": -1e-3}, ValueError, "lr must be a number > 0.*got -0.001"),
         ({"lr": "0.1"}, TypeError, "lr must be a number.*'0.1'"),
         ({"weight_decay": -1}, ValueError, "weight_decay must be a finite number >= 0, got -1"),
         ({"name": "LBFGS"}, ValueError, "LBFGS has no weight decay: set weight_decay=0, got 0.01"),

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, Microbatching
 from tests.microbatching.models import Memory, Net, difference, fit, rows_of
-from tests.small import real_fp16
+from tests.small import Hooks, real_fp16
 
 WAYS = {
     "fixed": lambda: (Microbatching(3), None),
@@ -230,6 +230,13 @@ def test_every_kind_of_logged_value(way, tmp_path):
             assert value == "" or float(value) == pytest.approx(float(other), rel=tolerance, abs=1e-7), key
 
 
+class Plain(Net):
+    """Returns its loss alone, and logs nothing."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)[0]
+
+
 @dataclass
 class Sample:
     x: torch.Tensor
@@ -239,10 +246,7 @@ class Sample:
 STRUCTURES = {
     "dict": lambda x, y: {"x": x, "y": y, "name": ["row"] * len(x), "scale": torch.tensor(1.0), "size": (8, 8)},
     "dataclass": Sample,
-    "nested": lambda x, y: ({"inner": [x]}, (y, None, "text")),
-    "samples": lambda x, y: [(a, int(b)) for a, b in zip(x, y, strict=True)],
     "columns of samples": lambda x, y: (list(x), [{"y": b, "name": "row"} for b in y]),
-    "arrays": lambda x, y: (x, y.numpy()),
 }
 
 
@@ -251,18 +255,12 @@ def unpack(kind, batch):
         return batch["x"] * batch["scale"], batch["y"]
     if kind == "dataclass":
         return batch.x, batch.y
-    if kind == "nested":
-        return batch[0]["inner"][0], batch[1][0]
-    if kind == "samples":
-        return torch.stack([x for x, _ in batch]), torch.tensor([y for _, y in batch])
-    if kind == "columns of samples":
-        return torch.stack(list(batch[0])), torch.stack([target["y"] for target in batch[1]])
-    return batch[0], torch.as_tensor(batch[1])
+    return torch.stack(list(batch[0])), torch.stack([target["y"] for target in batch[1]])
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_structures_of_batches(kind):
-    class Unpacking(Net):
+    class Unpacking(Plain):
         def loss(self, batch):
             return super().loss(unpack(kind, batch))
 
@@ -271,7 +269,6 @@ def test_structures_of_batches(kind):
 
     whole, cut = Unpacking(), Unpacking()
     for module, callbacks in ((whole, []), (cut, [Microbatching(3)])):
-        module.training_step = lambda batch, batch_idx, module=module: module.loss(batch)[0]
         fit(module, *callbacks, data=DataLoader(rows_of(), batch_size=10, collate_fn=collate))
     assert difference(whole, cut) < 1e-12
 
@@ -321,19 +318,19 @@ def test_batches_that_cannot_be_copied_are_trained_whole():
     assert difference(whole, other) == 0
 
 
-class Weighted(Net):
+class Weighted(Plain):
     def loss(self, batch):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1], torch.tensor([1.0, 2.0, 9.0]).double())
         return loss, None
 
 
-class Contrastive(Net):
+class Contrastive(Plain):
     def loss(self, batch):
         features = nn.functional.normalize(self.net(batch[0]), dim=1)
         return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features))), None
 
 
-class SameLoss(Net):
+class SameLoss(Plain):
     """Equal losses whose gradients are not: the whole's value with the gradient of the largest row."""
 
     def loss(self, batch):
@@ -341,7 +338,7 @@ class SameLoss(Net):
         return losses.mean().detach() + losses.max() - losses.max().detach(), None
 
 
-class Teaching(Net):
+class Teaching(Plain):
     """A teacher that follows with each step."""
 
     def __init__(self):
@@ -355,7 +352,7 @@ class Teaching(Net):
         return nn.functional.mse_loss(self.net(batch[0]), self.teacher(batch[0] + 0.1)), None
 
 
-class OwnWeights(Net):
+class OwnWeights(Plain):
     """A weighted mean that calls no function of torch by which it is known."""
 
     def loss(self, batch):
@@ -370,30 +367,26 @@ REFUSED = {
     "changed weights": (Teaching, r"`training_step` changes teacher\.0\.weight, .* \(let `on_train_batch_end`"),
     "another gradient": (SameLoss, r"the gradient of 3 rows, a mean, and that of 1 and 2 of them differ by"),
     "BatchNorm": (
-        lambda: Net(norm=nn.BatchNorm1d(16)),
+        lambda: Plain(norm=nn.BatchNorm1d(16)),
         r"BatchNorm uses the statistics of each microbatch in net\.1\.",
     ),
 }
 
 
+@pytest.mark.parametrize("on_mismatch", ["raise", "warn"])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_other_losses_are_refused(kind):
+def test_other_losses_are_refused_or_told(kind, on_mismatch):
     make, words = REFUSED[kind]
-    module = make()
-    module.training_step = lambda batch, batch_idx: module.loss(batch)[0]
-    with pytest.raises(MisconfigurationException, match=words):
-        fit(module, Microbatching(3))
-    if kind == "BatchNorm":  # it is refused before any step
+    module, warns = make(), on_mismatch == "warn"
+    with pytest.warns(UserWarning, match=words) if warns else pytest.raises(MisconfigurationException, match=words):
+        fit(module, Microbatching(3, on_mismatch=on_mismatch))
+    if kind == "BatchNorm" and not warns:  # it is refused before any step
         assert int(module.net[1].num_batches_tracked) == 0
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_other_losses_with_a_warning(kind):
-    make, words = REFUSED[kind]
-    module = make()
-    module.training_step = lambda batch, batch_idx: module.loss(batch)[0]
-    with pytest.warns(UserWarning, match=words):
-        fit(module, Microbatching(3, on_mismatch="warn"))
+def test_one_row_at_a_time_is_compared():
+    with pytest.raises(MisconfigurationException, match="the gradient of 2 rows"):
+        fit(Contrastive(), Microbatching(1))
 
 
 def trained_with(loss, *callbacks, data=None, compiled=False, **options):
@@ -490,13 +483,6 @@ def test_means_over_rows_are_never_refused(kind, size):
     whole, cut = trained_with(MEANS[kind]), trained_with(MEANS[kind], Microbatching(size))
     assert cut[1] == ""
     assert difference(whole[0], cut[0]) < 1e-10
-
-
-def test_one_row_at_a_time_is_compared():
-    module = Contrastive()
-    module.training_step = lambda batch, batch_idx: module.loss(batch)[0]
-    with pytest.raises(MisconfigurationException, match="the gradient of 2 rows"):
-        fit(module, Microbatching(1))
 
 
 def test_comparisons_become_rarer():
@@ -654,20 +640,15 @@ def test_comparison_leaves_no_trace():
             self.metric.update(loss.detach())
             return loss
 
-    class Look(Callback):
-        def on_before_zero_grad(self, trainer, pl_module, optimizer):
-            pl_module.found = (
-                pl_module.calls,
-                len(pl_module.losses),
-                int(pl_module.seen),
-                pl_module.metric._update_count,
-            )
-            pl_module.modes = {part.training for part in pl_module.modules()}
+    def look(trainer, module, optimizer):
+        found = module.calls, len(module.losses), int(module.seen), module.metric._update_count
+        assert found == (1, 1, 2, 1)  # the first microbatch of two rows alone
+        assert all(part.training for part in module.modules())
+        looked.append(True)
 
-    module = Counting()
-    fit(module, Look(), Microbatching(3), max_steps=1)
-    assert module.found == (1, 1, 2, 1)  # the first microbatch of two rows alone
-    assert module.modes == {True}
+    looked = []
+    fit(Counting(), Hooks(on_before_zero_grad=look), Microbatching(3), max_steps=1)
+    assert looked == [True]
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned")
@@ -705,24 +686,12 @@ def test_a_batch_is_free_when_it_is_done(microbatching):
     assert module.most <= 4  # the parts of one batch
 
 
-def test_manual_optimization_is_refused():
-    module = Net()
-    module.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
-        fit(module, Microbatching())
-
-
 @pytest.mark.filterwarnings("ignore:Trying to infer")
 def test_batches_that_cannot_be_cut_are_refused_only_where_they_have_to_be():
-    data = DataLoader(
-        rows_of(),
-        batch_size=10,
-        collate_fn=lambda samples: (
-            torch.stack([x for x, _ in samples]),
-            torch.stack([y for _, y in samples]),
-            torch.ones(3),
-        ),
-    )
+    def collate(samples):
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]), torch.ones(3)
+
+    data = DataLoader(rows_of(), batch_size=10, collate_fn=collate)
 
     class Three(Net):
         def loss(self, batch):
@@ -735,6 +704,13 @@ def test_batches_that_cannot_be_cut_are_refused_only_where_they_have_to_be():
         fit(Three(Memory(3)), Microbatching(), data=data)
 
 
+def test_manual_optimization_is_refused():
+    module = Net()
+    module.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
+        fit(module, Microbatching())
+
+
 @pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 2.5}, {"size": True}, {"on_mismatch": "ignore"}])
 def test_arguments(arguments):
     with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
@@ -743,15 +719,15 @@ def test_arguments(arguments):
 
 @pytest.mark.parametrize("stopped", [1, 5])
 def test_resume_bit_for_bit(stopped, tmp_path):
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == stopped:
-                raise KeyboardInterrupt
+    def stop(trainer, *_):
+        if trainer.global_step == stopped:
+            raise KeyboardInterrupt
 
     whole = Net(Memory(3), dropout=0.5)
     fit(whole, Microbatching(), AutoResume(tmp_path / "whole", every_n_train_steps=1))
+    resumes, stops = AutoResume(tmp_path / "run", every_n_train_steps=1), Hooks(on_train_batch_end=stop)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(Net(Memory(3), dropout=0.5), Microbatching(), AutoResume(tmp_path / "run", every_n_train_steps=1), Stop())
+        fit(Net(Memory(3), dropout=0.5), Microbatching(), resumes, stops)
     resumed, microbatching = Net(Memory(3), dropout=0.5), Microbatching()
     fit(resumed, microbatching, AutoResume(tmp_path / "run", every_n_train_steps=1))
     assert resumed.memory.errors == whole.memory.errors  # which were saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Subset
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_tricks import Microbatching
 from lightning_tricks.microbatching.callback import waits_in_forward
 from tests.microbatching.models import Memory, Net, fit, rows_of
-from tests.small import QUIET, real_fp16
+from tests.small import QUIET, Hooks, real_fp16
 
 
 class Ranked(Net):
@@ -35,32 +35,29 @@ class Ranked(Net):
         return loss
 
 
-class CountSyncs(Callback):
-    """Counts the forward passes after which DDP averages gradients in the backward pass."""
+def saves(path, microbatching=None):
+    """Counts the forward passes after which DDP averages gradients in the backward pass, and saves what a rank has."""
 
-    def on_train_start(self, trainer, pl_module):
-        def count(wrapper, _):
-            pl_module.syncs += wrapper.require_backward_grad_sync
+    def count(trainer, module):
+        def see(wrapper, _):
+            module.syncs += wrapper.require_backward_grad_sync
 
-        trainer.strategy.model.register_forward_pre_hook(count)
+        trainer.strategy.model.register_forward_pre_hook(see)
 
+    def save(trainer, module):
+        values = {name: value for name, value in module.state_dict().items() if name != "seen"}
+        facts = {"weights": values, "syncs": module.syncs, "steps": trainer.global_step}
+        facts |= {"metrics": dict(trainer.callback_metrics), "seen": int(module.seen)}
+        if microbatching:
+            facts["size"] = microbatching.current_size
+        torch.save(facts, path / f"{trainer.global_rank}.pt")
 
-class Save(Callback):
-    def __init__(self, path, microbatching=None):
-        self.path, self.microbatching = path, microbatching
-
-    def on_train_end(self, trainer, pl_module):
-        values = {name: value for name, value in pl_module.state_dict().items() if name != "seen"}
-        facts = {"weights": values, "syncs": pl_module.syncs, "steps": trainer.global_step}
-        facts |= {"metrics": dict(trainer.callback_metrics), "seen": int(pl_module.seen)}
-        if self.microbatching:
-            facts["size"] = self.microbatching.current_size
-        torch.save(facts, self.path / f"{trainer.global_rank}.pt")
+    return Hooks(on_train_start=count, on_train_end=save)
 
 
 def fit_ranks(folder, module, microbatching=None, *, data=None, strategy=None, **trainer):
     folder.mkdir()
-    callbacks = [CountSyncs(), Save(folder, microbatching), *([microbatching] if microbatching else [])]
+    callbacks = [saves(folder, microbatching), *([microbatching] if microbatching else [])]
     strategy = strategy or DDPStrategy(start_method="fork")
     fit(module, *callbacks, data=data or rows_of(48), strategy=strategy, devices=2, **trainer)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
@@ -108,7 +105,7 @@ def test_ranks_with_unequal_batches(tmp_path):
 
     def trained(name, module, *microbatching):
         (tmp_path / name).mkdir()
-        callbacks = [CountSyncs(), Save(tmp_path / name, *microbatching), *microbatching]
+        callbacks = [saves(tmp_path / name, *microbatching), *microbatching]
         Trainer(
             **QUIET, max_epochs=3, callbacks=callbacks, devices=2, strategy="ddp_fork", use_distributed_sampler=False
         ).fit(module)
@@ -129,16 +126,10 @@ def test_unused_parameters(tmp_path):
         def on_before_optimizer_step(self, optimizer):
             assert self.idle.weight.grad is None
 
-    whole, cut, found = (
-        fit_ranks(tmp_path / name, module, callback, strategy="ddp_fork_find_unused_parameters_true")
-        for name, module, callback in (
-            ("whole", Branches(), None),
-            ("cut", Branches(), Microbatching(3)),
-            ("found", Branches(Memory(3)), Microbatching()),
-        )
-    )
-    assert_same_training(cut, whole)
-    assert_same_training(found, whole)
+    looks = {"strategy": "ddp_fork_find_unused_parameters_true"}
+    whole = fit_ranks(tmp_path / "whole", Branches(), **looks)
+    assert_same_training(fit_ranks(tmp_path / "cut", Branches(), Microbatching(3), **looks), whole)
+    assert_same_training(fit_ranks(tmp_path / "found", Branches(Memory(3)), Microbatching(), **looks), whole)
 
 
 def test_gradients_that_are_views_of_buckets(tmp_path):
@@ -160,13 +151,8 @@ def test_a_static_graph_is_refused(tmp_path):
 def test_real_fp16_on_two_ranks(tmp_path):
     data = [(x.float(), y) for x, y in rows_of(48)]
     whole = fit_ranks(tmp_path / "whole", Ranked(optimizer="sgd").float(), data=data, plugins=[real_fp16()])
-    found = fit_ranks(
-        tmp_path / "found",
-        Ranked(Memory(3), 1, optimizer="sgd").float(),
-        Microbatching(),
-        data=data,
-        plugins=[real_fp16()],
-    )
+    cut = Ranked(Memory(3), 1, optimizer="sgd").float()
+    found = fit_ranks(tmp_path / "found", cut, Microbatching(), data=data, plugins=[real_fp16()])
     assert_same_training(found, whole, tolerance=2e-3)
 
 

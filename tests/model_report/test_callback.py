@@ -4,24 +4,17 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_tricks import ModelReport, Tricks, TricksMixin
+from lightning_tricks import ModelReport
 from tests.contract.lab import SETTINGS
-from tests.small import QUIET, Net, loader
-
-
-def fit(callbacks, module=None, **arguments):
-    trainer = Trainer(callbacks=callbacks, **{"max_epochs": 1, **QUIET, **arguments})
-    trainer.fit(module or Net(), loader())
-    return trainer
+from tests.small import Net, fit, loader
 
 
 def test_prints_once_after_the_first_step(capsys):
     report = ModelReport(verbose=True)
-    fit([report], max_epochs=2)
+    fit(None, report, max_epochs=2)
     text = capsys.readouterr().out
     assert text.count("Parameters of Net") == 1
     text = " ".join(text.split())
@@ -47,14 +40,14 @@ def test_waits_for_the_first_step_of_a_fit_under_accumulation():
             seen.append((batch_idx, trainer.global_step))
             super()._report(trainer, pl_module, batch, batch_idx)
 
-    trainer = fit([Watches()], module := Knows(), accumulate_grad_batches=4)
+    trainer = fit(module := Knows(), Watches(), accumulate_grad_batches=4)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader())
     assert seen == [(3, 1), (3, 4)]
 
 
 def test_measures_the_state_of_all_optimizers():
-    trainer = fit([report := ModelReport(graph=False)], Net(optimization="manual"))
+    trainer = fit(Net(optimization="manual"), report := ModelReport(graph=False))
     sizes = [value.nbytes for one in trainer.optimizers for state in one.state.values() for value in state.values()]
     assert report.summary.memory.optimizer_state == sum(sizes) > 0
 
@@ -67,7 +60,7 @@ def test_example_input_array_and_depth():
             return self.net(x)
 
     report = ModelReport(depth=1)
-    fit([report], Forwards())
+    fit(Forwards(), report)
     assert "[7, 64]" in report.summary.layers
     assert "LayerNorm" not in report.summary.layers
 
@@ -76,7 +69,7 @@ def test_depth_counts_from_the_module_where_its_training_step_is_run():
     layers = []
     for depth in (1, 2):
         report = ModelReport(depth=depth)
-        fit([report])
+        fit(None, report)
         layers.append(report.summary.layers)
     assert "Sequential" in layers[0]
     assert "LayerNorm" not in layers[0]
@@ -92,7 +85,7 @@ def test_an_example_that_does_not_fit_is_a_warning():
 
     report = ModelReport()
     with pytest.warns(UserWarning, match=r"leaves out layers and graph: RuntimeError: (.|\n)*from example_input_array"):
-        trainer = fit([report], Wrong())
+        trainer = fit(Wrong(), report)
     assert trainer.global_step == 10
     assert report.summary.layers is None
     assert len(report.summary.parameters) == 6
@@ -102,7 +95,7 @@ def test_files_that_cannot_be_written_are_a_warning(tmp_path):
     (tmp_path / "file").touch()
     report = ModelReport(tmp_path / "file", graph=False)
     with pytest.warns(UserWarning, match="ModelReport did not write all files to path='.*file': FileExistsError"):
-        trainer = fit([report])
+        trainer = fit(None, report)
     assert trainer.global_step == 10
     assert report.summary is not None
 
@@ -111,7 +104,7 @@ def test_goes_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     loggers = [TensorBoardLogger(tmp_path / name) for name in "ab"]
-    fit([ModelReport(tmp_path / "report")], logger=loggers, log_every_n_steps=5)
+    fit(None, ModelReport(tmp_path / "report"), logger=loggers, log_every_n_steps=5)
     for logger in loggers:
         (event,) = EventAccumulator(logger.log_dir).Reload().Tensors("model_report/text_summary")
         assert b"net.0.weight" in event.tensor_proto.string_val[0]
@@ -126,16 +119,6 @@ def test_two_ranks_report_once(lab, capfd, name):
     assert capfd.readouterr().out.count("Parameters of Net") == 1
     report = json.loads((lab.folder / "report" / "report.json").read_text())
     assert report["parameters"][0]["shape"] == [16, 64], "whole, also where it is sharded"
-
-
-def test_through_the_mixin(tmp_path):
-    class LitNet(TricksMixin, Net):
-        def __init__(self, tricks=None):
-            super().__init__(tricks=tricks)
-            self.save_hyperparameters()
-
-    fit([], LitNet(Tricks(model_report=str(tmp_path / "report"))))
-    assert (tmp_path / "report" / "graph.dot").exists()
 
 
 @pytest.mark.parametrize(
@@ -168,13 +151,13 @@ class _WithUnused(Net):
 
 def test_names_the_parameters_without_a_gradient(capsys, tmp_path):
     report = ModelReport(tmp_path, verbose=True)
-    fit([report], _WithUnused(), accumulate_grad_batches=2)
+    fit(_WithUnused(), report, accumulate_grad_batches=2)
     assert report.summary.without_gradient == ("spare.weight",)
     assert json.loads((tmp_path / "report.json").read_text())["without_gradient"] == ["spare.weight"]
     assert "1 trainable parameter got no gradient: spare.weight." in " ".join(capsys.readouterr().out.split())
-    fit([report], _WithUnused(optimization="manual"))  # whose backward pass comes before the other part
+    fit(_WithUnused(optimization="manual"), report)  # whose backward pass comes before the other part
     assert report.summary.without_gradient == ("of_rank_zero", "spare.weight")
-    fit([report])
+    fit(None, report)
     assert report.summary.without_gradient == ()
 
 
@@ -203,7 +186,7 @@ class _Toggles(Net):
 @pytest.mark.parametrize("raw", [False, True])
 def test_names_them_where_parts_are_frozen_for_a_pass_and_where_it_is_run_past_lightning(raw):
     report = ModelReport(graph=False)
-    fit([report], _Toggles(raw))
+    fit(_Toggles(raw), report)
     assert report.summary.without_gradient == ("spare.0", "spare.1")
 
 
@@ -211,12 +194,12 @@ def test_names_them_where_parts_are_frozen_for_a_pass_and_where_it_is_run_past_l
 def test_names_them_with_their_ranks(tmp_path):
     """Before DDP stops with an error that names none."""
     with pytest.raises(ProcessRaisedException, match="parameters that were not used in producing the loss"):
-        fit([ModelReport(tmp_path)], _WithUnused(), strategy="ddp_fork", devices=2)
+        fit(_WithUnused(), ModelReport(tmp_path), strategy="ddp_fork", devices=2)
     names = json.loads((tmp_path / "report.json").read_text())["without_gradient"]
     assert names == ["spare.weight", "of_rank_zero (rank 1)"]
 
 
 def test_names_them_where_ddp_looks_for_them(tmp_path):
     """DDP gives both ranks the mean of a gradient that one of them has."""
-    fit([ModelReport(tmp_path)], _WithUnused(), strategy="ddp_fork_find_unused_parameters_true", devices=2)
+    fit(_WithUnused(), ModelReport(tmp_path), strategy="ddp_fork_find_unused_parameters_true", devices=2)
     assert json.loads((tmp_path / "report.json").read_text())["without_gradient"] == ["spare.weight"]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 from packaging.metadata import Metadata
-from packaging.specifiers import SpecifierSet
 
 import lightning_tricks
 
@@ -86,14 +85,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 def test_the_metadata_is_valid_and_says_what_pyproject_says(wheel):
     metadata = Metadata.from_email(_of_dist_info(wheel, "METADATA"), validate=True)
     assert metadata.description_content_type == "text/markdown"
-    assert metadata.license_expression == "Apache-2.0"
-    assert metadata.requires_python == SpecifierSet(">=3.10")
-    assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)} <= {*metadata.classifiers}
     required = {requirement.name for requirement in metadata.requires_dist if requirement.marker is None}
     assert {"lightning", "torch", "torchmetrics", "torchensemble", "thop"} <= required
     lightning = next(requirement for requirement in metadata.requires_dist if requirement.name == "lightning")
     assert not {"2.6.2", "2.6.3"} & {*lightning.specifier.filter(["2.6.1", "2.6.2", "2.6.3", "2.6.4"])}
-    assert set(metadata.provides_extra) >= {"all", "cli", "devices", "docs", "finetune", "reports"}
     assert re.search(r"^lightning-tricks = lightning_tricks\.cli:main$", _of_dist_info(wheel, "entry_points.txt"), re.M)
     assert _of_dist_info(wheel, "licenses/LICENSE") == (_ROOT / "LICENSE").read_text()
 

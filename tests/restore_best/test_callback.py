@@ -31,7 +31,7 @@ from lightning_tricks import (
 from lightning_tricks.finetuning import merge
 from tests.contract.checks import Interrupts
 from tests.restore_best.contract import Validated, Watches, state_of
-from tests.small import QUIET, EvaluatedNet, fork, loader, same
+from tests.small import QUIET, EvaluatedNet, Hooks, fork, loader, same
 
 
 class Scored(EvaluatedNet):
@@ -59,10 +59,6 @@ def fit(callbacks, module, **trainer):
     return trainer
 
 
-def seen_by(watches):
-    return watches.seen()
-
-
 def loss_of(module):
     (result,) = Trainer(**QUIET).validate(module, loader(), verbose=False)
     return result["loss"]
@@ -82,7 +78,7 @@ def loss_of(module):
 def test_the_module_ends_with_the_bits_of_the_best_validation(tmp_path, lightning_log, mode, scores, best):
     module, callback, watches = Scored(scores), RestoreBest("score", mode), Watches(tmp_path, "score")
     fit([callback, watches], module)
-    assert same(state_of(module), seen_by(watches)[best][1])
+    assert same(state_of(module), watches.seen()[best][1])
     assert module.seen.item() == 10 * (best + 1), "a buffer that no state dict has"
     assert (callback.best_value, callback.best_epoch, callback.best_step) == (scores[best], best, 10 * (best + 1))
     (said,) = (message for _, message in lightning_log if "RestoreBest" in message)
@@ -97,10 +93,10 @@ def test_several_validations_in_an_epoch_and_fewer_than_epochs(tmp_path):
         module, watches = EvaluatedNet(), Watches(tmp_path)
         callback = RestoreBest("loss")
         fit([watches, callback], module, **cadence)
-        values = [value for value, _ in seen_by(watches)]
+        values = [value for value, _ in watches.seen()]
         assert len(values) == validations
         assert callback.best_value == min(values)
-        assert same(state_of(module), seen_by(watches)[values.index(min(values))][1])
+        assert same(state_of(module), watches.seen()[values.index(min(values))][1])
 
 
 def test_the_sanity_check_does_not_count():
@@ -126,7 +122,7 @@ def test_nan_alone_is_never_the_best(tmp_path, lightning_log):
     module, watches = Scored((math.nan,)), Watches(tmp_path, "score")
     with pytest.warns(UserWarning, match="holds the last weights. score was NaN in 4 "):
         fit([RestoreBest("score"), watches], module)
-    assert same(state_of(module), seen_by(watches)[-1][1])
+    assert same(state_of(module), watches.seen()[-1][1])
 
 
 @pytest.mark.parametrize("options", [{"max_epochs": 0}, {"limit_val_batches": 0, "max_epochs": 1}])
@@ -154,13 +150,6 @@ def test_a_missing_value_names_those_that_there_are():
 def test_wrong_arguments(arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):
         RestoreBest(*arguments)
-
-
-def test_a_second_fit_starts_anew():
-    callback = RestoreBest("score")
-    fit([callback], Scored((1.0, 2.0)), max_epochs=2)
-    fit([callback], module := Scored((8.0, 9.0)), max_epochs=2)
-    assert (callback.best_value, callback.best_epoch, module.seen.item()) == (8.0, 0, 10)
 
 
 def test_early_stopping_ends_with_the_best():
@@ -225,16 +214,15 @@ def test_with_added_weights(adaptation):
 
 
 def test_layers_that_change_since_are_named_and_nothing_is_mixed(tmp_path):
-    class Merges(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 2:
-                merge(pl_module)
-                pl_module.requires_grad_()
+    def merges(trainer, module):
+        if trainer.current_epoch == 2:
+            merge(module)
+            module.requires_grad_()
 
     watches = Watches(tmp_path, "score")
     with pytest.warns(UserWarning, match=r"other weights than in its best validation, in epoch 1: .*lora"):
-        fit([LoRA(4), RestoreBest("score"), Merges(), watches], module := Scored())
-    assert same(state_of(module), seen_by(watches)[-1][1])
+        fit([LoRA(4), RestoreBest("score"), Hooks(on_train_epoch_start=merges), watches], module := Scored())
+    assert same(state_of(module), watches.seen()[-1][1])
 
 
 def test_pruning_that_is_made_permanent_at_the_end_is_named():
@@ -250,7 +238,7 @@ def test_a_buffer_that_grows_has_its_size_of_then(tmp_path):
 
     watches = Watches(tmp_path, "score")
     fit([RestoreBest("score"), watches], module := Grows())
-    assert same(state_of(module), seen_by(watches)[1][1])
+    assert same(state_of(module), watches.seen()[1][1])
 
 
 def test_checkpoints_hold_the_last_weights(tmp_path):
@@ -258,10 +246,10 @@ def test_checkpoints_hold_the_last_weights(tmp_path):
     watches = Watches(tmp_path, "score")
     fit([RestoreBest("score"), watches, last], Scored(), enable_checkpointing=True)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    final = seen_by(watches)[-1][1]
+    final = watches.seen()[-1][1]
     assert all(torch.equal(value, final[name]) for name, value in saved["state_dict"].items())
     (state,) = (state for key, state in saved["callbacks"].items() if "RestoreBest" in key)
-    assert same(state["weights"], seen_by(watches)[1][1])
+    assert same(state["weights"], watches.seen()[1][1])
 
 
 @pytest.mark.parametrize("way", ["AutoResume", "ckpt_path"])
@@ -273,11 +261,11 @@ def test_more_epochs_continue_from_the_last_weights_and_know_the_best(tmp_path, 
         watches = Watches(tmp_path / name, "score")
         (tmp_path / name).mkdir(exist_ok=True)
         own = [AutoResume(tmp_path / f"{name}-runs")] if way == "AutoResume" else []
-        saves = [_SavesAtTheEnd(path)] if way == "ckpt_path" else []
+        saves = [Hooks(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))] if way == "ckpt_path" else []
         trainer = Trainer(callbacks=[*own, callback, watches, *saves], max_epochs=epochs, **QUIET)
         with isolated_rng(seed=1):
             trainer.fit(module, loader(), loader(), ckpt_path=path if path.exists() and way == "ckpt_path" else None)
-        return module, callback, seen_by(watches)
+        return module, callback, watches.seen()
 
     module, callback, whole = run(4, "whole")
     assert same(state_of(module), whole[0][1])
@@ -293,7 +281,8 @@ def test_more_epochs_continue_from_the_last_weights_and_know_the_best(tmp_path, 
 
 def resumed(path, module, *arguments, **record):
     """Resume the two epochs of a fit for the smallest score with another module; return the callback."""
-    fit([RestoreBest("score"), _SavesAtTheEnd(path)], Scored((0.3, 0.2)), max_epochs=2)
+    saves = Hooks(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+    fit([RestoreBest("score"), saves], Scored((0.3, 0.2)), max_epochs=2)
     saved = torch.load(path, weights_only=True)
     saved["callbacks"][RestoreBest("score").state_key] |= record
     torch.save(saved, path)
@@ -333,14 +322,6 @@ def test_a_test_of_a_checkpoint_does_not_change_what_is_known_of_the_fit(tmp_pat
     assert (callback.best_value, callback.best_epoch, callback._kept) == (1.0, 2, None)
 
 
-class _SavesAtTheEnd(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
-
-
 def test_a_run_that_was_stopped_in_the_middle_ends_as_undisturbed(tmp_path):
     def run(name, *others):
         with isolated_rng(seed=0):
@@ -360,20 +341,19 @@ def test_a_run_that_was_stopped_in_the_middle_ends_as_undisturbed(tmp_path):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_after_an_exception_or_ctrl_c_the_module_is_as_it_was_and_the_best_can_be_had(tmp_path, error):
-    class Breaks(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.current_epoch == 3:
-                self.last = state_of(pl_module)
-                raise error
+    def breaks(trainer, module, *_):
+        if trainer.current_epoch == 3:
+            last.update(state_of(module))
+            raise error
 
-    callback, breaks, watches = RestoreBest("score"), Breaks(), Watches(tmp_path, "score")
+    last, callback, watches = {}, RestoreBest("score"), Watches(tmp_path, "score")
     module, handler = Scored(), signal.getsignal(signal.SIGINT)
     with pytest.raises((ZeroDivisionError, SystemExit)):  # of Lightning, which ignores another Ctrl+C then
-        fit([callback, watches, breaks], module)
+        fit([callback, watches, Hooks(on_train_batch_start=breaks)], module)
     signal.signal(signal.SIGINT, handler)
-    assert same(state_of(module), breaks.last)
+    assert same(state_of(module), last)
     callback.restore(module)
-    assert same(state_of(module), seen_by(watches)[1][1])
+    assert same(state_of(module), watches.seen()[1][1])
     with pytest.raises(MisconfigurationException, match="keeps no weights"):
         callback.restore(module)
 

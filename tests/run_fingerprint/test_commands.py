@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from lightning_tricks.cli import main
-from tests.run_fingerprint.test_callback import AtStep, draw, record
+from tests.run_fingerprint.test_callback import at_step, draw, record
 
 
 @pytest.fixture
 def runs(tmp_path):
     record(tmp_path / "a.jsonl")
-    record(tmp_path / "b.jsonl", [AtStep(5, draw)])
+    record(tmp_path / "b.jsonl", [at_step(5, draw)])
     return str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
 
 

@@ -46,32 +46,16 @@ def test_equal_runs_have_no_difference():
         (Column("forward", "conv"), "forward", "conv", "forward. The output of conv differs (2 of 2 differ)."),
         (Column("forward", "fc"), "forward", "fc", "The output of the layer that ran before it, conv, is equal."),
         (Column("loss"), "forward", "loss", "forward. The output of loss differs."),
-        (
-            Column("gradient", "fc.weight"),
-            "gradient",
-            "fc.weight",
-            "The gradient of fc.weight differs (1 of 2 differ).",
-        ),
+        (Column("gradient", "fc.weight"), "gradient", "fc.weight", "gradient of fc.weight differs (1 of 2 differ)."),
         (Column("gradient", "conv.weight"), "gradient", "fc.weight", "(2 of 2 differ)"),
-        (
-            Column("weights", "fc.weight"),
-            "update",
-            "fc.weight",
-            "update. fc.weight differs after the update (1 of 2 differ).",
-        ),
+        (Column("weights", "fc.weight"), "update", "fc.weight", "fc.weight differs after the update (1 of 2 differ)."),
     ],
 )
 def test_the_first_difference_is_named(column, kind, layer, words):
     """What a step makes later differs as well; of gradients the one nearest to the loss is the first that was made."""
     comparison = compare(record(), record(changed={(3, column)}))
-    divergence = comparison.divergence
-    assert (divergence.step, divergence.epoch, divergence.batch_idx, divergence.kind, divergence.layer) == (
-        3,
-        0,
-        3,
-        kind,
-        layer,
-    )
+    found = comparison.divergence
+    assert (found.step, found.epoch, found.batch_idx, found.kind, found.layer) == (3, 0, 3, kind, layer)
     assert words in str(comparison)
     assert str(comparison).startswith("The runs diverge at step 3, in epoch 0, batch 3: ")
     assert str(comparison).endswith("3 batches are equal before it.")
@@ -79,11 +63,8 @@ def test_the_first_difference_is_named(column, kind, layer, words):
 
 def test_weights_that_differ_before_the_first_batch():
     comparison = compare(record(), record(changed={(-1, COLUMNS[-2])}))
-    assert (comparison.divergence.kind, comparison.divergence.layer, comparison.equal_batches) == (
-        "start",
-        "conv.weight",
-        0,
-    )
+    found = comparison.divergence
+    assert (found.kind, found.layer, comparison.equal_batches) == ("start", "conv.weight", 0)
     assert "before the first batch: start. conv.weight differs (2 of 2 differ)." in str(comparison)
 
 
@@ -123,27 +104,16 @@ def test_runs_of_which_not_every_step_was_recorded():
 
 
 def test_epochs_of_other_lengths_diverge_where_the_numbers_do():
-    divergence = compare(record(range(12), epochs_of=10), record(range(12), epochs_of=8)).divergence
-    assert (divergence.step, divergence.epoch, divergence.batch_idx, divergence.kind, divergence.missing_in) == (
-        8,
-        0,
-        8,
-        "data",
-        "B",
-    )
-    assert "Run B has no such value." in str(divergence)
+    found = compare(record(range(12), epochs_of=10), record(range(12), epochs_of=8)).divergence
+    assert (found.step, found.epoch, found.batch_idx, found.kind, found.missing_in) == (8, 0, 8, "data", "B")
+    assert "Run B has no such value." in str(found)
 
 
 def test_what_only_one_run_has_is_a_difference():
     table = record()[0].blocks[0][1].copy()
     table[3, 3 + 5] = 0
-    divergence = compare(record(), [FingerprintRecord(RecordHeader(detail="layer"), [(COLUMNS, table)])]).divergence
-    assert (divergence.step, divergence.kind, divergence.layer, divergence.missing_in) == (
-        2,
-        "gradient",
-        "fc.weight",
-        "B",
-    )
+    found = compare(record(), [FingerprintRecord(RecordHeader(detail="layer"), [(COLUMNS, table)])]).divergence
+    assert (found.step, found.kind, found.layer, found.missing_in) == (2, "gradient", "fc.weight", "B")
 
 
 def test_the_first_of_several_ranks_is_named():

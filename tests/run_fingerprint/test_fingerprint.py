@@ -57,14 +57,10 @@ def test_agrees_with_the_reference_implementation(elements):
     assert memory_hash([x]) == slow_hash(x.numpy().tobytes())
 
 
-def test_long_tensors_count_as_if_they_lay_one_after_another():
-    long = [torch.randn(2 * ROW + 2 * n, generator=torch.Generator().manual_seed(n)) for n in (500, 7, 40_000)]
-    assert memory_hash(long) == slow_hash(b"".join(x.numpy().tobytes() for x in long))
-
-
-def test_short_tensors_count_as_if_they_lay_one_after_another():
-    short = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 5, 1000, 3)]
-    assert memory_hash(short) == slow_hash(b"".join(x.numpy().tobytes() for x in short))
+@pytest.mark.parametrize("sizes", [[2 * ROW + 2 * n for n in (500, 7, 40_000)], [1, 5, 1000, 3]], ids=["long", "short"])
+def test_tensors_count_as_if_they_lay_one_after_another(sizes):
+    tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in sizes]
+    assert memory_hash(tensors) == slow_hash(b"".join(x.numpy().tobytes() for x in tensors))
 
 
 @given(st.data())

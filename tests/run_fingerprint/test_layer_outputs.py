@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from lightning_tricks.run_fingerprint.core.record import RecordHeader, read_record
@@ -140,15 +139,6 @@ def test_model_tensors_are_the_current_ones():
 def test_names_are_those_without_the_compiler():
     model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
     assert list(ModelTensors(model)()) == ["0.weight", "0.bias"]
-
-
-def test_a_hugging_face_model_shows_its_layers():
-    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
-    model = transformers.BertForSequenceClassification(config)
-    names = seen(model, lambda m: m(torch.ones(1, 4, dtype=torch.long)))
-    assert names[0] == "bert.embeddings.word_embeddings"
-    assert names[-1] == "classifier"
-    assert "bert.encoder.layer.1.attention.self.query" in names
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -104,50 +103,38 @@ def test_a_record_with_another_header_is_not_resumed(tmp_path):
 
 def test_other_files_are_refused_with_an_error(tmp_path):
     path = tmp_path / "run.jsonl"
-    for content in (
-        b"",
-        b"\n",
-        b"[1, 2]\n",
-        b'{"format": "x"}\n',
-        b'{"format": "x", "version": 1}\n',
-        b"\xff\xfe\x00",
-        b"torch",
-    ):
+    for content in (b"", b"[1, 2]\n", b'{"format": "x", "version": 1}\n', b"\xff\xfe\x00"):
         path.write_bytes(content)
         with pytest.raises(FingerprintRecordError, match=r"run.jsonl is not a file of RunFingerprint"):
             read_record(path)
-    recorded(path, 10)
-    text = path.read_text()
-    path.write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(FingerprintRecordError, match="version 2, but this lightning_tricks reads version 1: update"):
-        read_record(path)
-    path.write_text(text.replace('"rows": "', '"rows": "?'))
-    with pytest.raises(FingerprintRecordError, match="damaged in line 3"):
-        read_record(path)
+    with pytest.raises(FingerprintRecordError, match=f"{tmp_path.name} is "):
+        read_record(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("old", "new", "words"),
     [
-        ("world_size", 0, "damaged header: world_size must be"),
-        ("detail", "all", "damaged header: detail must be"),
-        ("unheard_of", 1, "damaged header: .*unheard_of"),
-        ("version", True, "is not a file of RunFingerprint"),
-        ("rank", [0], "is not a file of RunFingerprint"),
+        ('"version": 1', '"version": 2', "version 2, but this lightning_tricks reads version 1: update"),
+        ('"version": 1', '"version": true', "is not a file of RunFingerprint"),
+        ('"world_size": 1', '"world_size": 0', "damaged header: world_size must be"),
+        ('"detail": "step"', '"detail": "all"', "damaged header: detail must be"),
+        ('"version": 1', '"version": 1, "unheard_of": 1', "damaged header: .*unheard_of"),
+        ('"rank": 0', '"rank": [0]', "is not a file of RunFingerprint"),
+        ('"rows": "', '"rows": "?', "damaged in line 3"),
+        *(
+            ('["loss", "", 1]', column, "damaged in line 2: a column is malformed")
+            for column in ('["losses"]', '["forward", 3]', '["forward", "net", "2"]', '["forward", "net", true]')
+        ),
     ],
 )
-def test_a_header_that_no_run_writes_is_refused(tmp_path, field, value, words):
+def test_what_no_run_writes_is_refused(tmp_path, old, new, words):
     path = tmp_path / "run.jsonl"
     recorded(path, 10)
-    first, rest = path.read_text().split("\n", 1)
-    path.write_text(f"{json.dumps({**json.loads(first), field: value})}\n{rest}")
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
     with pytest.raises(FingerprintRecordError, match=words):
         read_record(path)
-
-
-def test_a_directory_is_refused(tmp_path):
-    with pytest.raises(FingerprintRecordError, match=f"{tmp_path.name} is "):
-        read_record(tmp_path)
 
 
 def test_a_resume_without_its_numbers_is_damage(tmp_path):
@@ -156,15 +143,6 @@ def test_a_resume_without_its_numbers_is_damage(tmp_path):
     with path.open("a") as file:
         file.write(json.dumps({"resume": [1, "2", 0, []]}) + "\n")
     with pytest.raises(FingerprintRecordError, match="damaged in line 4: a resume is malformed"):
-        read_record(path)
-
-
-@pytest.mark.parametrize("column", [["losses"], ["forward", 3], ["forward", "net", "2"], ["forward", "net", True]])
-def test_columns_that_no_step_makes_are_damage(tmp_path, column):
-    path = tmp_path / "run.jsonl"
-    recorded(path, 10)
-    path.write_text(path.read_text().replace('["loss", "", 1]', json.dumps(column)))
-    with pytest.raises(FingerprintRecordError, match="damaged in line 2: a column is malformed"):
         read_record(path)
 
 
@@ -177,9 +155,3 @@ def test_ranks_have_files_of_their_own(tmp_path):
     (tmp_path / "run.rank1.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match="rank1"):
         read_ranks(tmp_path / "run.jsonl")
-
-
-def test_values_are_the_same_on_machines_of_any_byte_order(tmp_path):
-    recorded(tmp_path / "run.jsonl", 1)
-    (row,) = read_record(tmp_path / "run.jsonl")
-    assert row.values.dtype == np.dtype("<i8")

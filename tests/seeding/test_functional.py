@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks import capture_rng_state, isolated_rng, restore_rng_state, seed_everything
 from lightning_tricks.seeding import derive_seed, isolated_seeding
+from tests.small import same
 
 
 def _draw():
@@ -40,7 +41,7 @@ def test_refuses_seeds_out_of_range(seed):
     state = capture_rng_state()
     with pytest.raises(ValueError, match=rf"\[0, 2\*\*32 - 1\] = \[0, 4294967295\], got {seed}"):
         seed_everything(seed)
-    assert _equal(capture_rng_state(), state)
+    assert same(capture_rng_state(), state)
     assert "PL_GLOBAL_SEED" not in os.environ
 
 
@@ -110,27 +111,11 @@ def test_refuses_an_unknown_switch():
     assert "PL_GLOBAL_SEED" not in os.environ
 
 
-@pytest.mark.trap("metrics: `torch.backends.cudnn.enable = True` is a silent no-op (the flag is `enabled`)")
-def test_enable_is_no_switch(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "enable", False, raising=False)
-    assert torch.backends.cudnn.enabled
-
-
 def test_logs_the_seed_only_when_asked(lightning_log):
     seed_everything(5, verbose=False)
     assert not lightning_log
     seed_everything(5)
     assert lightning_log == [("lightning.pytorch.tricks.seeding", "Seed set to 5")]
-
-
-def _equal(left, right):
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
-    if isinstance(left, tuple | list):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return left == right
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
@@ -151,7 +136,7 @@ def test_a_state_loads_with_weights_only(tmp_path):
     torch.save(state, tmp_path / "rng.pt")
     first = _draw()
     loaded = torch.load(tmp_path / "rng.pt", weights_only=True)
-    assert _equal(loaded, state)
+    assert same(loaded, state)
     restore_rng_state(loaded)
     assert _draw() == first
 
@@ -160,7 +145,7 @@ def test_a_state_that_lacks_a_generator_changes_nothing():
     before = capture_rng_state()
     with pytest.raises(ValueError, match=r"lacks \['numpy', 'cuda'\]"):
         restore_rng_state({"python": before["python"], "torch": before["torch"]})
-    assert _equal(capture_rng_state(), before)
+    assert same(capture_rng_state(), before)
 
 
 def test_a_state_with_more_devices_than_the_machine(monkeypatch):
@@ -174,7 +159,7 @@ def test_isolated_block_leaves_the_random_state_untouched():
     before = capture_rng_state()
     with isolated_rng():
         continued = _draw()
-    assert _equal(capture_rng_state(), before)
+    assert same(capture_rng_state(), before)
     assert _draw() == continued
 
 
@@ -184,7 +169,7 @@ def test_isolated_block_starts_from_its_seed():
     before = capture_rng_state()
     with isolated_rng(seed=9):
         assert _draw() == expected
-    assert _equal(capture_rng_state(), before)
+    assert same(capture_rng_state(), before)
     assert os.environ["PL_GLOBAL_SEED"] == "9"
 
 
@@ -199,7 +184,7 @@ def test_isolated_block_restores_through_an_exception_and_decorates():
     for _ in range(2):
         with pytest.raises(KeyError):
             fails()
-    assert _equal(capture_rng_state(), before)
+    assert same(capture_rng_state(), before)
     with pytest.raises(ValueError, match="got -3"), isolated_rng(seed=-3):
         pass
 
@@ -222,7 +207,7 @@ def test_isolated_seeding_restores_random_state_switches_and_environment(monkeyp
     with isolated_seeding():
         seed_everything(1, verbose=False, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
-    assert _equal(capture_rng_state(), before)
+    assert same(capture_rng_state(), before)
     assert _switches() == switches
     assert os.environ["PL_GLOBAL_SEED"] == "8"
     assert not {"PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG"} & os.environ.keys()

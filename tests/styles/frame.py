@@ -12,7 +12,7 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,13 @@ class Style:
     Args:
         script: It trains with the callbacks of a `Job`.
         metrics: What MetricsMonitor measures; None where the steps return nothing to measure, which it says.
-        images: Whether ImageLogger is added: batches hold images, and the steps return what it shows.
         says: Regular expressions of other warnings that the callbacks owe in this style.
-        left_out: Callback -> words in which it refuses this style, and without which the others are run.
         resumed: Regular expressions of what AutoResume owes at a resume.
     """
 
     script: Callable[[Job], None]
     metrics: Mapping[str, Any] | None = None
-    images: bool = False
     says: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
     resumed: tuple[str, ...] = ()
 
     def expected(self) -> list[str]:
@@ -64,8 +60,7 @@ class Style:
 
     def added(self, folder: Path) -> dict[str, dict[str, Any]]:
         """What `callbacks=[...]` gains: those that look, and those that change a run, where they change nothing."""
-        found = added(folder, self.metrics) | ({"ImageLogger": {"n": 4}} if self.images else {})
-        return {name: given for name, given in found.items() if name not in self.left_out}
+        return added(folder, self.metrics)
 
 
 def style(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:

@@ -9,7 +9,6 @@ import random
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Subset
 
 from tests.contract.cases import CASES
 from tests.contract.lab import attributes, full, traces, unscaled
-from tests.small import QUIET, digits, fork, real_fp16
+from tests.small import QUIET, Hooks, digits, fork, real_fp16
 from tests.together.everything import NORM_TYPE
 
 VALIDATED = 38  # on two ranks, one sample is repeated
@@ -140,17 +139,14 @@ def _own_attributes(name: str, callback: Callback) -> dict[str, Any]:
     return {k: v for k, v in attributes(pickle.loads(pickle.dumps(callback))).items() if k not in ignored}
 
 
-class StopsAt(Callback):
-    """Sends the last rank a signal after one of its batches, counted from its start."""
+def stops_at(batch: int, number: int = signal.SIGTERM) -> Hooks:
+    """Send the last rank a signal after one of its batches, counted from its start."""
 
-    training_arguments = ()  # it is there once
+    def stop(trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == batch and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), number)
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx + 1 == self.batch and trainer.global_rank == trainer.world_size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+    return Hooks(on_train_batch_end=stop)
 
 
 @dataclass(frozen=True)
@@ -240,15 +236,3 @@ def logged_rows(folder: Path) -> list[dict[str, str]]:
     with file.open() as lines:
         rows = [{k: v for k, v in row.items() if v and not k.startswith(_READINGS)} for row in csv.DictReader(lines)]
     return [row for row in rows if row.keys() - {"step", "epoch"}]
-
-
-@contextmanager
-def working_in(folder: Path):
-    """Let relative paths start there."""
-    before = Path.cwd()
-    folder.mkdir(parents=True, exist_ok=True)
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)

@@ -1,13 +1,19 @@
-"""A probe for each private symbol of tensors, operators and optimizers; run with the oldest and the newest torch."""
+"""A probe for each private symbol of tensors, operators, gradients and optimizers; with the oldest and newest torch."""
 
+from functools import partial
 from importlib.util import find_spec, module_from_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+from torch.optim import SGD
+from torch.optim import lr_scheduler as lrs
+from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks._torch_compat import fake_tensors, foreach, operators, optimizers, tensors
+from lightning_tricks._torch_compat.gradients import observing_clipping, observing_cut_checkpoints
 
 ATEN = torch.ops.aten
 
@@ -108,6 +114,38 @@ def test_a_fused_optimizer_unscales_by_itself():
     scaler.unscale_(optimizer)
     assert optimizers.is_unscaled(scaler, optimizer)
     assert weight.grad.item() == 1
+
+
+def test_inner_schedulers_and_last_rates():
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    parts = [lrs.ConstantLR(optimizer), lrs.StepLR(optimizer, 1)]
+    assert optimizers.inner_schedulers(lrs.SequentialLR(optimizer, parts, [2])) == parts
+    assert optimizers.inner_schedulers(lrs.ChainedScheduler(parts)) == parts
+    assert optimizers.inner_schedulers(parts[0]) == []
+    for scheduler in (parts[0], lrs.ReduceLROnPlateau(optimizer)):
+        optimizers.set_last_lr(scheduler, [0.5])
+        assert scheduler.get_last_lr() == [0.5]
+
+
+def test_calls_that_clip_are_seen_and_clip_as_before():
+    weight, seen = torch.ones(2, requires_grad=True), []
+    with observing_clipping(lambda parameters, bound: seen.append((parameters, bound))):
+        for clip in (clip_grad_norm_, clip_grad_value_, lambda p, n: clip_grads_with_norm_(p, n, torch.tensor(4.0))):
+            weight.grad = torch.tensor([3.0, 4.0])
+            clip(iter([weight]), 2)
+            assert weight.grad.max() <= 2
+    clip_grad_norm_(weight, 1.0)
+    assert [(parameter is weight, bound) for (parameter,), bound in seen] == [(True, 2.0)] * 3
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpoints_that_give_no_gradient_are_seen():
+    layer, seen = torch.nn.Linear(1, 1), []
+    for again in (True, False):
+        with observing_cut_checkpoints(partial(seen.append, again)):
+            for needs_gradient in (True, False):
+                checkpoint(layer, torch.ones(1, 1, requires_grad=needs_gradient), use_reentrant=again)
+    assert seen == [True]
 
 
 BARE = SimpleNamespace()

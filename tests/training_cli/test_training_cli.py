@@ -24,6 +24,7 @@ from lightning_tricks.gradient_clipping.core.methods import METHODS
 from tests.architecture.persisted_names import actions_of
 from tests.contract.cases import CASES
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
+from tests.small import same
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 
@@ -104,10 +105,6 @@ def trained(monkeypatch):
     return seen
 
 
-def _same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
-
-
 @pytest.mark.oldest
 def test_every_callback_is_known_by_its_short_name(config):
     callbacks = [{"class_path": name, "init_args": dict(case.arguments)} for name, case in CASES.items()]
@@ -167,9 +164,9 @@ def test_a_module_of_the_working_directory_trains_as_in_a_script(command, traine
     options = {"max_steps": 20, "logger": False, "enable_checkpointing": False}
     Trainer(callbacks=[SeedEverything(7)], **options).fit(module, Digits())
     begun, ended, begun_of_script, ended_of_script = trained
-    assert _same(begun, begun_of_script)
-    assert _same(ended, ended_of_script)
-    assert not _same(begun, ended)
+    assert same(begun, begun_of_script)
+    assert same(ended, ended_of_script)
+    assert not same(begun, ended)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +184,8 @@ def test_seeds_that_agree_are_one_seed(seeded, command, trained):
     seed_everything(7)
     from my_project import Net
 
-    assert _same(trained[0], Net().state_dict())
-    assert _same(trained[1], trained[3])
+    assert same(trained[0], Net().state_dict())
+    assert same(trained[1], trained[3])
 
 
 def test_nothing_is_seeded_unless_it_is_asked_for(command, trained):
@@ -199,7 +196,7 @@ def test_nothing_is_seeded_unless_it_is_asked_for(command, trained):
     from my_project import Net
 
     torch.set_rng_state(expected)
-    assert _same(trained[0], Net().state_dict())
+    assert same(trained[0], Net().state_dict())
 
 
 def test_a_saved_configuration_runs_again_and_none_is_overwritten(command):
