@@ -12,7 +12,7 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ class Style:
         script: It trains with the callbacks of a `Job`.
         metrics: What MetricsMonitor measures; None where the steps return nothing to measure, which it says.
         says: Regular expressions of other warnings that the callbacks owe in this style.
+        left_out: Callback -> words in which it refuses this style, and without which the others are run.
         resumed: Regular expressions of what AutoResume owes at a resume.
     """
 
     script: Callable[[Job], None]
     metrics: Mapping[str, Any] | None = None
     says: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     resumed: tuple[str, ...] = ()
 
     def expected(self) -> list[str]:
@@ -60,7 +62,7 @@ class Style:
 
     def added(self, folder: Path) -> dict[str, dict[str, Any]]:
         """What `callbacks=[...]` gains: those that look, and those that change a run, where they change nothing."""
-        return added(folder, self.metrics)
+        return {name: given for name, given in added(folder, self.metrics).items() if name not in self.left_out}
 
 
 def style(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:

@@ -3,16 +3,19 @@
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import hydra
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.utilities import CombinedLoader
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.styles.frame import Job, points, style
 
@@ -39,9 +42,28 @@ class Plain:
         return len(self.x)
 
 
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Item:
+    x: Tensor
+    y: Tensor
+
+
 # Each makes a batch of (x, y)
 KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dict_of_dicts_with_texts": lambda x, y: {"x": {"x": x}, "y": y, "ids": [str(i) for i in y], "source": "here"},
+    "nested_tuple": lambda x, y: ((x, (x.flip(0), None)), y),
+    "named_tuple": Named,
+    "dataclass": Item,
+    "model_output": lambda x, y: SequenceClassifierOutput(logits=x, loss=y),
+    "list_of_samples": lambda x, y: [{"x": row, "y": label} for row, label in zip(x, y, strict=True)],
+    "one_tensor": lambda x, y: torch.cat([x, y[:, None].float()], dim=1),
+    "sparse": lambda x, y: (x.to_sparse(), y),
+    "numpy": lambda x, y: (x.numpy(), y.numpy()),
     "object_that_moves_itself": Movable,
     "plain_object": Plain,
     "packed": lambda x, y: (nn.utils.rnn.pack_padded_sequence(x[:, :, None], [6] * len(x), batch_first=True), y),
@@ -51,15 +73,22 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 def unpack(batch: Any) -> tuple[Tensor, Tensor]:
     """Find x and y in a batch of any kind."""
+    if isinstance(batch, Tensor):
+        return batch[:, :6], batch[:, 6].long()
+    if isinstance(batch, SequenceClassifierOutput):
+        return batch.logits, batch.loss
     if isinstance(batch, dict):
         x = batch["x"]
         return (x["x"] if isinstance(x, dict) else x), batch["y"]
-    if isinstance(batch, Movable | Plain):
+    if isinstance(batch, Item | Movable | Plain):
         return batch.x, batch.y
+    if isinstance(batch[0], dict):
+        return torch.stack([sample["x"] for sample in batch]), torch.stack([sample["y"] for sample in batch])
     x, y = batch
     if isinstance(x, nn.utils.rnn.PackedSequence):
         return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0][..., 0], y
-    return torch.stack(x.unbind()), y
+    x = x[0] if isinstance(x, tuple | list) else torch.as_tensor(x)
+    return (torch.stack(x.unbind()) if x.is_nested else x.to_dense()), torch.as_tensor(y)
 
 
 class Classifier(LightningModule):
@@ -253,6 +282,47 @@ def learning_to_learn(job: Job) -> None:
     job.fit(Adapts(), *loaders(), inference_mode=False)
 
 
+class Gan(LightningModule):
+    """Two optimizers that are toggled, and a slope in the loss of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.discriminator = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def slope(self, real, fake):
+        mixed = (real + torch.rand(len(real), 1) * (fake - real)).requires_grad_()
+        (slope,) = torch.autograd.grad(self.discriminator(mixed).sum(), mixed, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    def training_step(self, batch):
+        z, softplus = torch.randn(len(batch[0]), 4), nn.functional.softplus
+        fake = self.generator(z)
+        losses = {
+            "generated": lambda: softplus(-self.discriminator(self.generator(z))).mean(),
+            "judged": lambda: (
+                softplus(-self.discriminator(batch[0])).mean()
+                + softplus(self.discriminator(fake.detach())).mean()
+                + self.slope(batch[0], fake.detach())
+            ),
+        }
+        for (name, loss), optimizer in zip(losses.items(), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            self.log(name, value := loss())
+            self.manual_backward(value)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.discriminator)]
+
+
+@style()
+def gan_with_toggled_optimizers(job: Job) -> None:
+    job.fit(Gan(), loaders()[0])
+
+
 class Endless(IterableDataset):
     """A stream without length, in chunks that are shuffled."""
 
@@ -277,6 +347,45 @@ def stream_without_length(job: Job) -> None:
         val_check_interval=7,
         check_val_every_n_epoch=None,
     )
+
+
+class SemiSupervised(Classifier):
+    """Labelled and unlabelled data side by side, and two sets to validate on."""
+
+    def train_dataloader(self):
+        labelled, unlabelled = (DataLoader(points(seed=seed), batch_size=4, shuffle=True) for seed in (1, 3))
+        return CombinedLoader({"labelled": labelled, "unlabelled": unlabelled}, "max_size_cycle")
+
+    def val_dataloader(self):
+        return [DataLoader(points(12, seed), batch_size=4) for seed in (4, 5)]
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch["labelled"], batch_idx)
+        unsure = self(batch["unlabelled"][0]).softmax(1)
+        return outputs | {"loss": outputs["loss"] + 0.1 * -(unsure * unsure.log()).sum(1).mean()}
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        return super().validation_step(batch, batch_idx)
+
+
+@style(metrics=CLASSES)
+def several_loaders_at_once(job: Job) -> None:
+    job.fit(SemiSupervised())
+
+
+class FetchesItself(Classifier):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@style(
+    metrics=CLASSES,
+    left_out={"AutoResume": r"AutoResume cannot follow training_step\(dataloader_iter\)"},
+    says=(r"FlopsReport", r"training_step takes `dataloader_iter`"),
+)
+def step_that_fetches_its_batches(job: Job) -> None:
+    job.fit(FetchesItself(), DataLoader(points(), batch_size=4, shuffle=True))
 
 
 class Data(LightningDataModule):

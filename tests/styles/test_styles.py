@@ -36,13 +36,14 @@ def test_all_callbacks_change_nothing_and_warn_of_what_is_so(tmp_path, name):
 
 
 # What a run that has been resumed must carry on to the next: the rest is stopped once, by an error or a signal in turn
-TWICE = ["state_that_is_no_tensor"]
+TWICE = ["state_that_is_no_tensor", "several_loaders_at_once"]
+STOPPED = [name for name in STYLES if "AutoResume" not in STYLES[name].left_out]
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", STOPPED)
 @pytest.mark.sampled(2, 1)
 def test_stopped_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
-    stops = STOPS if name in TWICE else [(STOPS[list(STYLES).index(name) % 2][0], 5)]
+    stops = STOPS if name in TWICE else [(STOPS[STOPPED.index(name) % 2][0], 5)]
     style = STYLES[name]
     run = train(style.script, tmp_path / "with", style.added(tmp_path / "with"), stops)
     assert differences(run, bare(name, tmp_path / "bare")) == []
