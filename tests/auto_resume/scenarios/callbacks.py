@@ -126,12 +126,12 @@ def _prune(job: Job, permanent: bool) -> None:
     job.fit(net, prunes)
 
 
-@scenario(warning="the parameter body.0.weight_orig")
+@scenario()
 def pruning(job: Job) -> None:
     _prune(job, permanent=True)
 
 
-@scenario(warning="the parameter body.0.weight_orig")
+@scenario()
 def pruning_that_keeps_its_masks(job: Job) -> None:
     _prune(job, permanent=False)
 

@@ -238,7 +238,7 @@ def head_left_out_in_the_first_epoch(trainer, module):
     trainer.optimizers[0].param_groups[0]["params"] = list(module.parameters())
 
 
-@changes(first=lambda trainer, module: prune.random_unstructured(module.head, "weight", 0.5), warning="head.weight")
+@changes(first=lambda trainer, module: prune.random_unstructured(module.head, "weight", 0.5))
 def head_pruned_in_the_first_epoch(trainer, module):
     prune.remove(module.head, "weight")
 
