@@ -13,15 +13,12 @@ import os
 import platform
 import random
 import resource
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -169,19 +166,15 @@ def job(folder: Path, options: dict[str, Any]) -> None:
     others: list[Callback] = [Waits(folder / options["waits"])] if options.get("waits") else []
     if options.get("change"):
         others.append(Kill("on_train_batch_end", STEPS_AT_MOST, "SIGKILL"))
-    loggers = [
-        Notes(folder),
-        CSVLogger(folder / "csv", ""),
-        CSVLogger(output, "csv"),
-        RunIds(output, around["run"]["id"]),
-    ]
+    csv = CSVLogger(folder / "csv", "")
+    loggers = [Notes(folder), csv, CSVLogger(output, "csv"), RunIds(output, around["run"]["id"])]
     module = RequeuedNet(around, BATCHES * options["epochs"])
     trainer = Job(folder, {**DEFAULTS, **options}).fit(
         module, fixed, dated, *others, logger=loggers, max_epochs=options["epochs"]
     )
     trainer.test(module, Job(folder, DEFAULTS).held_out(), ckpt_path="best", verbose=False)
     found = {
-        "rows": (Path(loggers[1].log_dir) / "metrics.csv").read_text().splitlines(),
+        "rows": (Path(csv.log_dir) / "metrics.csv").read_text().splitlines(),
         "best": _weights(fixed.best_model_path),
         "last": _weights(fixed.last_model_path),
         "best files": sorted(Path(name).name for name in fixed.best_k_models),
@@ -202,8 +195,8 @@ def _weights(path: str) -> str:
 class Chain:
     """A command that is requeued."""
 
-    def __init__(self, folder: Path, requeues: int, seed: int, mounts: bool = True) -> None:
-        self.killed, self.whole, self.requeues, self.mounts = folder / "killed", folder / "whole", requeues, mounts
+    def __init__(self, folder: Path, requeues: int, seed: int) -> None:
+        self.killed, self.whole, self.requeues = folder / "killed", folder / "whole", requeues
         self.chance = random.Random(seed)
         self.epochs = 2 + requeues * 5 // BATCHES
         kinds = self.chance.sample(TROUBLES, len(TROUBLES))
@@ -216,24 +209,21 @@ class Chain:
         if run(self.whole, undisturbed, script=job) != 0:
             raise RuntimeError((self.whole / "whole.txt").read_text()[-3000:])
         (self.killed / "resume").mkdir(parents=True)
-        with memory_disk(self.killed / "resume") if self.mounts else nullcontext(False) as is_mounted:
-            for number in range(self.requeues):
-                self._requeue(number, is_mounted)
-            self._start(self.requeues, "to its end", "")
-            return [*self._problems(), *self._differences()]
+        for number in range(self.requeues):
+            self._requeue(number)
+        self._start(self.requeues, "to its end", "")
+        return [*self._problems(), *self._differences()]
 
-    def _requeue(self, number: int, is_mounted: bool) -> None:
+    def _requeue(self, number: int) -> None:
         what = self.troubles.get(number, KILLED)
         if what == TWICE:
             self._start_twice(number)
         elif what == IN_A_SAVE:
             self._start(number, what, "on_save_checkpoint", kill=["on_save_checkpoint", 2, "SIGTERM"])
         elif what == FULL:
-            kill, part = ["on_train_batch_end", 6, "SIGKILL"], newest_checkpoint(self.killed).stat().st_size * 2 // 3
-            left = self.chance.choice((0, part)) if is_mounted else part  # with nothing left it cannot even start
-            with filled(self.killed / "resume", left) if is_mounted else nullcontext():
-                moment = f"6. on_train_batch_end, SIGKILL; {left} bytes left"
-                self._start(number, what, moment, kill=kill, bytes=0 if is_mounted else left)
+            left = newest_checkpoint(self.killed).stat().st_size * 2 // 3
+            moment = f"6. on_train_batch_end, SIGKILL; files of at most {left} bytes"
+            self._start(number, what, moment, kill=["on_train_batch_end", 6, "SIGKILL"], bytes=left)
         else:
             if what == EMPTY:
                 os.truncate(newest_checkpoint(self.killed), 0)
@@ -301,26 +291,6 @@ def newest_checkpoint(folder: Path) -> Path:
     return max((folder / "resume/.auto_resume").glob("*-epoch=*-step=*[0-9]/meta.pt"))
 
 
-@contextmanager
-def memory_disk(folder: Path) -> Iterator[bool]:
-    """Mount a disk in memory on a folder, where this process may do that; yield whether it did."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    is_mounted = sys.platform == "linux" and subprocess.run(command, capture_output=True, check=False).returncode == 0
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
-@contextmanager
-def filled(disk: Path, left: int) -> Iterator[None]:
-    """Fill a disk, but for so many bytes."""
-    (disk / "others").write_bytes(bytes(max(0, shutil.disk_usage(disk).free - left)))
-    yield
-    (disk / "others").unlink()
-
-
 def as_table(chains: list[Chain]) -> str:
     """Return what chains did as Markdown."""
     lines = [
@@ -351,7 +321,7 @@ def main() -> None:
     chains, problems = [], []
     for number in range(arguments.chains):
         with tempfile.TemporaryDirectory() as folder:
-            chains.append(Chain(Path(folder), arguments.requeues, arguments.seed + number, mounts=number % 2 == 0))
+            chains.append(Chain(Path(folder), arguments.requeues, arguments.seed + number))
             problems += [f"chain {number}: {problem}" for problem in chains[-1].run()]
     sys.stdout.write("\n".join([as_table(chains), *problems, f"{len(problems)} not as they must be", ""]))
     if arguments.result:

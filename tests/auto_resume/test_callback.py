@@ -21,16 +21,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import (
     AutoResume,
-    BaggingClassifier,
-    FusionClassifier,
     GradientClipping,
-    SnapshotEnsembleClassifier,
-    VotingClassifier,
     cli,
     seed_everything,
 )
@@ -41,7 +36,6 @@ from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 from tests.auto_resume.killing import STOPPED
-from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
 from tests.small import QUIET, Net, digits, loader, same
 
@@ -331,7 +325,6 @@ OTHERS = {  # what writes as well, and the `ckpt_path` of the script
 
 
 @pytest.mark.filterwarnings(
-    "error:AutoResume",
     "ignore:.*the best checkpoint .* is gone",
     "ignore:.*was called without a model",
     "ignore:Checkpoint directory",
@@ -400,7 +393,7 @@ def test_the_second_fit_resumes_the_second_fit(tmp_path):
     assert (tmp_path / "fit2" / ".auto_resume" / "status.json").exists()
 
 
-@pytest.mark.filterwarnings("error:AutoResume", "ignore:.*was called without a model", "ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:Checkpoint directory")
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 def test_what_the_second_fit_wrote_is_not_taken_by_the_first(tmp_path):
     def script(folder, *callbacks):
@@ -415,7 +408,6 @@ def test_what_the_second_fit_wrote_is_not_taken_by_the_first(tmp_path):
     assert same(weights(script(tmp_path / "killed")), weights(whole))
 
 
-@pytest.mark.filterwarnings("error:AutoResume")
 def test_a_fit_from_the_checkpoint_of_the_one_before(tmp_path):
     def script(folder, *callbacks):
         guard = AutoResume(folder / "runs")
@@ -579,24 +571,6 @@ def test_steps_that_nobody_counts_are_told(tmp_path):
         UserWarning, match="every_n_train_steps=2 saved nothing in the first epoch, as Lightning counted"
     ):
         fit(AutoResume(tmp_path, every_n_train_steps=2), module=lambda: Means(None, False), epochs=3)
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.parametrize(
-    ("kind", "workers"),
-    [(VotingClassifier, None), (BaggingClassifier, 0), (FusionClassifier, 2), (SnapshotEnsembleClassifier, 0)],
-)
-def test_an_ensemble_resumes_bit_for_bit(tmp_path, kind, workers):
-    """Of tensors in memory, and of samples with noise that the process or its workers read."""
-
-    def ensemble():
-        return kind(nn.Sequential(nn.Linear(64, 12), nn.Dropout(0.2), nn.Linear(12, 10)), 2)
-
-    data = digits() if workers is None else Digits(40)
-    options = {"module": ensemble, "data": DataLoader(data, 4, shuffle=True, num_workers=workers or 0)}
-    whole = fit(**options)
-    stop(AutoResume(tmp_path), **options)
-    assert same(weights(fit(AutoResume(tmp_path), **options)), weights(whole))
 
 
 def test_commands(tmp_path, capsys):

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 from lightning_tricks import AutoResume, GradientClipping, seed_everything
-from tests.small import same
+from tests.small import QUIET, same
 
 STOPPED_AT, RESUMED_AT, BATCHES = 15, 14, 11
 
@@ -52,11 +52,8 @@ class Net(LightningModule):
         script = THIS
         groups: Any = [one for one in self.net.parameters() if one.requires_grad]
         if script["groups"]:
-            layers = (self.net[0], self.net[3])
-            groups = [
-                {"params": part.parameters(), "weight_decay": decay}
-                for part, decay in zip(layers, script["groups"], strict=True)
-            ]
+            layers = zip((self.net[0], self.net[3]), script["groups"], strict=True)
+            groups = [{"params": part.parameters(), "weight_decay": decay} for part, decay in layers]
         if script["temperature"]:
             self.temperature = nn.Parameter(torch.ones(script["temperature"]))
             groups = [*groups, self.temperature]
@@ -92,13 +89,6 @@ class Augmented(TensorDataset):
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         return (x if self.transform is None else self.transform(x)), y
-
-
-class OtherData(Augmented):
-    """Another class of the same data."""
-
-    def __len__(self) -> int:
-        return super().__len__()
 
 
 class Scale:
@@ -200,17 +190,8 @@ def run(folder: Any, *callbacks: Callback, guard: Any = None, **edits: Any) -> t
         arguments |= {"shuffle": None, "sampler": script["sampler"](x)}
     module = script["module"](script, script["argument"])
     guards = [AutoResume(folder, every_n_train_steps=2, **(guard or {}))] if folder else []
-    given: dict[str, Any] = {
-        "accelerator": "cpu",
-        "callbacks": [*guards, *script["callbacks"](), *callbacks],
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-        "log_every_n_steps": 1,
-        "logger": False,
-        "max_epochs": script["epochs"],
-    }
-    trainer = Trainer(**{**given, **script["trainer"]})
+    given = {**QUIET, "callbacks": [*guards, *script["callbacks"](), *callbacks], "log_every_n_steps": 1}
+    trainer = Trainer(**{**given, "max_epochs": script["epochs"], **script["trainer"]})
     try:
         trainer.fit(module, DataLoader(data, **arguments))
     except RuntimeError as error:
@@ -275,23 +256,8 @@ class Decay:
         return self.value
 
 
-def _remembered(factor: float) -> tuple[Any, dict[str, Any], str]:
-    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(factor)), {}, "step"
-
-
 def _plateau(factor: float) -> tuple[Any, dict[str, Any], str]:
     return lr_scheduler.ReduceLROnPlateau, {"factor": factor, "patience": 0, "threshold": 10.0}, "epoch"
-
-
-class Polynomial(lr_scheduler.LRScheduler):
-    """A schedule as people write them."""
-
-    def __init__(self, optimizer: Any, power: float, last_epoch: int = -1) -> None:
-        self.power = power
-        super().__init__(optimizer, last_epoch)
-
-    def get_lr(self):
-        return [base / (1 + self.last_epoch) ** self.power for base in self.base_lrs]
 
 
 def _warm_up(optimizer: Any, gamma: float) -> Any:
@@ -302,25 +268,6 @@ def _warm_up(optimizer: Any, gamma: float) -> Any:
 def _backwards(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     """Give the parameters in another order, as a set of them does in another process."""
     return torch.optim.SGD(parameters[::-1], **options)
-
-
-class Wrapper(torch.optim.SGD):
-    """An optimizer around another one, whose groups it shares."""
-
-    def __init__(self, parameters: Any, lr: float, **options: Any) -> None:
-        super().__init__(parameters, lr, **options)
-        self.base = torch.optim.SGD(self.param_groups, lr, **options)
-        self.param_groups = self.base.param_groups
-
-    def state_dict(self):
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self.base.load_state_dict(state_dict)
-        self.param_groups = self.base.param_groups
-
-    def step(self, closure=None):
-        return self.base.step(closure)
 
 
 class EachOther(Sampler):
@@ -412,19 +359,10 @@ EDITS = {
         refused=(r"SGD.groups\[1\].weight_decay: 0.0 -> 0.1",),
         by_hand=_set_option("weight_decay", 0.1, slice(1, 2)),
     ),
-    "betas": Edit(
-        {"options": {"betas": (0.5, 0.9)}},
-        ADAM,
-        refused=(r"Adam.betas: \[0.9, 0.999\] -> \[0.5, 0.9\]",),
-        by_hand=_set_option("betas", (0.5, 0.9)),
-    ),
     "an option with another moment": Edit(
         {"options": {"amsgrad": True}}, ADAM, refused=("Adam.amsgrad: False -> True",)
     ),
     "another optimizer": Edit({"optimizer": torch.optim.Adam, "options": {}}, refused=("optimizer 0: SGD -> Adam",)),
-    "lr in a wrapper": Edit(
-        {"lr": 0.01}, {"optimizer": Wrapper}, refused=("Wrapper.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)
-    ),
     "kernels of an optimizer": Edit(
         {"options": {"momentum": 0.9, "foreach": True}}, {"options": {"momentum": 0.9, "foreach": False}}
     ),
@@ -447,16 +385,6 @@ EDITS = {
         {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.9**step}, "step")},
         {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.8**step}, "step")},
         refused=("LambdaLR.lr_lambdas.code: 'bytecode .*' -> 'bytecode .*'",),
-    ),
-    "an object that is called": Edit(
-        {"schedule": _remembered(0.8)},
-        {"schedule": _remembered(0.9)},
-        refused=("LambdaLR.lr_lambdas.factor: 0.9 -> 0.8", "LambdaLR.lr_lambdas.value: 0.9 -> 0.8"),
-    ),
-    "a schedule of a user": Edit(
-        {"schedule": (Polynomial, {"power": 1.0}, "step")},
-        {"schedule": (Polynomial, {"power": 0.5}, "step")},
-        refused=("Polynomial.power: 0.5 -> 1.0",),
     ),
     "a part of a schedule": Edit(
         {"schedule": (_warm_up, {"gamma": 0.5}, "step")},
@@ -492,7 +420,6 @@ EDITS = {
         {"sampler": lambda x: EachOther(len(x))},
         refused=("train_dataloader.sampler.start: 0 -> 7",),
     ),
-    "class of the data": Edit({"data": OtherData}, refused=("train_dataloader.dataset: Augmented -> OtherData",)),
     "argument of the data": Edit({"data_arguments": {"crop": 8}}, refused=("train_dataloader.dataset.crop: 4 -> 8",)),
     "more data": Edit({"rows": 60}, refused=("train_dataloader.dataset.length: 44 -> 60",)),
     "another transform": Edit(
@@ -706,9 +633,8 @@ def test_a_function_of_the_step_is_called_as_often_as_without(tmp_path):
     assert number_of_calls(tmp_path / "stopped", 0.8, on_change="new") == 1 + 33 - RESUMED_AT
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_all_ranks_refuse_and_take_what_changed(ranks, tmp_path):
-    ways = {"trainer": {"devices": ranks, "strategy": "ddp_fork"}}
+def test_all_ranks_refuse_and_take_what_changed(tmp_path):
+    ways = {"trainer": {"devices": 2, "strategy": "ddp_fork"}}
     run(tmp_path, **ways, epochs=1)
     with pytest.raises(Exception, match=r"SGD\.lr: 0\.1 -> 0\.01"):
         run(tmp_path, **ways, epochs=1, lr=0.01)

@@ -1,6 +1,5 @@
 """Real processes, killed by real signals and started again: they end where the undisturbed run does, bit for bit."""
 
-import itertools
 import os
 import random
 import resource
@@ -16,22 +15,13 @@ from tests.auto_resume.killing import (
     differences,
     kill_at,
     one_in_three_with_the_oldest,
-    phases_of,
     resumed_at,
     run,
     start_on_terminal,
 )
 
-WAYS = {"workers": (0, 2), "ranks": (1, 2), "accumulate": (1, 3), "validate": ("none", 4, "epoch")}
-# Half of all combinations, among which is every combination of two values; `make soak` takes any
-MATRIX = [
-    [values[index] for values, index in zip(WAYS.values(), indices, strict=True)]
-    for indices in itertools.product(*(range(len(values)) for values in WAYS.values()))
-    if sum(indices) % 2 == 0
-]
 SMALL = {"samples": 28}  # 7 batches of 4
 FEW_FORKS = {"sanity": 0, "val_loaders": 1}  # in each epoch each loader forks its workers anew
-SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1")
 
 
 @pytest.fixture
@@ -50,25 +40,6 @@ def assert_as_undisturbed(folders, options, kills):
     return statuses
 
 
-@pytest.mark.trap("resume: a mid-epoch checkpoint repeats and misses samples, with new random numbers")
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(tuple(WAYS), MATRIX)
-def test_killed_twice_and_resumed_is_as_undisturbed(folders, workers, ranks, accumulate, validate):
-    """Kills in a chain for each way to train, at phases and by signals that the case chooses."""
-    options = {"workers": workers, "ranks": ranks, "accumulate": accumulate, "validate": validate}
-    options |= {"strategy": "ddp_fork", "epochs": 2, **SMALL, **(FEW_FORKS if workers else {})}
-    options |= {"persistent": ranks == 2 and accumulate == 3}
-    chance = random.Random(repr(options))
-    first = ["in the middle of an epoch", chance.choice(phases_of(options))]
-    names = ["SIGKILL", chance.choice(SIGNALS)] if ranks == 1 else ["SIGKILL", "SIGKILL"]
-    kills = [kill_at(phase, name, options, chance.randrange(ranks)) for phase, name in zip(first, names, strict=True)]
-    if workers and ranks > 1:
-        kills = kills[:1]  # these take longest
-    statuses = assert_as_undisturbed(folders, options, kills)
-    assert statuses[0] == (-9 if ranks == 1 else 1)
-    assert resumed_at(folders[0])[0] > 0
-
-
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if not phase.startswith("after the")])
 def test_stopped_at_each_phase(folders, phase):
     """SIGTERM ends the run with the exit code that asks for another start, wherever it comes."""
@@ -77,10 +48,13 @@ def test_stopped_at_each_phase(folders, phase):
 
 
 @pytest.mark.oldest
+@pytest.mark.trap("resume: a mid-epoch checkpoint repeats and misses samples, with new random numbers")
 @pytest.mark.parametrize(
     "options",
     one_in_three_with_the_oldest(
         {"workers": 2, "persistent": True, "validate": 3},
+        {"ranks": 2, "strategy": "ddp_fork", "accumulate": 3, "validate": 4},
+        {"accumulate": 3, "validate": "none"},
         {"loader": "generator", "workers": 2},
         {"iterable": "unsized"},
         {"iterable": "sized", "workers": 2},
@@ -91,6 +65,7 @@ def test_stopped_at_each_phase(folders, phase):
         {"asks": True, "early": 1},
         {"loader": "streams"},
         {"asks": True, "workers": 2, "ranks": 2, "strategy": "ddp_fork"},
+        {"workers": 2, "accumulate": 3, "validate": "none"},
     ),
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -98,10 +73,7 @@ def test_stopped_at_each_phase(folders, phase):
 def test_every_way_to_train(folders, options):
     """Killed in the middle of an epoch, resumed, and killed at its end."""
     options = {**SMALL, **(FEW_FORKS if options.get("workers") else {}), **options}
-    kills = [
-        kill_at("in the middle of an epoch", "SIGKILL", options),
-        ["on_train_epoch_end", 1, "SIGKILL", 0],
-    ]
+    kills = [kill_at("in the middle of an epoch", "SIGKILL", options), ["on_train_epoch_end", 1, "SIGKILL", 0]]
     assert_as_undisturbed(folders, options, kills)
     assert all(step > 0 for step in resumed_at(folders[0]))
 

@@ -236,7 +236,6 @@ def test_what_is_written_or_removed_during_a_save_belongs_to_the_next_interval(t
     assert not path.exists() if removes else read_origin(path).save == 1
 
 
-@pytest.mark.filterwarnings("error:AutoResume")
 def test_what_others_write_after_the_fit_and_for_an_exception_names_the_run(tmp_path):
     script(tmp_path, [], OnExceptionCheckpoint(tmp_path), at=("step", 7))
     first = read_origin(tmp_path / "on_exception.ckpt")

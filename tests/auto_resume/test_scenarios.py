@@ -9,11 +9,10 @@ from tests.auto_resume.killing import differences, kill_at, one_in_three_with_th
 from tests.auto_resume.scenarios import BATCHES, SCENARIOS
 
 ELSEWHERE = {  # where it shows more than in the middle of an epoch
-    "kl_annealing": "at an epoch's end",
+    "order_set_by_epoch": "at an epoch's end",
     "body_frozen_in_the_first_epoch": "just after validation",
     "queue_that_grows": "just after validation",
     "stop_plateau_and_checkpoint": "just before validation",
-    "swa_from_an_epoch": "at an epoch's start",
     "ema_by_steps_and_epochs": "after the last step",
     "trackers_of_metrics": "just before validation",
     "reloaded_each_epoch": "at an epoch's start",
@@ -21,8 +20,7 @@ ELSEWHERE = {  # where it shows more than in the middle of an epoch
     "reloaded_every_other_epoch_by_the_epoch": "at an epoch's start",
 }
 SEVERAL = {  # (ranks, workers), where that makes a difference
-    "kl_annealing": (2, 2),
-    "swa_from_an_epoch": (2, 0),
+    "order_set_by_epoch": (2, 2),
     "metric_of_a_callback": (2, 0),
     "order_set_by_epoch_before_workers_know_it": (1, 2),
     "data_noisy_in_the_first_epoch": (1, 2),

@@ -36,7 +36,7 @@ from torchmetrics import Accuracy
 from lightning_tricks import seed_everything
 from lightning_tricks._shared.tensors import local_part
 from lightning_tricks.auto_resume import AutoResume
-from tests.small import fork, real_fp16
+from tests.small import QUIET, fork, real_fp16
 
 DEFAULTS: dict[str, Any] = {
     "samples": 44,  # 11 batches of 4: a partial tail under accumulation
@@ -391,13 +391,13 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
         strategy = ModelParallelStrategy(options["ranks"] // in_tensor, in_tensor)
         module.on_meta = "meta" in options["strategy"]
     fp16 = options["precision"] == "16-mixed"
-    validation: dict[str, Any] = {}
+    given = {**QUIET, "logger": loggers_of(options, folder), "num_sanity_val_steps": options["sanity"]}
+    given["enable_checkpointing"] = bool(options["checkpointing"])
     if options["validate"] == "none":
-        validation = {"limit_val_batches": 0}
+        given["limit_val_batches"] = 0
     elif options["validate"] != "epoch":
-        validation = {"val_check_interval": options["validate"], "check_val_every_n_epoch": None}
+        given |= {"val_check_interval": options["validate"], "check_val_every_n_epoch": None}
     trainer = Trainer(
-        accelerator="cpu",
         devices=options["ranks"],
         strategy=strategy,
         max_epochs=options["epochs"],
@@ -406,14 +406,9 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
         plugins=[real_fp16()] if fp16 else None,
         callbacks=callbacks_of(options, folder),
         limit_train_batches=options["limit"],
-        logger=loggers_of(options, folder),
         log_every_n_steps=1,
-        num_sanity_val_steps=options["sanity"],
-        enable_checkpointing=bool(options["checkpointing"]),
         default_root_dir=folder / "root",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **validation,
+        **given,
     )
     if options["kill"] and options["kill"][0] in MOMENTS:
         moment, _, name, rank = options["kill"]

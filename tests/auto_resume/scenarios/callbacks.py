@@ -11,9 +11,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
-    StochasticWeightAveraging,
 )
-from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torchmetrics import F1Score, MeanMetric, Recall
 
@@ -33,25 +31,15 @@ class Plateau(Net):
 
 @scenario(ranks=(1, 2))
 def stop_plateau_and_checkpoint(job: Job) -> None:
-    job.seed()
     stops = EarlyStopping("val_loss", patience=2)
     keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss", save_top_k=2, save_last=True)
     job.fit(Plateau(), stops, keeps, LearningRateMonitor(), max_epochs=5)
-
-
-@scenario(ranks=(1, 2))
-def swa_from_an_epoch(job: Job) -> None:
-    if "anneal_func" in torch.optim.swa_utils.SWALR(torch.optim.SGD([torch.zeros(1)], 0.1), 0.1).state_dict():
-        job.options["resume"] = {**job.options["resume"], "allow_pickle": True}  # that of torch 2.6 saves a function
-    job.seed()
-    job.fit(Net(), StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1), max_epochs=4)
 
 
 @scenario(since=(2, 6), ranks=(1, 2))
 def ema_by_steps_and_epochs(job: Job) -> None:
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
-    job.seed()
     keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss")
     job.fit(Net(), EMAWeightAveraging(decay=0.9, update_every_n_steps=2, update_starting_at_epoch=1), keeps)
 
@@ -67,16 +55,7 @@ class Rated(Net):
 
 @scenario()
 def learning_rate_finder(job: Job) -> None:
-    job.seed()
     job.fit(Rated(), LearningRateFinder(num_training_steps=6, early_stop_threshold=None))
-
-
-@scenario()
-def tuned_rate(job: Job) -> None:
-    job.seed()
-    net, trainer, train = Rated(), job.trainer(), job.loader(job.samples(), shuffle=True)
-    Tuner(trainer).lr_find(net, train, job.held_out(), num_training=6, early_stop_threshold=None)
-    trainer.fit(net, train, job.held_out())
 
 
 @scenario()
@@ -90,14 +69,12 @@ def batch_size_finder(job: Job) -> None:
         def val_dataloader(self):
             return job.held_out()
 
-    job.seed()
     finder = BatchSizeFinder("binsearch", steps_per_trial=1, init_val=4, max_trials=1)
     job.trainer(finder).fit(Sized())
 
 
 @scenario(ranks=(1, 2))
 def accumulation_by_epoch(job: Job) -> None:
-    job.seed()
     job.fit(Net(), GradientAccumulationScheduler({0: 1, 1: 2, 2: 3}))
 
 
@@ -114,12 +91,10 @@ def backbone_finetuning(job: Job) -> None:
         def configure_optimizers(self):
             return torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)
 
-    job.seed()
     job.fit(Tuned(), BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01))
 
 
 def _prune(job: Job, permanent: bool) -> None:
-    job.seed()
     net = Net()
     pruned = [(net.body[0], "weight"), (net.head, "weight")]
     prunes = ModelPruning("l1_unstructured", parameters_to_prune=pruned, amount=0.2, make_pruning_permanent=permanent)
@@ -154,7 +129,6 @@ class Measures(Callback):
 
 @scenario(ranks=(1, 2))
 def metric_of_a_callback(job: Job) -> None:
-    job.seed()
     job.fit(Net(), Measures())
 
 
@@ -178,5 +152,4 @@ class Logs(Callback):
 
 @scenario()
 def metric_logged_by_a_callback(job: Job) -> None:
-    job.seed()
     job.fit(Net(), Logs())

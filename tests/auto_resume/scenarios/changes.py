@@ -42,7 +42,6 @@ def changes(
 
     def enter(act: Act) -> Act:
         def run(job: Job) -> None:
-            job.seed()
             others = [make() for make in callbacks]
             train = data(job) or job.loader(job.samples(), shuffle=True)
             job.trainer(*others, Changes(first, act), **(trainer or {})).fit(module(), train, held_out(job))
@@ -289,5 +288,4 @@ class Warm(Net):
 
 @scenario()
 def warm_at_the_start_of_each_epoch(job: Job) -> None:
-    job.seed()
     job.fit(Warm())

@@ -27,7 +27,6 @@ class Reloading(LightningDataModule):
 
 @scenario(workers=(0, 2))
 def reloaded_each_epoch(job: Job) -> None:
-    job.seed()
     job.trainer(reload_dataloaders_every_n_epochs=1).fit(Net(), datamodule=Reloading(job))
 
 
@@ -42,7 +41,6 @@ def reloaded_every_other_epoch_by_the_epoch(job: Job) -> None:
         def val_dataloader(self):
             return self.job.loader(self.job.samples(12, seed=self.trainer.current_epoch))
 
-    job.seed()
     job.trainer(reload_dataloaders_every_n_epochs=2, max_epochs=4).fit(Net(), datamodule=Harder(job))
 
 
@@ -77,7 +75,6 @@ def augmented_from_a_global_generator_and_a_closure(job: Job) -> None:
         x, y = (torch.stack(part) for part in zip(*samples, strict=True))
         return [x + own.gauss(0, 0.1), y]
 
-    job.seed()
     job.fit(Net(), train=job.loader(Noisy(job.samples()), shuffle=True, collate_fn=collate))
 
 
@@ -88,7 +85,6 @@ def order_set_by_epoch_before_workers_know_it(job: Job) -> None:
             data = trainer.train_dataloader.dataset
             data.order = np.random.default_rng(trainer.current_epoch).permutation(len(data))
 
-    job.seed()
     job.fit(Net(), Orders(), train=job.loader(Ordered(job.samples()), shuffle=True, persistent_workers=True))
 
 
@@ -99,17 +95,16 @@ def order_set_by_epoch(job: Job) -> None:
             data = self.trainer.train_dataloader.dataset
             data.order = np.random.default_rng(self.current_epoch).permutation(len(data))
 
-    job.seed()
     job.fit(Telling(), train=job.loader(Ordered(job.samples()), shuffle=True))
 
 
-@scenario(warning=r"AutoResume: .*(samples|data).*")
+@scenario(warning=r"AutoResume: .*(samples|data).*", seeds=False)
 def split_without_seed(job: Job) -> None:
     train, _ = random_split(job.samples(60), [36, 24])
     job.fit(Net(), train=job.loader(train, shuffle=True))
 
 
-@scenario()
+@scenario(seeds=False)
 def split_without_seed_in_setup(job: Job) -> None:
     class Splits(LightningDataModule):
         def setup(self, stage):
@@ -143,11 +138,9 @@ class Shuffling:
 
 @scenario()
 def shuffled_by_a_loader_of_its_own(job: Job) -> None:
-    job.seed()
     job.fit(Net(), train=Shuffling(job.samples(), random))
 
 
 @scenario(warning="reads the training loader again up to its position, as a Shuffling is not")
 def shuffled_without_seed_by_a_loader_of_its_own(job: Job) -> None:
-    job.seed()
     job.fit(Net(), train=Shuffling(job.samples(), random.Random()))

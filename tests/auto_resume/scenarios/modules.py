@@ -5,26 +5,10 @@ import copy
 import torch
 from lightning.pytorch import Callback
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import Accuracy, MetricCollection, MetricTracker, Recall
 
 from tests.auto_resume.scenarios.callbacks import KIND
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
-
-
-@scenario(ranks=(1, 2), workers=(0, 2))
-def kl_annealing(job: Job) -> None:
-    class VAE(Net):
-        def on_train_epoch_start(self):
-            self.kl = min(1.0, 0.2 + self.current_epoch / 2)
-            self.log("kl", self.kl)
-
-        def loss(self, batch):
-            code = self.body(batch[0])
-            return super().loss(batch) + getattr(self, "kl", 1.0) * code.square().mean()
-
-    job.seed()
-    job.fit(VAE())
 
 
 class Queued(Net):
@@ -48,16 +32,15 @@ class Queued(Net):
 
 @scenario()  # of two forked ranks Lightning cannot take such a buffer back
 def queue_that_grows(job: Job) -> None:
-    job.seed()
     job.fit(Queued())
+
+
+class Unsaved(Queued):
+    persistent = False
 
 
 @scenario()
 def queue_that_grows_and_is_not_saved(job: Job) -> None:
-    class Unsaved(Queued):
-        persistent = False
-
-    job.seed()
     job.fit(Unsaved())
 
 
@@ -84,7 +67,6 @@ def trackers_of_metrics(job: Job) -> None:
             self.log_dict({f"best_{name}": value for name, value in self.several.best_metric().items()})
             self.log("mean", self.tracker.compute_all().mean())
 
-    job.seed()
     job.fit(Tracks())
 
 
@@ -105,32 +87,7 @@ class CopyOfAll(Callback):
 
 @scenario()
 def average_in_a_copy_of_the_module(job: Job) -> None:
-    job.seed()
     job.fit(Net(), CopyOfAll())
-
-
-class Swapped(Callback):
-    """Validates the averaged weights."""
-
-    def on_fit_start(self, trainer, pl_module):
-        function = get_ema_multi_avg_fn(0.9)
-        self.averages = [AveragedModel(pl_module.body, multi_avg_fn=function, use_buffers=True)]
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        self.averages[0].update_parameters(pl_module.body)
-
-    def on_validation_start(self, trainer, pl_module):
-        self.backup = {name: value.clone() for name, value in pl_module.body.state_dict().items()}
-        pl_module.body.load_state_dict(self.averages[0].module.state_dict())
-
-    def on_validation_end(self, trainer, pl_module):
-        pl_module.body.load_state_dict(self.backup)
-
-
-@scenario()
-def average_swapped_for_validation(job: Job) -> None:
-    job.seed()
-    job.fit(Net(), Swapped(), val_check_interval=0.5)
 
 
 class SharpnessAware(torch.optim.Optimizer):
@@ -168,42 +125,7 @@ def optimizer_in_an_optimizer(job: Job) -> None:
             optimizer = SharpnessAware(self.parameters(), torch.optim.SGD, 0.05, lr=0.05, momentum=0.9)
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
-    job.seed()
     job.fit(Sharp())
-
-
-@scenario()
-def scheduler_and_scaler_of_the_module(job: Job) -> None:
-    class Own(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def on_fit_start(self):
-            self.own = torch.optim.Adam([self.scale], 0.05)
-            self.cycle = torch.optim.lr_scheduler.OneCycleLR(self.own, 0.1, total_steps=40)
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
-
-        def forward(self, x):
-            return super().forward(x) * self.scale
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.own.zero_grad()
-            self.manual_backward(self.scaler.scale(self.loss(batch)))
-            self.scaler.step(self.own)
-            self.scaler.update()
-            self.cycle.step()
-            optimizer.step()
-            self.log_dict({"factor": self.scaler.get_scale(), "rate": self.cycle.get_last_lr()[0]})
-
-        def configure_optimizers(self):
-            return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.001)
-
-    job.seed()
-    job.fit(Own())
 
 
 @scenario()
@@ -217,5 +139,4 @@ def optimizer_kept_in_an_attribute(job: Job) -> None:
         def on_train_batch_end(self, *_):
             self.log("rate", self.optimizer.param_groups[0]["lr"])
 
-    job.seed()
     job.fit(Keeps())
