@@ -1,7 +1,5 @@
 """Runs of the training script in processes of their own, killed, started again, and compared bit for bit."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

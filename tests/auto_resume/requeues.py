@@ -5,8 +5,6 @@ and in names of folders. The chain must end as the undisturbed run, bit for bit.
 `python -m tests.auto_resume.requeues --result FILE` is what `make requeues` runs; it ends with status 1 if one did not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -83,7 +81,8 @@ class Start:
         return ["", *filter(str.strip, self.said.splitlines())][-1]
 
     def __str__(self) -> str:
-        return f"start {self.number} ({self.what}; {self.moment}; status {self.status}; {self.last_line})"
+        resumed = f"resumed at {self.resumed_at}; " if self.resumed_at else ""
+        return f"start {self.number} ({self.what}; {resumed}{self.moment}; status {self.status}; {self.last_line})"
 
 
 def surroundings(number: int) -> dict[str, Any]:
@@ -291,22 +290,18 @@ def newest_checkpoint(folder: Path) -> Path:
     return max((folder / "resume/.auto_resume").glob("*-epoch=*-step=*[0-9]/meta.pt"))
 
 
-def as_table(chains: list[Chain]) -> str:
+def as_lists(chains: list[Chain]) -> str:
     """Return what chains did as Markdown."""
     lines = [
         "# What `make requeues` found",
         "",
         "One command, started again and again, each time with another date, job, process, host, port, run id, output "
         f"folder and state of git; lightning {lightning.__version__}, torch {torch.__version__}.",
-        "*Resumed* is the step; status 75 is preempted and saved, 0 finished, 1 refused or failed, -9 killed.",
+        "Status 75 is preempted and saved, 0 finished, 1 refused or failed, -9 killed.",
     ]
     for number, chain in enumerate(chains):
         lines += ["", f"## Chain {number}: {chain.epochs} epochs of {BATCHES} steps", ""]
-        lines += ["| start | what | ended at | resumed | status | last line |", "|---:|---|---|---:|---:|---|"]
-        for one in chain.starts:
-            last = one.last_line.replace(str(chain.killed), "").replace("|", " ")[:200]
-            cells = (one.number, one.what, one.moment, one.resumed_at, one.status, last)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines += [f"- {one}".replace(str(chain.killed), "")[:250] for one in chain.starts]
     return "\n".join([*lines, ""])
 
 
@@ -323,9 +318,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             chains.append(Chain(Path(folder), arguments.requeues, arguments.seed + number))
             problems += [f"chain {number}: {problem}" for problem in chains[-1].run()]
-    sys.stdout.write("\n".join([as_table(chains), *problems, f"{len(problems)} not as they must be", ""]))
+    sys.stdout.write("\n".join([as_lists(chains), *problems, f"{len(problems)} not as they must be", ""]))
     if arguments.result:
-        arguments.result.write_text("\n".join([as_table(chains), *(f"- {one}" for one in problems)]))
+        arguments.result.write_text("\n".join([as_lists(chains), *(f"- {one}" for one in problems)]))
     sys.exit(bool(problems))
 
 

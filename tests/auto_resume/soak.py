@@ -4,8 +4,6 @@
 did not say what it had to. With `--result FILE` it writes what it found as tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -244,24 +244,6 @@ def test_the_default_checkpoint_callback_stays_and_its_files_are_durable(tmp_pat
     assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
 
 
-def test_nothing_is_left_on_trainer_and_loaders(tmp_path):
-    data = DataLoader(digits(), batch_size=4, shuffle=True)
-    before = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in NAMES)}
-    own = {name for name in vars(data) if "__pl" not in name}  # Lightning's notes come and go
-    bare, guarded = fit(data=data), fit(AutoResume(tmp_path), data=data)
-    assert {name for name in vars(data) if "__pl" not in name} == own
-    assert {number: signal.getsignal(number) for number in before} == before
-    loops = ("fit_loop", "fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop")
-    for path in (*loops, "_checkpoint_connector", "strategy"):
-        parts = [bare, guarded]
-        for name in path.split("."):
-            parts = [getattr(part, name) for part in parts]
-        assert vars(parts[0]).keys() == vars(parts[1]).keys(), path
-    stop(AutoResume(tmp_path / "stopped"), data=data)
-    assert {name for name in vars(data) if "__pl" not in name} == own
-    assert {number: signal.getsignal(number) for number in before} == before
-
-
 @pytest.mark.parametrize("place", ["", "memory:/"])
 def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log, place):
     given = f"{place}{tmp_path}/given.ckpt"

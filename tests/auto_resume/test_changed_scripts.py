@@ -1,7 +1,5 @@
 """A script that is edited between two starts: each edit is refused by name, told in one line, or no change at all."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import warnings

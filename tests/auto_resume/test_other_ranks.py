@@ -1,7 +1,5 @@
 """A run goes on with another number of ranks in the middle of an epoch: each sample of the epoch is trained on once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

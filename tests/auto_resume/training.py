@@ -4,8 +4,6 @@ It writes each logged value to `FOLDER/logged.<rank>.jsonl` and, at its end, the
 a run leaves to `FOLDER/end.<rank>.json`. With "kill" it sends itself a signal at a moment.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
