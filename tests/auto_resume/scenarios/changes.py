@@ -56,18 +56,13 @@ def changes(
 # -- for the rest of the run
 
 
-class Doubles(Callback):
-    """Makes what the next step sees other."""
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        for parameter in pl_module.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= 2
+def stopping() -> EarlyStopping:
+    return EarlyStopping("val_loss", patience=9)
 
 
-@changes(Doubles, warning="Doubles .a callback that was removed")
+@changes(stopping, warning="EarlyStopping .a callback that was removed")
 def callback_removed(trainer, module):
-    trainer.callbacks.remove(next(one for one in trainer.callbacks if isinstance(one, Doubles)))
+    trainer.callbacks.remove(trainer.early_stopping_callback)
 
 
 @changes(warning="the hooks of body.0")
@@ -116,7 +111,7 @@ def fewer_batches_when_reloaded(trainer, module):
     trainer.limit_train_batches = 5
 
 
-@changes(lambda: EarlyStopping("val_loss", patience=9), trainer={"max_epochs": 6})
+@changes(stopping, trainer={"max_epochs": 6})
 def patience_changed(trainer, module):
     trainer.early_stopping_callback.patience = 0
 
