@@ -25,16 +25,26 @@ MONITOR = "val_loss/dataloader_idx_0"
 BOTH = {"loggers": ["csv", "tensorboard"], "epochs": 2, "samples": 28, "tests": True}
 
 
+OWN = {"dirpath": "mine", "every_n_train_steps": 2, "filename": "{epoch}", "save_last": "link"}
+BEST = {"monitor": MONITOR, "mode": "max", "save_top_k": -1, "filename": "best"}
+AGAIN = {"version": 3, "resume": {"every_n_train_steps": 5}, "checkpointing": [OWN, BEST]}  # names that come again
+RANKS = {"ranks": 2, "strategy": "ddp_fork", "tests": False, "early": 4, "checkpointing": [{"monitor": MONITOR}]}
+
+
 @pytest.mark.trap("resume: ModelCheckpoint's best is forgotten, and each start opens a new version")
-def test_killed_and_resumed_leaves_what_the_undisturbed_run_leaves(tmp_path):
-    """With names that come again, a link and the default folder; before the first save, after it, and at the end."""
-    options = {**BOTH, "version": 3, "early": 4, "resume": {"every_n_train_steps": 5}, "ranks": 2}
-    own = {"dirpath": "mine", "every_n_train_steps": 2, "filename": "{epoch}", "save_last": "link"}
-    best = {"monitor": MONITOR, "mode": "max", "save_top_k": -1, "filename": "best"}
-    options |= {"strategy": "ddp_fork", "checkpointing": [own, best], "tests": False}
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [
+        (AGAIN, [("on_train_batch_end", 9), ("on_validation_end", 1), ("on_train_end", 1)]),
+        (RANKS, [("on_train_batch_end", 4), ("on_train_batch_end", 9)]),
+    ],
+    ids=["again", "ranks"],
+)
+def test_killed_and_resumed_leaves_what_the_undisturbed_run_leaves(tmp_path, options, kills):
+    options = {**BOTH, **options}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(whole, {**options, "guarded": False}) == 0, (whole / "output.txt").read_text()[-3000:]
-    for hook, number in (("on_train_batch_end", 4), ("on_train_batch_end", 9), ("on_train_end", 1)):
+    for hook, number in kills:
         assert run(killed, {**options, "kill": [hook, number, "SIGKILL", 0]}) in (-9, STOPPED, 1)
     assert run(killed, options) == 0, (killed / "output.txt").read_text()[-3000:]
     assert differences(killed, whole) == []
