@@ -623,6 +623,15 @@ def test_added_modules_with_weights_are_reported():
     }
 
 
+def test_the_modes_of_a_module_in_a_list_are_restored(tmp_path):
+    def make():
+        return Holder(kept=[nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))])
+
+    _, fresh, lost = resumed(make, lambda it: it.kept[0].eval(), tmp_path)
+    assert not lost
+    assert not any(part.training for part in fresh.kept[0].modules())
+
+
 def test_registered_names_are_not_shadowed():
     old, fresh = nn.Module(), nn.Module()
     old.queue = torch.zeros(2)
