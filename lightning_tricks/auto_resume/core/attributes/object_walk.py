@@ -249,7 +249,7 @@ class ObjectWalk:
         """Add the modes of the parts of a module that no other one registers, and so nobody else restores."""
         for name, part in module.named_modules():
             inner = f"{path}.{name}".removesuffix(".")
-            if self.owners.get(inner) is part:
+            if self.paths.get(id(part)) == inner:
                 self._add_slot(AttributeSlot(part, inner, TRAINING, part.training), f"{inner}.{TRAINING}", depth + 1)
 
     def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
