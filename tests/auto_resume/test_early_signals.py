@@ -125,9 +125,17 @@ def test_a_second_signal_stops_at_once(tmp_path):
 
 def test_children_of_the_process_are_not_concerned(tmp_path):
     """Such as the workers of a pool that prepares data, which is ended by SIGTERM."""
-    guard = AutoResume(tmp_path)
-    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    guard, forks = AutoResume(tmp_path), multiprocessing.get_context("fork")
+    begun = forks.Event()
+
+    def work():
+        begun.set()
+        while True:
+            signal.pause()
+
+    worker = forks.Process(target=work)
     worker.start()
+    assert begun.wait(60)
     worker.terminate()
     worker.join(20)
     status = worker.exitcode
