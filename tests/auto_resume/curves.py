@@ -1,7 +1,5 @@
 """What loggers and ModelCheckpoint left of a run, to be compared with what they left of another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

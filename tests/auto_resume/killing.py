@@ -1,7 +1,5 @@
 """Runs of the training script in processes of their own, killed, started again, and compared bit for bit."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -25,6 +23,7 @@ from tests.auto_resume.training import DEFAULTS, ON_FILES, train
 from tests.contract.processes import append_output_to, run_and_exit
 
 STOPPED = 75
+Script = Callable[[Path, dict[str, Any]], Any]
 
 # Where a run is killed: a hook, and which of its calls, as (options) -> number
 PHASES = {
@@ -60,25 +59,13 @@ def kill_at(phase: str, name: str, options: dict[str, Any], rank: int = 0) -> li
     return [hook, number(options), name, rank]
 
 
-def run(
-    folder: Path,
-    options: dict[str, Any],
-    *,
-    script: Callable[[Path, dict[str, Any]], Any] = train,
-    cpu_seconds: float = 0,
-) -> int:
-    """Run a script in a fork of this process and return its exit status; kill it when it has worked for so long."""
-    return wait_for(start(folder, options, script=script, cpu_seconds=cpu_seconds))
+def run(folder: Path, options: dict[str, Any], **how: Any) -> int:
+    """Run a script in a fork of this process, as `start` does, and return its exit status."""
+    return wait_for(start(folder, options, **how))
 
 
-def start(
-    folder: Path,
-    options: dict[str, Any],
-    *,
-    script: Callable[[Path, dict[str, Any]], Any] = train,
-    cpu_seconds: float = 0,
-) -> int:
-    """Start a script in a fork of this process and return its id."""
+def start(folder: Path, options: dict[str, Any], *, script: Script = train, cpu_seconds: float = 0) -> int:
+    """Start a script in a fork of this process, which is killed when it has worked for so long; return its id."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -109,9 +96,7 @@ def die_after(cpu_seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
-def _be_a_script(
-    folder: Path, options: dict[str, Any], script: Callable[[Path, dict[str, Any]], Any], on_terminal: bool = False
-) -> NoReturn:
+def _be_a_script(folder: Path, options: dict[str, Any], script: Script, on_terminal: bool = False) -> NoReturn:
     def work() -> None:
         torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
         worker.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds, not 5, until workers see that their rank was killed
@@ -187,10 +172,8 @@ def random_kill(options: dict[str, Any], chance: random.Random) -> dict[str, Any
     if str(options.get("strategy")).startswith("fsdp2"):
         rank = chance.randrange(options["ranks"])
         if chance.random() < 0.4:  # rank zero writes more
-            return {
-                "phase": IN_A_SAVE,
-                "kill": [ON_FILES, chance.randrange(1, 150 if rank == 0 else 14), "SIGKILL", rank],
-            }
+            change = chance.randrange(1, 150 if rank == 0 else 14)
+            return {"phase": IN_A_SAVE, "kill": [ON_FILES, change, "SIGKILL", rank]}
         phase = chance.choice(phases_of(options))
         name, target = chance.choice((("SIGKILL", rank), ("SIGKILL", "group"), ("SIGTERM", rank)))
         return {"phase": phase, "kill": [*kill_at(phase, name, options)[:3], target]}

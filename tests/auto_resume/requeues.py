@@ -5,23 +5,18 @@ and in names of folders. The chain must end as the undisturbed run, bit for bit.
 `python -m tests.auto_resume.requeues --result FILE` is what `make requeues` runs; it ends with status 1 if one did not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import platform
 import random
 import resource
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -86,7 +81,8 @@ class Start:
         return ["", *filter(str.strip, self.said.splitlines())][-1]
 
     def __str__(self) -> str:
-        return f"start {self.number} ({self.what}; {self.moment}; status {self.status}; {self.last_line})"
+        resumed = f"resumed at {self.resumed_at}; " if self.resumed_at else ""
+        return f"start {self.number} ({self.what}; {resumed}{self.moment}; status {self.status}; {self.last_line})"
 
 
 def surroundings(number: int) -> dict[str, Any]:
@@ -169,19 +165,15 @@ def job(folder: Path, options: dict[str, Any]) -> None:
     others: list[Callback] = [Waits(folder / options["waits"])] if options.get("waits") else []
     if options.get("change"):
         others.append(Kill("on_train_batch_end", STEPS_AT_MOST, "SIGKILL"))
-    loggers = [
-        Notes(folder),
-        CSVLogger(folder / "csv", ""),
-        CSVLogger(output, "csv"),
-        RunIds(output, around["run"]["id"]),
-    ]
+    csv = CSVLogger(folder / "csv", "")
+    loggers = [Notes(folder), csv, CSVLogger(output, "csv"), RunIds(output, around["run"]["id"])]
     module = RequeuedNet(around, BATCHES * options["epochs"])
     trainer = Job(folder, {**DEFAULTS, **options}).fit(
         module, fixed, dated, *others, logger=loggers, max_epochs=options["epochs"]
     )
     trainer.test(module, Job(folder, DEFAULTS).held_out(), ckpt_path="best", verbose=False)
     found = {
-        "rows": (Path(loggers[1].log_dir) / "metrics.csv").read_text().splitlines(),
+        "rows": (Path(csv.log_dir) / "metrics.csv").read_text().splitlines(),
         "best": _weights(fixed.best_model_path),
         "last": _weights(fixed.last_model_path),
         "best files": sorted(Path(name).name for name in fixed.best_k_models),
@@ -202,8 +194,8 @@ def _weights(path: str) -> str:
 class Chain:
     """A command that is requeued."""
 
-    def __init__(self, folder: Path, requeues: int, seed: int, mounts: bool = True) -> None:
-        self.killed, self.whole, self.requeues, self.mounts = folder / "killed", folder / "whole", requeues, mounts
+    def __init__(self, folder: Path, requeues: int, seed: int) -> None:
+        self.killed, self.whole, self.requeues = folder / "killed", folder / "whole", requeues
         self.chance = random.Random(seed)
         self.epochs = 2 + requeues * 5 // BATCHES
         kinds = self.chance.sample(TROUBLES, len(TROUBLES))
@@ -216,24 +208,21 @@ class Chain:
         if run(self.whole, undisturbed, script=job) != 0:
             raise RuntimeError((self.whole / "whole.txt").read_text()[-3000:])
         (self.killed / "resume").mkdir(parents=True)
-        with memory_disk(self.killed / "resume") if self.mounts else nullcontext(False) as is_mounted:
-            for number in range(self.requeues):
-                self._requeue(number, is_mounted)
-            self._start(self.requeues, "to its end", "")
-            return [*self._problems(), *self._differences()]
+        for number in range(self.requeues):
+            self._requeue(number)
+        self._start(self.requeues, "to its end", "")
+        return [*self._problems(), *self._differences()]
 
-    def _requeue(self, number: int, is_mounted: bool) -> None:
+    def _requeue(self, number: int) -> None:
         what = self.troubles.get(number, KILLED)
         if what == TWICE:
             self._start_twice(number)
         elif what == IN_A_SAVE:
             self._start(number, what, "on_save_checkpoint", kill=["on_save_checkpoint", 2, "SIGTERM"])
         elif what == FULL:
-            kill, part = ["on_train_batch_end", 6, "SIGKILL"], newest_checkpoint(self.killed).stat().st_size * 2 // 3
-            left = self.chance.choice((0, part)) if is_mounted else part  # with nothing left it cannot even start
-            with filled(self.killed / "resume", left) if is_mounted else nullcontext():
-                moment = f"6. on_train_batch_end, SIGKILL; {left} bytes left"
-                self._start(number, what, moment, kill=kill, bytes=0 if is_mounted else left)
+            left = newest_checkpoint(self.killed).stat().st_size * 2 // 3
+            moment = f"6. on_train_batch_end, SIGKILL; files of at most {left} bytes"
+            self._start(number, what, moment, kill=["on_train_batch_end", 6, "SIGKILL"], bytes=left)
         else:
             if what == EMPTY:
                 os.truncate(newest_checkpoint(self.killed), 0)
@@ -301,42 +290,18 @@ def newest_checkpoint(folder: Path) -> Path:
     return max((folder / "resume/.auto_resume").glob("*-epoch=*-step=*[0-9]/meta.pt"))
 
 
-@contextmanager
-def memory_disk(folder: Path) -> Iterator[bool]:
-    """Mount a disk in memory on a folder, where this process may do that; yield whether it did."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    is_mounted = sys.platform == "linux" and subprocess.run(command, capture_output=True, check=False).returncode == 0
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
-@contextmanager
-def filled(disk: Path, left: int) -> Iterator[None]:
-    """Fill a disk, but for so many bytes."""
-    (disk / "others").write_bytes(bytes(max(0, shutil.disk_usage(disk).free - left)))
-    yield
-    (disk / "others").unlink()
-
-
-def as_table(chains: list[Chain]) -> str:
+def as_lists(chains: list[Chain]) -> str:
     """Return what chains did as Markdown."""
     lines = [
         "# What `make requeues` found",
         "",
         "One command, started again and again, each time with another date, job, process, host, port, run id, output "
         f"folder and state of git; lightning {lightning.__version__}, torch {torch.__version__}.",
-        "*Resumed* is the step; status 75 is preempted and saved, 0 finished, 1 refused or failed, -9 killed.",
+        "Status 75 is preempted and saved, 0 finished, 1 refused or failed, -9 killed.",
     ]
     for number, chain in enumerate(chains):
         lines += ["", f"## Chain {number}: {chain.epochs} epochs of {BATCHES} steps", ""]
-        lines += ["| start | what | ended at | resumed | status | last line |", "|---:|---|---|---:|---:|---|"]
-        for one in chain.starts:
-            last = one.last_line.replace(str(chain.killed), "").replace("|", " ")[:200]
-            cells = (one.number, one.what, one.moment, one.resumed_at, one.status, last)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines += [f"- {one}".replace(str(chain.killed), "")[:250] for one in chain.starts]
     return "\n".join([*lines, ""])
 
 
@@ -351,11 +316,11 @@ def main() -> None:
     chains, problems = [], []
     for number in range(arguments.chains):
         with tempfile.TemporaryDirectory() as folder:
-            chains.append(Chain(Path(folder), arguments.requeues, arguments.seed + number, mounts=number % 2 == 0))
+            chains.append(Chain(Path(folder), arguments.requeues, arguments.seed + number))
             problems += [f"chain {number}: {problem}" for problem in chains[-1].run()]
-    sys.stdout.write("\n".join([as_table(chains), *problems, f"{len(problems)} not as they must be", ""]))
+    sys.stdout.write("\n".join([as_lists(chains), *problems, f"{len(problems)} not as they must be", ""]))
     if arguments.result:
-        arguments.result.write_text("\n".join([as_table(chains), *(f"- {one}" for one in problems)]))
+        arguments.result.write_text("\n".join([as_lists(chains), *(f"- {one}" for one in problems)]))
     sys.exit(bool(problems))
 
 

@@ -4,8 +4,6 @@
 did not say what it had to. With `--result FILE` it writes what it found as tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -13,7 +11,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from tests.auto_resume.training import train
 SCRIPT = "the script of training.py"
 PLACES = (*PHASES, IN_A_SAVE)
 SHARDED = {"fsdp2": 2, "fsdp2 tensor": 4}  # strategies of the script, and ranks
+OF_SCENARIOS = {"samples": 4 * BATCHES, "validate": "epoch"}  # options of training.py whose phases they have
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,8 @@ class Task:
 
     name: str
     options: dict[str, Any]
-    script: Callable[[Path, dict[str, Any]], Any]
+    script: Callable[[Path, dict[str, Any]], Any] = train
     warning: str = ""
-    phases_like: dict[str, Any] = field(default_factory=dict)  # options of training.py whose phases it has
 
 
 @dataclass
@@ -75,40 +73,36 @@ def sharded_tasks(chance: random.Random) -> Iterator[Task]:
     while True:
         for strategy, ranks in SHARDED.items():
             options = {**random_options(chance), "strategy": strategy, "ranks": ranks, "iterable": "", "val_loaders": 1}
-            yield Task(strategy, {**options, "workers": 0, "persistent": False}, train, "", options)
+            yield Task(strategy, {**options, "workers": 0, "persistent": False})
 
 
 def tasks(chance: random.Random) -> Iterator[Task]:
     """Each scenario with each number of ranks and workers in turn, over and over, and other ways to train between."""
-    like = {"samples": 4 * BATCHES, "validate": "epoch"}
     deck = [
-        Task(name, {"ranks": ranks, "workers": workers}, one, one.warning, like)
+        Task(name, {**OF_SCENARIOS, "ranks": ranks, "workers": workers}, one, one.warning)
         for name, one in SCENARIOS.items()
         for ranks in one.ranks
         for workers in one.workers
         if one.is_there
     ]
     while True:
-        chance.shuffle(deck)
-        for task in deck:
-            every = chance.choice((1, 2, 3))
-            places = {"first": chance.random() < 0.5, "resume": {"every_n_train_steps": every}}
-            yield Task(task.name, {**task.options, **places}, task.script, task.warning, task.phases_like)
+        for task in chance.sample(deck, len(deck)):
+            places = {"first": chance.random() < 0.5, "resume": {"every_n_train_steps": chance.choice((1, 2, 3))}}
+            yield replace(task, options={**task.options, **places})
             if chance.random() < 0.3:
-                options = random_options(chance)
-                yield Task(SCRIPT, options, train, "", options)
+                yield Task(SCRIPT, random_options(chance))
 
 
 def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: Callable[[], list[str]]) -> int:
     """Kill one run several times, take it to its end, and compare; return how often it was resumed."""
     whole, killed = folder / "whole", folder / "killed"
-    if not task.warning and run(whole, {**task.options, "guarded": False}, script=task.script) != 0:
+    if run(whole, {**task.options, "guarded": False}, script=task.script) != 0:
         sys.exit((whole / "output.txt").read_text()[-3000:])
     kills = []
     for _ in range(3):
-        kill = random_kill(task.phases_like, chance)
+        kill = random_kill(task.options, chance)
         while short() and kill["phase"] not in short() and chance.random() < 0.9:
-            kill = random_kill(task.phases_like, chance)
+            kill = random_kill(task.options, chance)
         status = run(killed, {**task.options, "kill": kill["kill"]}, script=task.script)
         if status in (-9, 256 - 9, STOPPED) or (status == 1 and task.options["ranks"] == 2):
             found.kills[kill["phase"]] += 1
@@ -119,12 +113,10 @@ def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: 
         problem = (killed / "output.txt").read_text()[-1500:]
     elif task.warning and (not resumed_at(killed) or warned(killed, task.warning)):
         found.warned += 1
-    else:  # also where a run was killed before it came to what cannot be restored
-        if task.warning and run(whole, {**task.options, "guarded": False}, script=task.script) != 0:
-            sys.exit((whole / "output.txt").read_text()[-3000:])
-        differing = differences(killed, whole)
-        found.exact += not differing
-        problem = f"{differing[:5]}" if differing else ""
+    elif differing := differences(killed, whole):  # also where it was killed before it came to what is not restored
+        problem = f"{differing[:5]}"
+    else:
+        found.exact += 1
     if problem:
         found.problems.append(f"{task.options}, killed {kills}: {problem}")
         sys.stdout.write(f"{task.name}: {found.problems[-1]}\n")
@@ -171,13 +163,8 @@ def main() -> None:
     arguments = parser.parse_args()
     chance, number, resumed = random.Random(arguments.seed), 0, 0
     found: dict[str, Found] = defaultdict(Found)
-    ways = {
-        (name, ranks, workers)
-        for name, one in SCENARIOS.items()
-        if one.is_there and not arguments.sharded
-        for ranks in one.ranks
-        for workers in one.workers
-    }
+    turns = sum(len(one.ranks) * len(one.workers) for one in SCENARIOS.values() if one.is_there)
+    left = 0 if arguments.sharded else turns
 
     def kills(phase: str) -> int:
         return sum(one.kills[phase] for one in found.values())
@@ -189,12 +176,12 @@ def main() -> None:
         number += 1
         with tempfile.TemporaryDirectory() as folder:
             resumed += chain(Path(folder), task, chance, found[task.name], short)
-        ways.discard((task.name, task.options["ranks"], task.options["workers"]))
+        left -= task.name in SCENARIOS
         total = sum(kills(phase) for phase in PLACES)
         if number % 10 == 0:
             sys.stdout.write(f"{number} runs, {total} kills, {resumed} times resumed within a run\n")
             sys.stdout.flush()
-        if not (ways or short()) and total >= arguments.kills:
+        if left <= 0 and not short() and total >= arguments.kills:
             break
     if arguments.result:
         arguments.result.write_text(as_tables(found))

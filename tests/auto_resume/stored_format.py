@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.checkpoint_folder import FORMAT
+from tests.small import QUIET
 
 STORED = Path(__file__).parent / "stored"
 STOPPED_AT = 5  # in the middle of the second epoch of three
@@ -54,8 +55,7 @@ def train(*callbacks: Callback) -> Small:
     """Train for three epochs of three batches."""
     seed_everything(1, verbose=False)
     module, rows = Small(), torch.linspace(-1, 1, 48).view(12, 4)
-    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = Trainer(max_epochs=3, callbacks=list(callbacks), enable_progress_bar=False, **options)
+    trainer = Trainer(max_epochs=3, callbacks=list(callbacks), **QUIET)
     trainer.fit(module, DataLoader(TensorDataset(rows), 4, shuffle=True))
     return module
 

@@ -1,7 +1,5 @@
 """A script that is edited between two starts: each edit is refused by name, told in one line, or no change at all."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import warnings
@@ -19,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 from lightning_tricks import AutoResume, GradientClipping, seed_everything
-from tests.small import same
+from tests.small import QUIET, same
 
 STOPPED_AT, RESUMED_AT, BATCHES = 15, 14, 11
 
@@ -52,11 +50,8 @@ class Net(LightningModule):
         script = THIS
         groups: Any = [one for one in self.net.parameters() if one.requires_grad]
         if script["groups"]:
-            layers = (self.net[0], self.net[3])
-            groups = [
-                {"params": part.parameters(), "weight_decay": decay}
-                for part, decay in zip(layers, script["groups"], strict=True)
-            ]
+            layers = zip((self.net[0], self.net[3]), script["groups"], strict=True)
+            groups = [{"params": part.parameters(), "weight_decay": decay} for part, decay in layers]
         if script["temperature"]:
             self.temperature = nn.Parameter(torch.ones(script["temperature"]))
             groups = [*groups, self.temperature]
@@ -92,13 +87,6 @@ class Augmented(TensorDataset):
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         return (x if self.transform is None else self.transform(x)), y
-
-
-class OtherData(Augmented):
-    """Another class of the same data."""
-
-    def __len__(self) -> int:
-        return super().__len__()
 
 
 class Scale:
@@ -200,17 +188,8 @@ def run(folder: Any, *callbacks: Callback, guard: Any = None, **edits: Any) -> t
         arguments |= {"shuffle": None, "sampler": script["sampler"](x)}
     module = script["module"](script, script["argument"])
     guards = [AutoResume(folder, every_n_train_steps=2, **(guard or {}))] if folder else []
-    given: dict[str, Any] = {
-        "accelerator": "cpu",
-        "callbacks": [*guards, *script["callbacks"](), *callbacks],
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-        "log_every_n_steps": 1,
-        "logger": False,
-        "max_epochs": script["epochs"],
-    }
-    trainer = Trainer(**{**given, **script["trainer"]})
+    given = {**QUIET, "callbacks": [*guards, *script["callbacks"](), *callbacks], "log_every_n_steps": 1}
+    trainer = Trainer(**{**given, "max_epochs": script["epochs"], **script["trainer"]})
     try:
         trainer.fit(module, DataLoader(data, **arguments))
     except RuntimeError as error:
@@ -275,23 +254,8 @@ class Decay:
         return self.value
 
 
-def _remembered(factor: float) -> tuple[Any, dict[str, Any], str]:
-    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(factor)), {}, "step"
-
-
 def _plateau(factor: float) -> tuple[Any, dict[str, Any], str]:
     return lr_scheduler.ReduceLROnPlateau, {"factor": factor, "patience": 0, "threshold": 10.0}, "epoch"
-
-
-class Polynomial(lr_scheduler.LRScheduler):
-    """A schedule as people write them."""
-
-    def __init__(self, optimizer: Any, power: float, last_epoch: int = -1) -> None:
-        self.power = power
-        super().__init__(optimizer, last_epoch)
-
-    def get_lr(self):
-        return [base / (1 + self.last_epoch) ** self.power for base in self.base_lrs]
 
 
 def _warm_up(optimizer: Any, gamma: float) -> Any:
@@ -302,25 +266,6 @@ def _warm_up(optimizer: Any, gamma: float) -> Any:
 def _backwards(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     """Give the parameters in another order, as a set of them does in another process."""
     return torch.optim.SGD(parameters[::-1], **options)
-
-
-class Wrapper(torch.optim.SGD):
-    """An optimizer around another one, whose groups it shares."""
-
-    def __init__(self, parameters: Any, lr: float, **options: Any) -> None:
-        super().__init__(parameters, lr, **options)
-        self.base = torch.optim.SGD(self.param_groups, lr, **options)
-        self.param_groups = self.base.param_groups
-
-    def state_dict(self):
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self.base.load_state_dict(state_dict)
-        self.param_groups = self.base.param_groups
-
-    def step(self, closure=None):
-        return self.base.step(closure)
 
 
 class EachOther(Sampler):
@@ -412,22 +357,10 @@ EDITS = {
         refused=(r"SGD.groups\[1\].weight_decay: 0.0 -> 0.1",),
         by_hand=_set_option("weight_decay", 0.1, slice(1, 2)),
     ),
-    "one group": Edit(
-        {"groups": None}, {"groups": (0.0, 0.0)}, refused=("SGD.groups: .*2, 2.* -> .*4.*",), by_hand=lambda *_: None
-    ),
-    "betas": Edit(
-        {"options": {"betas": (0.5, 0.9)}},
-        ADAM,
-        refused=(r"Adam.betas: \[0.9, 0.999\] -> \[0.5, 0.9\]",),
-        by_hand=_set_option("betas", (0.5, 0.9)),
-    ),
     "an option with another moment": Edit(
         {"options": {"amsgrad": True}}, ADAM, refused=("Adam.amsgrad: False -> True",)
     ),
     "another optimizer": Edit({"optimizer": torch.optim.Adam, "options": {}}, refused=("optimizer 0: SGD -> Adam",)),
-    "lr in a wrapper": Edit(
-        {"lr": 0.01}, {"optimizer": Wrapper}, refused=("Wrapper.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)
-    ),
     "kernels of an optimizer": Edit(
         {"options": {"momentum": 0.9, "foreach": True}}, {"options": {"momentum": 0.9, "foreach": False}}
     ),
@@ -437,11 +370,6 @@ EDITS = {
         {"schedule": _step(1, 0.5, "epoch")},
         refused=("StepLR.interval: epoch -> step",),
         rates=False,  # the number of its steps continues
-    ),
-    "max_lr of a cycle": Edit(
-        {"schedule": _one_cycle(0.4, 40)},
-        {"schedule": _one_cycle(0.2, 40)},
-        refused=("SGD.lr: .*", "SGD.max_lr: 0.2 -> 0.4", "SGD.min_lr: .*"),
     ),
     "a longer cycle": Edit(
         {"epochs": 5, "schedule": _one_cycle(0.2, 55)},
@@ -455,16 +383,6 @@ EDITS = {
         {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.9**step}, "step")},
         {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.8**step}, "step")},
         refused=("LambdaLR.lr_lambdas.code: 'bytecode .*' -> 'bytecode .*'",),
-    ),
-    "an object that is called": Edit(
-        {"schedule": _remembered(0.8)},
-        {"schedule": _remembered(0.9)},
-        refused=("LambdaLR.lr_lambdas.factor: 0.9 -> 0.8", "LambdaLR.lr_lambdas.value: 0.9 -> 0.8"),
-    ),
-    "a schedule of a user": Edit(
-        {"schedule": (Polynomial, {"power": 1.0}, "step")},
-        {"schedule": (Polynomial, {"power": 0.5}, "step")},
-        refused=("Polynomial.power: 0.5 -> 1.0",),
     ),
     "a part of a schedule": Edit(
         {"schedule": (_warm_up, {"gamma": 0.5}, "step")},
@@ -482,7 +400,6 @@ EDITS = {
         refused=("ReduceLROnPlateau.factor: 0.5 -> 0.1",),
         rates=False,
     ),
-    "lr on a plateau": Edit({"lr": 0.2}, {"schedule": _plateau(0.5)}, refused=("SGD.lr: 0.1 -> 0.2",)),
     "another schedule": Edit(
         {"schedule": (lr_scheduler.ExponentialLR, {"gamma": 0.9}, "step")},
         {"schedule": _step(5, 0.5)},
@@ -492,24 +409,15 @@ EDITS = {
     "no schedule": Edit({"schedule": None}, {"schedule": _step(5, 0.5)}, refused=("scheduler 0: StepLR -> none",)),
     "batch size": Edit({"loader": {**LOADER, "batch_size": 8}}, refused=("train_dataloader.batch_size: 4 -> 8",)),
     "smaller batches": Edit({"loader": {**LOADER, "batch_size": 3}}, refused=("train_dataloader.batch_size: 4 -> 3",)),
-    "dropping the last batch": Edit(
-        {"loader": {**LOADER, "drop_last": True}}, refused=("train_dataloader.drop_last: False -> True",)
-    ),
     "a sampler": Edit(
         {"sampler": lambda x: WeightedRandomSampler(torch.ones(len(x)), len(x), replacement=False)},
         refused=("train_dataloader.sampler: none -> WeightedRandomSampler",),
-    ),
-    "another sampler": Edit(
-        {"sampler": lambda x: WeightedRandomSampler(torch.ones(len(x)), len(x))},
-        {"sampler": lambda x: EachOther(len(x))},
-        refused=("train_dataloader.sampler: EachOther -> WeightedRandomSampler",),
     ),
     "argument of a sampler": Edit(
         {"sampler": lambda x: EachOther(len(x), 7)},
         {"sampler": lambda x: EachOther(len(x))},
         refused=("train_dataloader.sampler.start: 0 -> 7",),
     ),
-    "class of the data": Edit({"data": OtherData}, refused=("train_dataloader.dataset: Augmented -> OtherData",)),
     "argument of the data": Edit({"data_arguments": {"crop": 8}}, refused=("train_dataloader.dataset.crop: 4 -> 8",)),
     "more data": Edit({"rows": 60}, refused=("train_dataloader.dataset.length: 44 -> 60",)),
     "another transform": Edit(
@@ -518,15 +426,6 @@ EDITS = {
         refused=("train_dataloader.dataset.transform.factor: 1.0 -> 2.0",),
     ),
     "number of workers": Edit({"loader": {**LOADER, "num_workers": 1}}, warned="had num_workers=0 and has 1"),
-    "accumulation": Edit(
-        {"trainer": {"accumulate_grad_batches": 2}}, refused=("Trainer.accumulate_grad_batches: 1 -> 2",)
-    ),
-    "clipping of the Trainer": Edit(
-        {"trainer": {"gradient_clip_val": 0.01}},
-        {"trainer": {"gradient_clip_val": 1.0}},
-        refused=("Trainer.gradient_clip_val: 1.0 -> 0.01",),
-        by_hand=lambda trainer, module: setattr(trainer, "gradient_clip_val", 0.01),
-    ),
     "more epochs": Edit({"epochs": 5}),
     "fewer epochs": Edit({"epochs": 2}, refused=("Trainer.max_epochs: 3 -> 2",)),
     "steps in place of epochs": Edit(
@@ -550,11 +449,6 @@ EDITS = {
     "a frozen bias": Edit(
         {"build": _freeze_bias}, refused=("net.0.bias.requires_grad: True -> False", "SGD.groups: .*4 .* -> .*3 .*")
     ),
-    "thawed": Edit(
-        {"build": _as_it_is},
-        {"build": _freeze},
-        refused=("net.0.requires_grad: False -> True", "SGD.groups: .*2 .* -> .*4 .*"),
-    ),
     "a layer that evaluates": Edit(
         {"build": lambda module: module.net[2].eval()},
         refused=("net.2.training: True -> False",),
@@ -563,11 +457,6 @@ EDITS = {
     "a buffer": Edit(
         {"build": lambda module: module.register_buffer("mean", torch.zeros(8))},
         refused=(r"mean: none -> 'buffer of shape \[8\]'",),
-    ),
-    "a larger buffer": Edit(
-        {"build": lambda module: module.register_buffer("mean", torch.zeros(9))},
-        {"build": lambda module: module.register_buffer("mean", torch.zeros(8))},
-        refused=(r"mean: 'buffer of shape \[8\]' -> 'buffer of shape \[9\]'",),
     ),
     "manual optimization": Edit(
         {"build": _manual},
@@ -589,7 +478,6 @@ EDITS = {
         refused=("Noise.scale: 0.0 -> 0.5", "Noise.out_dir: a -> 'b/c'"),
         by_hand=lambda trainer, module: setattr(trainer.callbacks[0], "scale", 0.5),
     ),
-    "a user's callback added": Edit({"callbacks": _noise(0.5)}, refused=("Noise: none -> 'in use'",)),
     "a user's callback without arguments": Edit(
         {"callbacks": lambda: [Bare()]}, said=RECORDS + "Bare: none -> 'in use'"
     ),
@@ -743,9 +631,8 @@ def test_a_function_of_the_step_is_called_as_often_as_without(tmp_path):
     assert number_of_calls(tmp_path / "stopped", 0.8, on_change="new") == 1 + 33 - RESUMED_AT
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_all_ranks_refuse_and_take_what_changed(ranks, tmp_path):
-    ways = {"trainer": {"devices": ranks, "strategy": "ddp_fork"}}
+def test_all_ranks_refuse_and_take_what_changed(tmp_path):
+    ways = {"trainer": {"devices": 2, "strategy": "ddp_fork"}}
     run(tmp_path, **ways, epochs=1)
     with pytest.raises(Exception, match=r"SGD\.lr: 0\.1 -> 0\.01"):
         run(tmp_path, **ways, epochs=1, lr=0.01)

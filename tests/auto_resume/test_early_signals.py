@@ -54,14 +54,7 @@ def trainer(*callbacks, **options):
 @pytest.mark.oldest
 @pytest.mark.parametrize(
     ("moment", "name", "saves"),
-    [
-        ("script", "SIGTERM", 0),
-        ("prepare_data", "SIGUSR1", 0),
-        ("configure_model", "SIGTERM", 0),
-        ("on_sanity_check_start", "SIGUSR1", 0),
-        ("on_train_start", "SIGTERM", 0),
-        ("training_step", "SIGUSR1", 1),
-    ],
+    [("prepare_data", "SIGUSR1", 0), ("on_sanity_check_start", "SIGUSR1", 0), ("training_step", "SIGTERM", 1)],
 )
 def test_the_run_stops_at_its_first_save_point_or_before_the_first_batch(tmp_path, moment, saves, name):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -71,17 +64,20 @@ def test_the_run_stops_at_its_first_save_point_or_before_the_first_batch(tmp_pat
     assert differences(killed, whole) == []
 
 
+@pytest.mark.oldest
+@pytest.mark.trap("resume: SIGTERM saves nothing and exits 0; SIGINT saves nothing; SystemExit is 1 under ddp_fork")
 @pytest.mark.parametrize(
-    ("moment", "rank"),
+    ("moment", "name", "rank"),
     [
-        ("script", 0),
-        ("configure_model", 1),
-        ("on_train_batch_end", "launcher"),
+        ("script", "SIGTERM", 0),
+        ("configure_model", "SIGUSR1", 1),
+        ("on_train_batch_end", "SIGTERM", "launcher"),
+        ("on_train_batch_end", "SIGINT", 1),
     ],
 )
-def test_a_signal_to_one_process_stops_all_ranks(tmp_path, moment, rank):
+def test_a_signal_to_one_process_stops_all_ranks(tmp_path, moment, name, rank):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    assert run(killed, {**FORKED, "kill": [moment, 1, "SIGTERM", rank]}) == STOPPED
+    assert run(killed, {**FORKED, "kill": [moment, 1, name, rank]}) == STOPPED
     assert run(killed, FORKED) == run(whole, {**FORKED, "guarded": False}) == 0
     assert differences(killed, whole) == []
 
@@ -98,14 +94,19 @@ def test_a_resumed_run_that_is_stopped_before_its_first_batch_resumes_from_the_s
     assert len(set(resumed_at(killed))) == 1
 
 
-def test_a_hangup_before_the_fit_detaches(tmp_path):
+@pytest.mark.oldest
+@pytest.mark.trap("resume: SIGHUP and SIGUSR1 kill")
+@pytest.mark.parametrize("moment", ["script", "on_train_batch_end"])
+def test_a_hangup_detaches(tmp_path, moment):
+    """Before the fit and in it: training continues; output that goes to a file stays there."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    assert run(killed, {**OPTIONS, "kill": ["script", 1, "SIGHUP", 0]}) == 0
-    assert (killed / "resume" / "train.log").exists()
-    assert run(whole, {**OPTIONS, "guarded": False}) == 0
+    kill = {"kill": [moment, 1, "SIGHUP", 0]}
+    assert run(killed, {**OPTIONS, **kill}) == run(whole, {**OPTIONS, "guarded": False}) == 0
     assert differences(killed, whole) == []
-    stops = {**OPTIONS, "resume": {"on_hangup": "stop"}, "kill": ["script", 1, "SIGHUP", 0]}
-    assert run(tmp_path / "stopped", stops) == STOPPED
+    assert (killed / "resume" / "train.log").exists()
+    assert "max_epochs=2` reached" in (killed / "output.txt").read_text()
+    assert CheckpointFolder(killed / "resume").read_status()["state"] == "finished"
+    assert run(tmp_path / "stopped", {**OPTIONS, **kill, "resume": {"on_hangup": "stop"}}) == STOPPED
 
 
 def test_a_second_signal_stops_at_once(tmp_path):

@@ -42,22 +42,17 @@ def test_objects_among_hyperparameters_do_not_block_a_resume(tmp_path):
 class Remembers(Callback):
     """Saves a NumPy date."""
 
-    value = np.datetime64("2026-01-01")
+    def __init__(self, value=None):
+        self._value = {"nested": [{"best": value or np.datetime64("2026-01-01")}]}
 
     def state_dict(self):
-        return {"nested": [{"best": self.value}]}
+        return self._value
 
     def load_state_dict(self, state_dict):
         self.loaded = state_dict
 
 
-class RemembersNumbers(Remembers):
-    """Saves NumPy numbers, as comparisons of metrics give them."""
-
-    value = {np.int64(0): np.float32(0.5)}  # noqa: RUF012  # never changed
-
-
-class CountsByNumber(Callback):
+class CountsByNumber(Remembers):
     def state_dict(self):
         return {"counts": {np.datetime64(0, "D"): 4}}
 
@@ -117,12 +112,13 @@ def test_other_objects_are_named_at_the_first_save(tmp_path, callbacks, module, 
     again = fit(AutoResume(tmp_path, allow_pickle=True), *kept, module=module, data=data and data(), epochs=3)
     assert again.global_step == 30
     if callbacks == [Remembers]:
-        assert kept[0].loaded == {"nested": [{"best": Remembers.value}]}
+        assert kept[0].loaded == Remembers().state_dict()
 
 
 def test_numbers_of_numpy_are_resumed(tmp_path):
-    assert stop(AutoResume(tmp_path), RemembersNumbers(), step=23, epochs=3) == 75
-    kept = RemembersNumbers()
+    """As comparisons of metrics give them."""
+    first, kept = (Remembers({np.int64(0): np.float32(0.5)}) for _ in range(2))
+    assert stop(AutoResume(tmp_path), first, step=23, epochs=3) == 75
     fit(AutoResume(tmp_path), kept, epochs=3)
     ((key, value),) = kept.loaded["nested"][0]["best"].items()
     assert (key, value, type(key), type(value)) == (0, 0.5, np.int64, np.float32)

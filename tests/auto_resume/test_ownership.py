@@ -17,6 +17,7 @@ from lightning_tricks._shared.file_locks import DirectoryLock, has_exited, this_
 from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.killing import run
 from tests.auto_resume.test_callback import fit, stop, weights
+from tests.contract.processes import run_and_exit
 from tests.small import same
 
 pytestmark = pytest.mark.oldest
@@ -30,12 +31,8 @@ def tree(folder):
 
 NAMES = (
     "best.ckpt",
-    "last.ckpt",
-    "epoch=1-step=2.ckpt",
-    "000018-epoch=1-step=2.ckpt",
     "000018-epoch=1-step=2.ckpt.json",
     "000019-epoch=1-step=2/meta.pt",
-    "config.json",
     "status.json",
     "train.log",
     ".best.ckpt.7.partial",
@@ -63,30 +60,32 @@ def test_only_its_own_folder_is_touched(tmp_path):
 # -- the lock
 
 
-class Holds(Callback):
-    """Starts another process on the same directory in the middle of a fit."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 3:
-            self.status = run(self.folder, {"validate": "none"})
-
-
 @pytest.fixture
 def impatient(monkeypatch):
     """Not to wait for the end of a process that goes on."""
     monkeypatch.setattr("lightning_tricks.auto_resume.run_files._SECONDS_TO_END", 0.1)
 
 
-def test_a_second_process_is_refused(tmp_path, capsys, impatient):
-    holds = Holds(tmp_path)
-    fit(AutoResume(tmp_path / "resume"), holds)
-    assert holds.status == 1
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_process_is_refused(tmp_path, capsys, impatient, ranks):
+    """It is started on the same directory in the middle of a fit; its logger deletes nothing."""
+    options = {"ranks": ranks, "strategy": "ddp_fork", "validate": "none", "loggers": ["csv"], "version": 0}
+    statuses = []
+
+    class Starts(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                statuses.append(run(tmp_path, options))
+
+    rows = tmp_path / "logs" / "csv" / "version_0" / "metrics.csv"
+    rows.parent.mkdir(parents=True)
+    rows.write_text("mine\n")
+    fit(AutoResume(tmp_path / "resume"), Starts())
+    assert statuses == [1]
     words = (tmp_path / "output.txt").read_text()
     assert f"is in use by process {os.getpid()} on {os.uname().nodename}: two runs would" in words
     assert "Wait for its end, or choose another dirpath." in words
+    assert rows.read_text() == "mine\n"
     assert CheckpointFolder(tmp_path / "resume").read_status()["state"] == "finished"
     assert cli.main(["resume", "status", str(tmp_path / "resume")]) == 0
 
@@ -104,23 +103,6 @@ def test_a_killed_process_that_has_not_ended_yet_is_waited_for(tmp_path):
     assert os.read(reader, 4) == b"held"
     assert fit(AutoResume(tmp_path), epochs=1).current_epoch == 1
     assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_a_second_run_of_two_ranks_is_refused(tmp_path, impatient):
-    class HoldsTwo(Holds):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 3:
-                options = {"ranks": 2, "strategy": "ddp_fork", "validate": "none", "loggers": ["csv"], "version": 0}
-                self.status = run(self.folder, options)
-
-    rows = tmp_path / "logs" / "csv" / "version_0" / "metrics.csv"
-    rows.parent.mkdir(parents=True)
-    rows.write_text("mine\n")
-    holds = HoldsTwo(tmp_path)
-    fit(AutoResume(tmp_path / "resume"), holds)
-    assert holds.status == 1
-    assert "is in use by process" in (tmp_path / "output.txt").read_text()
-    assert rows.read_text() == "mine\n", "the logger of a run that is refused deletes nothing"
 
 
 def test_two_fits_in_one_process(tmp_path):
@@ -170,11 +152,7 @@ def test_a_lock_is_held_until_it_is_released(tmp_path):
     def in_child(action):
         pid = os.fork()
         if pid == 0:
-            status = 3
-            try:
-                status = action()
-            finally:
-                os._exit(status)
+            run_and_exit(lambda: os._exit(action()))
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def takes():

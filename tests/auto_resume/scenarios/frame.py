@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume
 from tests.auto_resume.training import End, Kill, Notes
+from tests.small import QUIET
 
 BATCHES = 9  # of an epoch: a save at every second step falls on the last batch of every second epoch
 DEFAULTS: dict[str, Any] = {
@@ -41,6 +42,7 @@ class Scenario:
         ranks: With how many ranks it makes sense.
         workers: With how many workers.
         since: The Lightning that it needs.
+        seeds: Whether it begins with `seed_everything`, as a careful script does.
     """
 
     run: Callable[[Job], None]
@@ -48,6 +50,7 @@ class Scenario:
     ranks: tuple[int, ...] = (1,)
     workers: tuple[int, ...] = (0,)
     since: tuple[int, int] = (2, 5)
+    seeds: bool = True
 
     def __call__(self, folder: Path, options: dict[str, Any]) -> None:
         """Run it in a folder, as a new process does: with random numbers that are others at each start that resumes."""
@@ -58,6 +61,8 @@ class Scenario:
         random.seed(number)
         np.random.seed(number)
         torch.manual_seed(number)
+        if self.seeds:
+            seed_everything(7, verbose=False)
         self.run(Job(folder, {**DEFAULTS, **options}))
 
     @property
@@ -113,7 +118,7 @@ class Job:
         if self.options["kill"]:
             others.append(Kill(*self.options["kill"]))
         given: dict[str, Any] = {
-            "accelerator": "cpu",
+            **QUIET,
             "devices": self.options["ranks"],
             "strategy": "ddp_fork" if several else "auto",
             "max_epochs": 3,
@@ -123,8 +128,6 @@ class Job:
             "num_sanity_val_steps": 1,
             "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
             "default_root_dir": self.folder / "root",
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
         }
         return Trainer(**{**given, **arguments})
 
@@ -138,10 +141,6 @@ class Job:
     def held_out(self) -> DataLoader[Any]:
         """The loader for validation and test."""
         return self.loader(self.samples(12, seed=2))
-
-    def seed(self) -> None:
-        """What a careful script begins with."""
-        seed_everything(7, verbose=False)
 
 
 class Net(LightningModule):

@@ -24,6 +24,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CELL_CONTENTS,
     MISSING,
     SCALARS,
+    TRAINING,
     CannotRestoreError,
     attribute_dict,
     attributes,
@@ -154,6 +155,8 @@ class ObjectWalk:
             if depth and not is_part and "state_dict" not in skipped:
                 self.stateful[path] = UnsavedModuleState(value, self.registered)
             self._visit_module(value, path, depth, skipped)
+            if path in self.stateful:
+                self._add_modes(value, path, depth)
             skipped = module_internals().union(skipped)
         elif "state_dict" not in skipped and is_stateful(type(value)):
             self.stateful[path] = value
@@ -241,6 +244,13 @@ class ObjectWalk:
                 inner = f"{path}.{name}"
                 if self._visit(child, inner, depth + 1, is_part=True) == inner:
                     self.modules[inner] = path, name
+
+    def _add_modes(self, module: Any, path: str, depth: int) -> None:
+        """Add the modes of the parts of a module that no other one registers, and so nobody else restores."""
+        for name, part in module.named_modules():
+            inner = f"{path}.{name}".removesuffix(".")
+            if self.paths.get(id(part)) == inner:
+                self._add_slot(AttributeSlot(part, inner, TRAINING, part.training), f"{inner}.{TRAINING}", depth + 1)
 
     def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
         """Add an attribute, and walk over what it holds."""

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
+    TRAINING,
     CannotRestoreError,
     delete_attribute,
     find_class,
@@ -106,7 +107,8 @@ class _Restoration(Decoder):
             return
         self._owner = walk.owners.get(owner)
         internals = module_internals() if is_subclass(type(self._owner), nn.Module) else ()
-        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals):
+        is_mode = path in walk.slots and change["name"] == TRAINING
+        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals) and not is_mode:
             self.failed[path] = "it is an internal attribute of its class"
             return
         try:
