@@ -13,6 +13,8 @@ ELSEWHERE = {  # where it shows more than in the middle of an epoch
     "body_frozen_in_the_first_epoch": "just after validation",
     "queue_that_grows": "just after validation",
     "stop_plateau_and_checkpoint": "just before validation",
+    "swa_from_an_epoch": "at an epoch's start",
+    "swa_annealed": "after the fit",
     "ema_by_steps_and_epochs": "after the last step",
     "trackers_of_metrics": "just before validation",
     "reloaded_each_epoch": "at an epoch's start",
@@ -22,6 +24,10 @@ ELSEWHERE = {  # where it shows more than in the middle of an epoch
 SEVERAL = {  # (ranks, workers), where that makes a difference
     "order_set_by_epoch": (2, 2),
     "metric_of_a_callback": (2, 0),
+    "swa_from_an_epoch": (2, 0),
+    "sampler_with_state": (1, 2),
+    "dataset_with_generator_in_workers_that_stay": (1, 2),
+    "shuffle_buffer_with_generator": (1, 2),
     "order_set_by_epoch_before_workers_know_it": (1, 2),
     "data_noisy_in_the_first_epoch": (1, 2),
 }

@@ -15,6 +15,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.styles.frame import Job, points, style
@@ -205,6 +207,44 @@ class Remembers(Classifier):
 @style(metrics=CLASSES)
 def state_that_is_no_tensor(job: Job) -> None:
     job.fit(Remembers(), *loaders())
+
+
+class Measured(Classifier):
+    """As templates do it: a collection for each stage, a mean of the loss, the best so far."""
+
+    def __init__(self):
+        super().__init__()
+        both = MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)])
+        self.train_metrics, self.val_metrics = both.clone(prefix="train_"), both.clone(prefix="val_")
+        self.val_mean, self.val_best = MeanMetric(), MaxMetric()
+
+    def on_train_start(self):
+        self.val_mean.reset()
+        self.val_best.reset()
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        self.log_dict(self.train_metrics(outputs["preds"], outputs["target"]), on_step=True)
+        return outputs
+
+    def validation_step(self, batch, batch_idx):
+        outputs = super().validation_step(batch, batch_idx)
+        self.val_metrics.update(outputs["preds"], outputs["target"])
+        self.val_mean(nn.functional.cross_entropy(outputs["preds"], outputs["target"]))
+        self.log("val/mean", self.val_mean, on_step=False, on_epoch=True, prog_bar=True)
+        return outputs
+
+    def on_validation_epoch_end(self):
+        values = self.val_metrics.compute()
+        self.log_dict(values)
+        self.val_metrics.reset()
+        self.val_best(values["val_MulticlassAccuracy"])
+        self.log("val/acc_best", self.val_best.compute(), sync_dist=True)
+
+
+@style(metrics=CLASSES)
+def metrics_of_the_module(job: Job) -> None:
+    job.fit(Measured(), *loaders())
 
 
 class OwnLoop(Classifier):

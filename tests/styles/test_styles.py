@@ -36,7 +36,7 @@ def test_all_callbacks_change_nothing_and_warn_of_what_is_so(tmp_path, name):
 
 
 # What a run that has been resumed must carry on to the next: the rest is stopped once, by an error or a signal in turn
-TWICE = ["state_that_is_no_tensor", "several_loaders_at_once"]
+TWICE = ["state_that_is_no_tensor", "metrics_of_the_module", "several_loaders_at_once"]
 STOPPED = [name for name in STYLES if "AutoResume" not in STYLES[name].left_out]
 
 

@@ -1,5 +1,7 @@
 """What decides about a run: schedulers, callbacks of Lightning and of users, and metrics that callbacks keep."""
 
+from typing import Any
+
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
@@ -11,6 +13,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    StochasticWeightAveraging,
 )
 from torch import nn
 from torchmetrics import F1Score, MeanMetric, Recall
@@ -34,6 +37,30 @@ def stop_plateau_and_checkpoint(job: Job) -> None:
     stops = EarlyStopping("val_loss", patience=2)
     keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss", save_top_k=2, save_last=True)
     job.fit(Plateau(), stops, keeps, LearningRateMonitor(), max_epochs=5)
+
+
+def _allow_function(job: Job) -> None:
+    """Let a function be restored where torch's scheduler of averaged weights saves one, as that of torch 2.6 does."""
+    if "anneal_func" in torch.optim.swa_utils.SWALR(torch.optim.SGD([torch.zeros(1)], 0.1), 0.1).state_dict():
+        job.options["resume"] = {**job.options["resume"], "allow_pickle": True}
+
+
+@scenario(ranks=(1, 2))
+def swa_from_an_epoch(job: Job) -> None:
+    _allow_function(job)
+    job.fit(Net(), StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1), max_epochs=4)
+
+
+@scenario()
+def swa_annealed(job: Job) -> None:
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+
+    _allow_function(job)
+    averages = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=0.4, annealing_epochs=2)
+    job.fit(Scheduled(), averages, max_epochs=4)
 
 
 @scenario(since=(2, 6), ranks=(1, 2))

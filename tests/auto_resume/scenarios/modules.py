@@ -1,7 +1,11 @@
 """What modules, their optimizers and callbacks hold outside of the parameters that the Trainer knows."""
 
 import copy
+import random
+from collections import deque
+from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import nn
@@ -140,3 +144,68 @@ def optimizer_kept_in_an_attribute(job: Job) -> None:
             self.log("rate", self.optimizer.param_groups[0]["lr"])
 
     job.fit(Keeps())
+
+
+class Replay:
+    """Keeps samples, and gives some of them again."""
+
+    def __init__(self, size: int) -> None:
+        self.kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=size)
+
+    def push(self, batch: Any) -> None:
+        self.kept.extend(zip(*batch, strict=True))
+
+    def draw(self, count: int) -> list[torch.Tensor]:
+        chosen = random.sample(list(self.kept), min(count, len(self.kept)))
+        return [torch.stack(part) for part in zip(*chosen, strict=True)]
+
+
+@scenario()
+def replay_buffer(job: Job) -> None:
+    class Replays(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.replay = Replay(20)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.replay.push(batch)
+            return super().training_step(self.replay.draw(6), batch_idx)
+
+    job.fit(Replays())
+
+
+@scenario()
+def generators_of_the_module(job: Job) -> None:
+    class Draws(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = torch.Generator().manual_seed(1)
+            self.chance, self.numbers = random.Random(2), np.random.default_rng(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0] + 0.1 * torch.randn(batch[0].shape, generator=self.noise)
+            x = x * (1 + 0.1 * self.chance.random()) + 0.1 * float(self.numbers.normal())
+            return super().training_step([x, batch[1]], batch_idx)
+
+    job.fit(Draws())
+
+
+@scenario()
+def teacher_in_a_list(job: Job) -> None:
+    class Taught(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = [copy.deepcopy(self.body)]  # in no state dict, as nobody wants to save it
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            with torch.no_grad():
+                wanted = self.teacher[0](batch[0])
+            return super().loss(batch) + 0.1 * (self.body(batch[0]) - wanted).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                pairs = zip(self.teacher[0].parameters(), self.body.parameters(), strict=True)
+                for own, other in pairs:
+                    own.lerp_(other, 0.1)
+
+    job.fit(Taught())
