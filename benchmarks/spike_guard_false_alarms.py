@@ -28,7 +28,7 @@ from sklearn import datasets
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # its name in torch's documentation
 
-from lightning_tricks.spike_guard.core.band import RobustBand
+from lightning_tricks.spike_guard.functional import RobustBand
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 FACTORS = (3, 10, 100)
