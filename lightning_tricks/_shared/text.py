@@ -1,4 +1,4 @@
-"""Text for people: tables without colour, lists of names, shapes, and numbers with units, times."""
+"""Text for people: tables without colour, lists of names, shapes, numbers with units, and times."""
 
 from __future__ import annotations
 
@@ -120,11 +120,13 @@ def format_number(value: float | None) -> str:
     Examples:
         >>> format_number(0.123456), format_number(12345.6), format_number(3.0), format_number(1.234e-7)
         ('0.1235', '12,346', '3', '1.234e-07')
+        >>> format_number(math.nan), format_number(-math.inf), format_number(None)
+        ('NaN', '-inf', '')
     """
     if value is None:
         return ""
     if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+        return str(value).replace("nan", "NaN")  # a log on Windows has no sign of infinity
     if abs(value) >= 1000 and abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value:.4g}"

@@ -1,6 +1,7 @@
-"""The keys under which values are logged; errors and warnings of them and of data.
+"""The keys under which values are logged; errors and warnings about them and about the data.
 
-Such are keys that others log as well, keys of `best` that no fit logs, loaders without batches, steps without inputs.
+They are about keys that others log as well, keys of `best` that no fit logs, loaders without batches, and steps without
+inputs.
 """
 
 from __future__ import annotations

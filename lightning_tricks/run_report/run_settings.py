@@ -186,9 +186,9 @@ def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
         data, depth = getattr(loader, "dataset", None), 0
         while data is not None and depth < 5:  # data sets in data sets, such as a Subset
             label, depth = f"{label}.dataset", depth + 1
-            found.add_object(label, data)
-            with suppress(Exception):  # not each has a length
+            with suppress(Exception):  # not each has a length; an argument of this name replaces it
                 found.add("length", len(data), label)
+            found.add_object(label, data)
             data = getattr(data, "dataset", None)
 
 

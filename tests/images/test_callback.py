@@ -177,6 +177,7 @@ def test_a_step_that_returns_nothing_to_show_warns_once(tmp_path, outputs, what)
         ({"every_n_epochs": 1.5}, TypeError, "every_n_epochs must be a whole number"),
         ({"mean": [0.5]}, ValueError, "mean and std belong together"),
         ({"shape": [8, 8]}, ValueError, r"shape must be \(channels, height, width\)"),
+        ({"stages": "val"}, TypeError, "stages must be a list of names, got 'val'"),
         ({"stages": ["valid"]}, ValueError, "stages must be one of train, val, test"),
         ({"output_transform": 3}, TypeError, "output_transform must be a function"),
     ],

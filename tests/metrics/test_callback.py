@@ -1,3 +1,4 @@
+import io
 import math
 import warnings
 
@@ -18,6 +19,7 @@ from torchmetrics.text import EditDistance
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
+from lightning_tricks._shared.console import make_console
 from lightning_tricks.metrics import MetricsError
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from tests.metrics.tables import OneLoader, Table, Trained, loader_of, numbers, table, trainer, truth
@@ -577,6 +579,18 @@ def test_the_table_of_classes_says_how_many_more_there_are():
     history.add(EpochRecord("val", None, 0, 0, True, [f"f1_{name}" for name in names], torch.full((53,), 0.5)))
     *_, table = history.table({}, names).renderables
     assert (table.row_count, table.notes) == (50, "3 more classes")
+
+
+def test_the_table_shows_all_numbers_where_the_output_is_not_unicode(monkeypatch):
+    history, output = History(), io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    values = {"psnr": math.inf, "gain": -math.inf, "loss": math.nan, "rows": 12345.6}
+    history.add(EpochRecord("val", None, 0, 5, True, list(values), torch.tensor(list(values.values()))))
+    monkeypatch.setattr("sys.stdout", output)
+    make_console().print(history.table({}))
+    output.seek(0)
+    printed = dict(line.strip("| \n").replace(" ", "").split("|") for line in output if line.startswith("| "))
+    assert printed == {"metric": "val", "psnr": "inf", "gain": "-inf", "loss": "NaN", "rows": "12,346"}
+    assert history.line({}, lambda names: set()).startswith("val psnr inf, gain -inf, loss NaN")
 
 
 class _Returns(Net):

@@ -284,7 +284,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         [usual(status="stopped", step=70, epochs=3)],
     ),
     "not finite": (
-        r"loss\w* was (NaN|∞|-∞) at step",
+        r"loss\w* was (NaN|inf|-inf) at step",
         [
             usual({"train/loss": [1.0] * 100 + [math.inf] + [0.9] * 299}),
             usual(of_epochs={"val/loss": [1.0] * 10 + [math.nan] + [0.9] * 9}),

@@ -145,12 +145,13 @@ def test_thinning_keeps_mean_extremes_and_count(values, most):
     assert [row.step for row in thinned] == sorted(row.step for row in thinned)
 
 
-def test_thinning_merges_rows_of_one_kind_only():
-    rows = [Row("step", place, 0, {"a": 1.0}) for place in range(10)]
+def test_thinning_merges_rows_of_one_kind_only_and_keeps_their_order():
+    rows = [Row("step", place, 0, {"a": 1.0}) for place in range(11)]
     rows.insert(5, Row("epoch", 4, 0, {"b": 2.0}))
-    thinned = thin_rows(rows, 8)
-    assert [(row.kind, row.count) for row in thinned if row.kind == "epoch"] == [("epoch", 1)]
-    assert [row.count for row in thinned if row.kind == "step"] == [2] * 5
+    rows.append(Row("epoch", 10, 0, {"b": 2.0}))  # after the last step, which has no other to merge with
+    steps = [("step", step, 2) for step in (1, 3, 5, 7, 9)] + [("step", 10, 1)]
+    expected = [*steps[:2], ("epoch", 4, 1), *steps[2:], ("epoch", 10, 1)]
+    assert [(row.kind, row.step, row.count) for row in thin_rows(rows, 8)] == expected
 
 
 def test_merged_row_ignores_nan_in_its_extremes_only():

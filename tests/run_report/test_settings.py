@@ -33,9 +33,9 @@ class Forgets(Callback):
 
 
 class Data(TensorDataset):
-    def __init__(self, noise=0.1, transform=None):
+    def __init__(self, noise=0.1, transform=None, length=8):
         super().__init__(torch.zeros(40, 64), torch.zeros(40, dtype=torch.long))
-        self.noise, self.transform = noise, transform
+        self.noise, self.transform, self.length = noise, transform, length
 
 
 def callbacks(**changes):
@@ -148,6 +148,7 @@ EDITS = {
         "train_dataloader.sampler",
     ),
     "an argument of the data set": ({"data": lambda: Data(noise=0.2)}, "train_dataloader.dataset.noise"),
+    "an argument that is called length": ({"data": lambda: Data(length=9)}, "train_dataloader.dataset.length"),
     "a subset": ({"data": lambda: Subset(Data(), list(range(30)))}, "train_dataloader.dataset.type"),
     "anomaly detection": ({"trainer": {"detect_anomaly": True}}, "anomaly detection (trainer)"),
     "the seed": ({"seed": 1}, "seed (trainer)"),
