@@ -116,6 +116,7 @@ DRAWN = {
     "by epoch": (lambda: loader(WithEpoch(lambda own: PART[own.epoch :: 2], 10)), PART),
     "drop_last": (lambda: DataLoader(DATA, 12, shuffle=True, drop_last=True), ALL),
 }
+WORKERS = {"workers": (lambda: loader(data=OneByOne(), shuffle=True, num_workers=1, persistent_workers=True), ALL)}
 SHARED = {
     "batches": (lambda: DataLoader(DATA, batch_sampler=[PART[:8], PART[8:]]), "list makes the batches itself"),
     "no length": (lambda: loader(Endless(lambda own: PART)), "Endless has no length"),
@@ -254,10 +255,10 @@ def test_two_ranks_share_out_what_the_sampler_yields(kind, name, tmp_path):
         assert sorted(ranks[0] + ranks[1]) == sorted(member.seen)
 
 
-@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted"])
+@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted", "workers"])
 @pytest.mark.parametrize("kind", [VotingRegressor, BaggingRegressor])
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_with_the_same_rows(kind, name, tmp_path):
-    made, _ = (ONCE | DRAWN)[name]
+    made, _ = (ONCE | DRAWN | WORKERS)[name]
     whole, first, second = (kind(Row, 2, vectorize=False, seed=0) for _ in range(3))
     fit(whole, made(), max_epochs=3)
     callbacks = [AutoResume(tmp_path, every_n_train_steps=1), Stops(len(made()) + 2)]  # in the second epoch

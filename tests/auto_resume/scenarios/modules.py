@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torchmetrics import Accuracy, MetricCollection, MetricTracker, Recall
 
+from lightning_tricks import StackingClassifier
 from tests.auto_resume.scenarios.callbacks import KIND
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
@@ -209,3 +210,10 @@ def teacher_in_a_list(job: Job) -> None:
                     own.lerp_(other, 0.1)
 
     job.fit(Taught())
+
+
+@scenario(ranks=(1, 2), workers=(0, 2))
+def stacking(job: Job) -> None:
+    """An ensemble that is trained in folds, refitted, and then its meta-learner."""
+    members = [nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))]
+    job.fit(StackingClassifier(members, nn.Linear(6, 3), 2, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9})))
