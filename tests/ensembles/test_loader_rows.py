@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import lightning_tricks
 from lightning_tricks import AutoResume, BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
 from tests.ensembles.nets import Stops, fit
 from tests.small import QUIET
@@ -200,6 +201,28 @@ def test_loaders_whose_batches_members_share(name, lightning_log):
         fit(StackingRegressor([Row(), Row()]), made())
     with pytest.raises(ValueError, match=f"folds need a DataLoader.*{words}"):
         cross_validate(partial(VotingRegressor, Row, 1), made(), TRAINER)
+
+
+OTHERS = {
+    "Fusion": {},
+    "SnapshotEnsemble": {},
+    "FastGeometric": {"cycle": 1},
+    "AdversarialTraining": {"epsilon": 1e-6},
+    "GradientBoosting": {},
+    "SoftGradientBoosting": {},
+}
+
+
+@pytest.mark.parametrize("name", ["batch sampler", "weighted"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_no_other_ensemble_sees_other_rows(kind, name):
+    made, rows = (ONCE | DRAWN)[name]
+    ensemble = getattr(lightning_tricks, f"{kind}Regressor")(Row, 2, seed=0, **OTHERS[kind])
+    fit(ensemble, made(), max_epochs=2)
+    seen = [set(part.seen) for part in ensemble.modules() if isinstance(part, Row) and part.seen]
+    assert seen
+    assert all(member <= set(rows) for member in seen)
+    assert name not in ONCE or set(rows) in seen
 
 
 @pytest.mark.parametrize("name", ["some in order", "subset", "own, by numpy", "weighted", "by epoch", "batch sampler"])
