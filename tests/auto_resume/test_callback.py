@@ -244,6 +244,17 @@ def test_the_default_checkpoint_callback_stays_and_its_files_are_durable(tmp_pat
     assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
 
 
+def test_nothing_is_left_on_loaders(tmp_path):
+    def held():
+        return {name: value for name, value in vars(data).items() if "__pl" not in name and name != "worker_init_fn"}
+
+    data = DataLoader(digits(), batch_size=4, shuffle=True)  # on which Lightning leaves those
+    before = held()
+    for ends in (fit, stop):
+        ends(AutoResume(tmp_path / ends.__name__), data=data)
+        assert held() == before
+
+
 @pytest.mark.parametrize("place", ["", "memory:/"])
 def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log, place):
     given = f"{place}{tmp_path}/given.ckpt"

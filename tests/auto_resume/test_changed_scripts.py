@@ -89,6 +89,13 @@ class Augmented(TensorDataset):
         return (x if self.transform is None else self.transform(x)), y
 
 
+class OtherData(Augmented):
+    """Another class of the same data."""
+
+    def __len__(self) -> int:
+        return super().__len__()
+
+
 class Scale:
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -268,6 +275,20 @@ def _backwards(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters[::-1], **options)
 
 
+class Wrapper(torch.optim.SGD):
+    """An optimizer around another one, whose groups it shares."""
+
+    def __init__(self, parameters: Any, lr: float, **options: Any) -> None:
+        super().__init__(parameters, lr, **options)
+        self.base = torch.optim.SGD(self.param_groups, lr, **options)
+        self.param_groups = self.base.param_groups
+        self.state_dict, self.step = self.base.state_dict, self.base.step
+
+    def load_state_dict(self, state_dict):
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
 class EachOther(Sampler):
     """A sampler with an argument."""
 
@@ -357,10 +378,16 @@ EDITS = {
         refused=(r"SGD.groups\[1\].weight_decay: 0.0 -> 0.1",),
         by_hand=_set_option("weight_decay", 0.1, slice(1, 2)),
     ),
+    "one group": Edit(
+        {"groups": None}, {"groups": (0.0, 0.0)}, refused=("SGD.groups: .*2, 2.* -> .*4.*",), by_hand=lambda *_: None
+    ),
     "an option with another moment": Edit(
         {"options": {"amsgrad": True}}, ADAM, refused=("Adam.amsgrad: False -> True",)
     ),
     "another optimizer": Edit({"optimizer": torch.optim.Adam, "options": {}}, refused=("optimizer 0: SGD -> Adam",)),
+    "lr in a wrapper": Edit(
+        {"lr": 0.01}, {"optimizer": Wrapper}, refused=("Wrapper.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)
+    ),
     "kernels of an optimizer": Edit(
         {"options": {"momentum": 0.9, "foreach": True}}, {"options": {"momentum": 0.9, "foreach": False}}
     ),
@@ -370,6 +397,11 @@ EDITS = {
         {"schedule": _step(1, 0.5, "epoch")},
         refused=("StepLR.interval: epoch -> step",),
         rates=False,  # the number of its steps continues
+    ),
+    "max_lr of a cycle": Edit(
+        {"schedule": _one_cycle(0.4, 40)},
+        {"schedule": _one_cycle(0.2, 40)},
+        refused=("SGD.lr: .*", "SGD.max_lr: 0.2 -> 0.4", "SGD.min_lr: .*"),
     ),
     "a longer cycle": Edit(
         {"epochs": 5, "schedule": _one_cycle(0.2, 55)},
@@ -383,6 +415,11 @@ EDITS = {
         {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.9**step}, "step")},
         {"schedule": (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 0.8**step}, "step")},
         refused=("LambdaLR.lr_lambdas.code: 'bytecode .*' -> 'bytecode .*'",),
+    ),
+    "an object that is called": Edit(
+        {"schedule": (lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(0.8)), {}, "step")},
+        {"schedule": (lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(0.9)), {}, "step")},
+        refused=("LambdaLR.lr_lambdas.factor: 0.9 -> 0.8", "LambdaLR.lr_lambdas.value: 0.9 -> 0.8"),
     ),
     "a part of a schedule": Edit(
         {"schedule": (_warm_up, {"gamma": 0.5}, "step")},
@@ -400,6 +437,7 @@ EDITS = {
         refused=("ReduceLROnPlateau.factor: 0.5 -> 0.1",),
         rates=False,
     ),
+    "lr on a plateau": Edit({"lr": 0.2}, {"schedule": _plateau(0.5)}, refused=("SGD.lr: 0.1 -> 0.2",)),
     "another schedule": Edit(
         {"schedule": (lr_scheduler.ExponentialLR, {"gamma": 0.9}, "step")},
         {"schedule": _step(5, 0.5)},
@@ -409,6 +447,10 @@ EDITS = {
     "no schedule": Edit({"schedule": None}, {"schedule": _step(5, 0.5)}, refused=("scheduler 0: StepLR -> none",)),
     "batch size": Edit({"loader": {**LOADER, "batch_size": 8}}, refused=("train_dataloader.batch_size: 4 -> 8",)),
     "smaller batches": Edit({"loader": {**LOADER, "batch_size": 3}}, refused=("train_dataloader.batch_size: 4 -> 3",)),
+    "dropping the last batch": Edit(
+        {"loader": {**LOADER, "drop_last": True}}, refused=("train_dataloader.drop_last: False -> True",)
+    ),
+    "no shuffling": Edit({"loader": {"batch_size": 4}}, refused=("train_dataloader.shuffle: True -> False",)),
     "a sampler": Edit(
         {"sampler": lambda x: WeightedRandomSampler(torch.ones(len(x)), len(x), replacement=False)},
         refused=("train_dataloader.sampler: none -> WeightedRandomSampler",),
@@ -418,6 +460,7 @@ EDITS = {
         {"sampler": lambda x: EachOther(len(x))},
         refused=("train_dataloader.sampler.start: 0 -> 7",),
     ),
+    "class of the data": Edit({"data": OtherData}, refused=("train_dataloader.dataset: Augmented -> OtherData",)),
     "argument of the data": Edit({"data_arguments": {"crop": 8}}, refused=("train_dataloader.dataset.crop: 4 -> 8",)),
     "more data": Edit({"rows": 60}, refused=("train_dataloader.dataset.length: 44 -> 60",)),
     "another transform": Edit(
@@ -426,6 +469,12 @@ EDITS = {
         refused=("train_dataloader.dataset.transform.factor: 1.0 -> 2.0",),
     ),
     "number of workers": Edit({"loader": {**LOADER, "num_workers": 1}}, warned="had num_workers=0 and has 1"),
+    "clipping of the Trainer": Edit(
+        {"trainer": {"gradient_clip_val": 0.01}},
+        {"trainer": {"gradient_clip_val": 1.0}},
+        refused=("Trainer.gradient_clip_val: 1.0 -> 0.01",),
+        by_hand=lambda trainer, module: setattr(trainer, "gradient_clip_val", 0.01),
+    ),
     "more epochs": Edit({"epochs": 5}),
     "fewer epochs": Edit({"epochs": 2}, refused=("Trainer.max_epochs: 3 -> 2",)),
     "steps in place of epochs": Edit(
@@ -448,6 +497,11 @@ EDITS = {
     "a layer without weights": Edit({"more_layers": lambda: [nn.Softsign()]}, refused=("net.4: none -> Softsign",)),
     "a frozen bias": Edit(
         {"build": _freeze_bias}, refused=("net.0.bias.requires_grad: True -> False", "SGD.groups: .*4 .* -> .*3 .*")
+    ),
+    "thawed": Edit(
+        {"build": _as_it_is},
+        {"build": _freeze},
+        refused=("net.0.requires_grad: False -> True", "SGD.groups: .*2 .* -> .*4 .*"),
     ),
     "a layer that evaluates": Edit(
         {"build": lambda module: module.net[2].eval()},
@@ -478,6 +532,7 @@ EDITS = {
         refused=("Noise.scale: 0.0 -> 0.5", "Noise.out_dir: a -> 'b/c'"),
         by_hand=lambda trainer, module: setattr(trainer.callbacks[0], "scale", 0.5),
     ),
+    "a user's callback added": Edit({"callbacks": _noise(0.5)}, refused=("Noise: none -> 'in use'",)),
     "a user's callback without arguments": Edit(
         {"callbacks": lambda: [Bare()]}, said=RECORDS + "Bare: none -> 'in use'"
     ),

@@ -53,9 +53,9 @@ def test_stopped_at_each_phase(folders, phase):
     "options",
     one_in_three_with_the_oldest(
         {"workers": 2, "persistent": True, "validate": 3},
-        {"ranks": 2, "strategy": "ddp_fork", "accumulate": 3, "validate": 4},
-        {"accumulate": 3, "validate": "none"},
         {"loader": "generator", "workers": 2},
+        {"accumulate": 3, "validate": "none"},
+        {"ranks": 2, "strategy": "ddp_fork", "accumulate": 3, "validate": 4},
         {"iterable": "unsized"},
         {"iterable": "sized", "workers": 2},
         {"asks": True, "loader": "stateful"},

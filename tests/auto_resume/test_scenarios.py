@@ -20,6 +20,7 @@ ELSEWHERE = {  # where it shows more than in the middle of an epoch
     "reloaded_each_epoch": "at an epoch's start",
     "optimizer_in_an_optimizer": "after the fit",
     "reloaded_every_other_epoch_by_the_epoch": "at an epoch's start",
+    "stacking": "at an epoch's end",
 }
 SEVERAL = {  # (ranks, workers), where that makes a difference
     "order_set_by_epoch": (2, 2),
@@ -30,6 +31,7 @@ SEVERAL = {  # (ranks, workers), where that makes a difference
     "shuffle_buffer_with_generator": (1, 2),
     "order_set_by_epoch_before_workers_know_it": (1, 2),
     "data_noisy_in_the_first_epoch": (1, 2),
+    "stacking": (2, 0),
 }
 CASES = [(name, 1, 0) for name, one in SCENARIOS.items() if one.workers[0] == 0]
 CASES += [(name, *way) for name, way in SEVERAL.items()]

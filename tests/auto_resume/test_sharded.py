@@ -55,8 +55,8 @@ CASES = {
         {**FSDP2, "optimization": "manual"},
         kill_at("in the middle of an epoch", "SIGKILL", FSDP2),
     ),
+    "in a save, in two dimensions": (TENSOR, chance_kill(TENSOR, 2)),  # the seventh, so that it is no rest of a sample
     **{f"in a save, {seed}": (FSDP2, chance_kill(FSDP2, seed)) for seed in range(4)},
-    "in a save, in two dimensions": (TENSOR, chance_kill(TENSOR, 2)),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_tricks import FastGeometricClassifier, FastGeometricRegressor, OptimizerSpec
-from tests.ensembles.nets import CNN, MLP, digits, fit, same, some, values
+from tests.ensembles.nets import CNN, MLP, digits, fit, same, some, trained_alone, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -72,14 +72,32 @@ def test_rates_follow_the_optimizers_and_groups_keep_their_proportions():
     assert [max(rates) for rates in watch.rates[4:]] == pytest.approx([_triangle(s / 8, 0.05, 0.01) for s in range(4)])
 
 
+@pytest.mark.trap("ensembles: FastGeometric loses the momentum between the phases")
+def test_the_momentum_is_kept():
+    train, rates = some(shuffle=False), [0.1] * 8 + [_triangle(step / 8, 0.05, 0.001) for step in range(4)]
+    options = {"cycle": 2, "lr_1": 0.05, "lr_2": 0.001, "optimizer": ("SGD", {"lr": 0.1, "momentum": 0.9}), "seed": 0}
+    ensemble = FastGeometricClassifier(MLP, 1, **options)
+    alone = copy.deepcopy(ensemble.working.member(0))
+    fit(ensemble, train, max_epochs=4)
+    optimizer = torch.optim.SGD(alone.parameters(), momentum=0.9)
+    for rate, batch in zip(rates, [*train] * 3, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        trained_alone(alone, optimizer, [batch])
+    same(values(ensemble.estimators_.member(0)), values(alone), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.trap("ensembles: FastGeometric takes softmax of the mean of logits, its authors average probabilities")
 def test_a_pretrained_model_needs_no_base():
     model = MLP()
     before = copy.deepcopy(model)
-    ensemble = FastGeometricClassifier([model], 2, cycle=2, base_epochs=0, optimizer=("SGD", {"lr": 0.1}), seed=0)
+    ensemble = FastGeometricClassifier([model], 2, cycle=2, base_epochs=0, optimizer=("SGD", {"lr": 1.0}), seed=0)
     x = digits()[1].tensors[0]
     assert torch.equal(ensemble.predict(x), before(x).softmax(-1).detach())
     fit(ensemble, some(), max_epochs=4)
     assert ensemble.n_members == 2
+    outputs = ensemble.member_outputs(x).detach()
+    torch.testing.assert_close(ensemble.predict(x), outputs.softmax(-1).mean(0))
+    assert (ensemble.predict(x) - outputs.mean(0).softmax(-1)).abs().max() > 1e-4
 
 
 def test_after_the_last_copy_half_a_cycle_may_be_left_out():

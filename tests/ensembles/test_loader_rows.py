@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import lightning_tricks
 from lightning_tricks import AutoResume, BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
 from tests.ensembles.nets import Stops, fit
 from tests.small import QUIET
@@ -116,6 +117,7 @@ DRAWN = {
     "by epoch": (lambda: loader(WithEpoch(lambda own: PART[own.epoch :: 2], 10)), PART),
     "drop_last": (lambda: DataLoader(DATA, 12, shuffle=True, drop_last=True), ALL),
 }
+WORKERS = {"workers": (lambda: loader(data=OneByOne(), shuffle=True, num_workers=1, persistent_workers=True), ALL)}
 SHARED = {
     "batches": (lambda: DataLoader(DATA, batch_sampler=[PART[:8], PART[8:]]), "list makes the batches itself"),
     "no length": (lambda: loader(Endless(lambda own: PART)), "Endless has no length"),
@@ -201,6 +203,28 @@ def test_loaders_whose_batches_members_share(name, lightning_log):
         cross_validate(partial(VotingRegressor, Row, 1), made(), TRAINER)
 
 
+OTHERS = {
+    "Fusion": {},
+    "SnapshotEnsemble": {},
+    "FastGeometric": {"cycle": 1},
+    "AdversarialTraining": {"epsilon": 1e-6},
+    "GradientBoosting": {},
+    "SoftGradientBoosting": {},
+}
+
+
+@pytest.mark.parametrize("name", ["batch sampler", "weighted"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_no_other_ensemble_sees_other_rows(kind, name):
+    made, rows = (ONCE | DRAWN)[name]
+    ensemble = getattr(lightning_tricks, f"{kind}Regressor")(Row, 2, seed=0, **OTHERS[kind])
+    fit(ensemble, made(), max_epochs=2)
+    seen = [set(part.seen) for part in ensemble.modules() if isinstance(part, Row) and part.seen]
+    assert seen
+    assert all(member <= set(rows) for member in seen)
+    assert name not in ONCE or set(rows) in seen
+
+
 @pytest.mark.parametrize("name", ["some in order", "subset", "own, by numpy", "weighted", "by epoch", "batch sampler"])
 def test_folds_of_a_sampler_of_ones_own_are_refused(name):
     made, words = (ONCE | DRAWN)[name][0], r"a (\w*Sampler|With\w+) chooses rows: give a Subset of them"
@@ -254,10 +278,10 @@ def test_two_ranks_share_out_what_the_sampler_yields(kind, name, tmp_path):
         assert sorted(ranks[0] + ranks[1]) == sorted(member.seen)
 
 
-@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted"])
+@pytest.mark.parametrize("name", ["subset, seeded", "own, by torch", "weighted", "workers"])
 @pytest.mark.parametrize("kind", [VotingRegressor, BaggingRegressor])
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_with_the_same_rows(kind, name, tmp_path):
-    made, _ = (ONCE | DRAWN)[name]
+    made, _ = (ONCE | DRAWN | WORKERS)[name]
     whole, first, second = (kind(Row, 2, vectorize=False, seed=0) for _ in range(3))
     fit(whole, made(), max_epochs=3)
     callbacks = [AutoResume(tmp_path, every_n_train_steps=1), Stops(len(made()) + 2)]  # in the second epoch

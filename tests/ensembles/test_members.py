@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members, as_sequential
-from tests.ensembles.nets import CNN, MLP, Recurrent, seeded
+from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, seeded
 
 
 class Branched(nn.Module):
@@ -236,6 +236,7 @@ def test_convolutions_are_stacked_only_when_asked():
     assert isinstance(as_members(seeded(CNN, 4)), SequentialMembers)
     assert as_members(seeded(CNN, 4)).reason == "convolutions of their own are faster than one for all members"
     assert isinstance(as_members(seeded(CNN, 4), vectorize=True), StackedMembers)
+    assert isinstance(as_members(seeded(LitMLP, 4)), StackedMembers), "a step of their own is the ensemble's matter"
 
 
 def test_one_row_of_whole_numbers_tells_nothing():

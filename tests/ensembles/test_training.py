@@ -122,6 +122,18 @@ def test_a_run_is_resumed_in_the_layout_of_its_checkpoint(step, stacked_first, t
     same(values(first), values(second))
 
 
+@pytest.mark.trap("ensembles: after fit the model is that of the last epoch, and nothing brings back the best")
+@pytest.mark.trap("ensembles: evaluate(return_loss=True) applies the cross-entropy to probabilities")
+def test_the_best_checkpoint_restores_the_best_ensemble(tmp_path):
+    ensemble = VotingClassifier(MLP, 3, optimizer=("SGD", {"lr": 2.0}), seed=0)  # unsteady
+    saves, (x, y) = ModelCheckpoint(tmp_path, monitor="val/loss"), some(320).dataset.tensors
+    fit(ensemble, some(320), some(320, shuffle=False), max_epochs=9, callbacks=[saves], enable_checkpointing=True)
+    best = VotingClassifier.load_from_checkpoint(saves.best_model_path, weights_only=True)
+    found, last = (nn.functional.nll_loss(one.predict(x).log(), y).item() for one in (best, ensemble))
+    assert saves.best_model_score.item() == pytest.approx(found, rel=1e-4)
+    assert found < last
+
+
 def test_a_checkpoint_says_what_the_loss_is(tmp_path):
     arguments = {"inputs": 10, "outputs": 2}
     ensemble = VotingRegressor(MLP, 2, arguments, criterion=nn.GaussianNLLLoss(eps=1e-4), seed=0)
@@ -434,6 +446,14 @@ def test_gaussian_members_predict_noise():
     assert ensemble.n_outputs == 1
     assert ensemble(x).shape == (2000, 1)
     assert trainer.callback_metrics["val/loss"] < 0
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_one_member(vectorize):
+    ensemble, x = VotingClassifier(MLP, 1, vectorize=vectorize, seed=0), digits()[1].tensors[0]
+    fit(ensemble, some(), max_epochs=2)
+    torch.testing.assert_close(ensemble.predict(x), ensemble.estimators_[0](x).softmax(-1).detach())
+    assert ensemble.predict_uncertainty(x).epistemic.abs().max() < 1e-6
 
 
 def test_votes_and_weights_decide():

@@ -49,6 +49,13 @@ def test_a_program_has_at_most_15_lines(program):
     assert max(map(len, lines)) <= 120
 
 
+def test_the_readme_and_the_page_list_all_of_them():
+    listed = re.findall(r"^\| `([\w.]+\.(?:py|yaml))` \|", _README, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in _EXAMPLES.iterdir() if path.suffix in (".py", ".yaml"))
+    page = (_EXAMPLES.parent / "docs" / "five-programs.md").read_text()
+    assert sorted(re.findall(r'^--8<-- "examples/([\w.]+)"$', page, re.MULTILINE)) == [path.name for path in _PROGRAMS]
+
+
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_the_classifier_is_seeded_clipped_and_measured(monkeypatch):
     trainers = [_run("classifier.py", monkeypatch)["trainer"] for _ in range(2)]

@@ -432,14 +432,18 @@ def test_changes_of_several_ranks_in_a_layer(tmp_path):
         load_adapter(nn.ModuleDict({"rnn": nn.LSTM(4, 4)}), tmp_path)
 
 
-def test_a_part_of_a_lightning_module(tmp_path):
+def test_a_part_of_a_lightning_module_and_compiled_parts(tmp_path):
     module = LightningModule()
     module.model = seeded(linear)
     LoRA(rank=2, target_modules="model.0").adapt(module)
     perturb(module)
+    module.model[0] = torch.compile(module.model[0], backend="eager")
     save_adapter(module.model, tmp_path)
-    load_adapter(plain := seeded(linear), tmp_path)
-    assert torch.equal(outputs(plain, torch.ones(5, 6)), outputs(module.model, torch.ones(5, 6)))
+    compiled = seeded(linear)
+    compiled[0] = torch.compile(compiled[0], backend="eager")
+    for model in (seeded(linear), compiled):
+        load_adapter(model, tmp_path)
+        assert torch.equal(outputs(model, torch.ones(5, 6)), outputs(module.model, torch.ones(5, 6)))
 
 
 def test_a_rank_beyond_that_of_the_layer(tmp_path):

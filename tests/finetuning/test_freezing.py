@@ -147,10 +147,11 @@ def test_copies_and_files_are_held_and_released():
     assert held_norms(net) == ["1"]
 
 
-def test_compiled_norm_stays_in_eval_mode():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_norm_stays_in_eval_mode(backend):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    compiled = torch.compile(net, backend="eager")
+    compiled = torch.compile(net, backend=backend)
     x = 3 + torch.randn(6, 4)
     compiled(x)
     freeze_(compiled)

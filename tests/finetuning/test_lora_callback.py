@@ -7,8 +7,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from packaging.version import Version
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_tricks import (
     CheckpointRemapping,
@@ -21,7 +24,8 @@ from lightning_tricks import (
 )
 from lightning_tricks.finetuning import LoRASettings, add_lora
 from tests.contract.lab import full
-from tests.small import QUIET, EvaluatedNet, Net, loader
+from tests.finetuning.models import encoder_layer
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, fork, loader
 
 
 class Built(EvaluatedNet):
@@ -155,6 +159,35 @@ def test_what_forked_ranks_add_does_not_come_back_and_that_is_said(is_added_befo
     said = "after the fit, the module has no trained changes" in (tmp_path / "log").read_text()
     assert said != is_added_before
     assert any(value.any() for name, value in _changes(module).items() if name.endswith(".B")) == is_added_before
+
+
+class _Encoder(Net):
+    def build(self):
+        layers = nn.Linear(64, 64), nn.Unflatten(1, (4, 16)), encoder_layer(), nn.Flatten(), nn.Linear(64, 10)
+        self.net = nn.Sequential(*layers)
+
+
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
+def test_sharded_ranks_are_one_process(tmp_path):
+    """With side branches, and with weights that are computed in attention, whose shards FSDP2 looks for."""
+
+    def run(rank=0, ranks=1):
+        def save(trainer, module):
+            torch.save({name: full(value) for name, value in module.state_dict().items()}, tmp_path / f"{ranks}.{rank}")
+
+        with isolated_rng(seed=0):
+            module = _Encoder("sgd")
+        options = {"strategy": ModelParallelStrategy(ranks, 1), "devices": ranks} if ranks > 1 else {}
+        own = DataLoader([(x[rank::ranks], y[rank::ranks]) for x, y in loader()], batch_size=None)
+        torch.manual_seed(0)
+        fit(module, LoRA(4), Hooks(on_train_end=save), data=own, use_distributed_sampler=False, **options)
+
+    run()
+    fork(lambda rank: run(rank, 2), 2)
+    one, *two = (torch.load(tmp_path / name) for name in ("1.0", "2.0", "2.1"))
+    assert sum("lora_" in name and name.endswith(".B") for name in one) == 6
+    for weights in two:
+        torch.testing.assert_close(weights, one, rtol=1e-4, atol=1e-6)
 
 
 def test_what_does_not_fit_is_said_before_training():

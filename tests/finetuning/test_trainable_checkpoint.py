@@ -209,17 +209,17 @@ def test_a_second_fit_keeps_the_base(tmp_path):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("options", [{}, {"release": 1}], ids=str)
-def test_auto_resume_anywhere(options, tmp_path):
+@pytest.mark.parametrize(("options", "asynchronous"), [({}, False), ({"release": 1}, False), ({}, True)], ids=str)
+def test_auto_resume_anywhere(options, asynchronous, tmp_path):
     whole = fit(tmp_path, Tuned(**options), without=True)
     guard = tmp_path / "guard"
     with pytest.raises(SystemExit):
-        fit(tmp_path, Tuned(**options), AutoResume(guard), Interrupts(13))
+        fit(tmp_path, Tuned(**options), AutoResume(guard, asynchronous=asynchronous), Interrupts(13))
     released = {"net.0.0.weight", "net.0.0.bias"} if "release" in options else set()
     for path in (files := list(guard.glob(".auto_resume/0*/meta.pt"))):
         assert lacks(path) == _FROZEN - released
     assert files
-    resumed = fit(tmp_path, Tuned(**options), AutoResume(guard))
+    resumed = fit(tmp_path, Tuned(**options), AutoResume(guard, asynchronous=asynchronous))
     assert_same_run(resumed, whole)
     with pytest.raises(BaseMismatchError, match="are of other values"):
         fit(tmp_path, Tuned(**{**options, "seed": 1}), AutoResume(guard), epochs=3)

@@ -116,6 +116,10 @@ EDITS = {
         with_argument(deep={"a": {"b": {"c": {"d": {"e": {"f": 2}}}}}}),
         "deep.a.b.c.d.e.f (hyper-parameter)",
     ),
+    "an argument of Lightning's callback": (
+        callbacks(stop=EarlyStopping("val/acc", patience=8, strict=False)),
+        "EarlyStopping.patience",
+    ),
     "an argument of this package's callback": (callbacks(clip=GradientClipping(2.0)), "GradientClipping.max_norm"),
     "an argument of the user's callback": (callbacks(noisy=Noisy(2.0)), "Noisy.scale"),
     "a private argument of it": (callbacks(noisy=Noisy(seed=1)), "Noisy.seed"),
@@ -128,6 +132,7 @@ EDITS = {
         {"groups": lambda ps: [{"params": ps[:1], "weight_decay": 0.1}, {"params": ps[1:]}]},
         "SGD.groups",
     ),
+    "the learning rate": ({"rate": 0.2}, "SGD.groups[0].lr"),
     "the optimizer": ({"optimizer": torch.optim.RMSprop}, "optimizer 0"),
     "an argument of the schedule": (
         {"schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.25)},
@@ -150,6 +155,12 @@ EDITS = {
     "an argument of the data set": ({"data": lambda: Data(noise=0.2)}, "train_dataloader.dataset.noise"),
     "an argument that is called length": ({"data": lambda: Data(length=9)}, "train_dataloader.dataset.length"),
     "a subset": ({"data": lambda: Subset(Data(), list(range(30)))}, "train_dataloader.dataset.type"),
+    "clipping by the Trainer": (
+        {"trainer": {"gradient_clip_val": 0.5}, **callbacks(clip=None)},
+        "gradient_clip_val (trainer)",
+    ),
+    "accumulation": ({"trainer": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches (trainer)"),
+    "precision": ({"trainer": {"precision": "bf16-mixed"}}, "precision (trainer)"),
     "anomaly detection": ({"trainer": {"detect_anomaly": True}}, "anomaly detection (trainer)"),
     "the seed": ({"seed": 1}, "seed (trainer)"),
     "a variable of the environment": ({"variables": {"NCCL_DEBUG": "INFO"}}, "environment.NCCL_DEBUG"),
@@ -159,6 +170,7 @@ BASES = {
     "the end of a long list": with_argument(many=[*range(5000), 2]),
     "a nested one": with_argument(a={"b": {"c": {"d": {"e": {"f": 1}}}}}),
     "the function of a schedule": {"schedule": steps},
+    "clipping by the Trainer": callbacks(clip=None),
 }
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torchmetrics import Accuracy, MetricCollection, MetricTracker, Recall
 
+from lightning_tricks import StackingClassifier
 from tests.auto_resume.scenarios.callbacks import KIND
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
@@ -146,6 +147,38 @@ def optimizer_kept_in_an_attribute(job: Job) -> None:
     job.fit(Keeps())
 
 
+@scenario()
+def optimizer_scheduler_and_scaler_of_the_module(job: Job) -> None:
+    class Own(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def on_fit_start(self):
+            self.own = torch.optim.Adam([self.scale], 0.05)
+            self.cycle = torch.optim.lr_scheduler.OneCycleLR(self.own, 0.1, total_steps=40)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+        def training_step(self, batch, batch_idx):
+            (optimizer := self.optimizers()).zero_grad()
+            self.own.zero_grad()
+            self.manual_backward(self.scaler.scale(self.loss(batch)))
+            self.scaler.step(self.own)
+            self.scaler.update()
+            self.cycle.step()
+            optimizer.step()
+            self.log_dict({"factor": self.scaler.get_scale(), "rate": self.cycle.get_last_lr()[0]})
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.001)
+
+    job.fit(Own())
+
+
 class Replay:
     """Keeps samples, and gives some of them again."""
 
@@ -209,3 +242,10 @@ def teacher_in_a_list(job: Job) -> None:
                     own.lerp_(other, 0.1)
 
     job.fit(Taught())
+
+
+@scenario(ranks=(1, 2), workers=(0, 2))
+def stacking(job: Job) -> None:
+    """An ensemble that is trained in folds, refitted, and then its meta-learner."""
+    members = [nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))]
+    job.fit(StackingClassifier(members, nn.Linear(6, 3), 2, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9})))
