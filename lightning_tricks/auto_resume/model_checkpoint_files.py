@@ -143,17 +143,26 @@ class ModelCheckpointFiles:
         return True
 
     def counts_as_absent(self, filepath: Any) -> bool:
-        """Whether a file was removed, or another start wrote it in the steps that are repeated."""
+        """Whether a file was removed, or another start wrote it in the steps that are repeated.
+
+        The latter made a link that no ModelCheckpoint knows, even if what it leads to is written again already.
+        """
         if is_address(filepath):
             return False
-        if _absolute(filepath) in self._put_off:
+        path = _absolute(filepath)
+        if path in self._put_off:
             return True
-        origin = read_origin(filepath)
-        if origin is None or origin.run != self.origin.run or origin.start == self.origin.start:
+        origin = read_origin(path)
+        if origin is None or origin.run != self.origin.run:
             return False
         if origin.fit != self.origin.fit:
             return origin.fit > self.origin.fit
-        return self.continued is not None and origin.save >= self.continued.get(origin.start, 0)
+        if self.continued is None:
+            return False
+        if origin.start == self.origin.start:
+            known = [_absolute(one.last_model_path) for one in callbacks_of_type(self.trainer, ModelCheckpoint)]
+            return path.is_symlink() and path not in known
+        return origin.save >= self.continued.get(origin.start, 0)
 
     def on_save(self, number: int) -> None:
         """Note that a save of AutoResume is complete, and remove what was put off."""

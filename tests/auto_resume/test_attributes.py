@@ -623,13 +623,28 @@ def test_added_modules_with_weights_are_reported():
     }
 
 
-def test_the_modes_of_a_module_in_a_list_are_restored(tmp_path):
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        nn.Sequential,
+        lambda net: torch.compile(net, backend="eager"),
+        lambda net: nn.Sequential(torch.jit.script(net)),
+        lambda net: nn.Sequential(net, torch.jit.freeze(torch.jit.script(nn.Dropout().eval()))),
+    ],
+    ids=["plain", "compiled", "a script", "a frozen script, which has no mode"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_the_modes_and_the_frozen_parameters_of_a_module_in_a_list_are_restored(tmp_path, wrapped):
     def make():
-        return Holder(kept=[nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))])
+        return Holder(kept=[wrapped(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))])
 
-    _, fresh, lost = resumed(make, lambda it: it.kept[0].eval(), tmp_path)
+    def freeze(it):
+        it.kept[0].eval().requires_grad_(False)
+
+    _, fresh, lost = resumed(make, freeze, tmp_path)
     assert not lost
     assert not any(part.training for part in fresh.kept[0].modules())
+    assert not any(parameter.requires_grad for parameter in fresh.kept[0].parameters())
 
 
 def test_registered_names_are_not_shadowed():

@@ -336,6 +336,43 @@ def test_references_are_restored_and_what_hooks_create_is_no_reason_to_warn(tmp_
     assert again == whole
 
 
+class Teaches(Net):
+    """Has a net in a list, which is frozen, and evaluates, from the fourth step on."""
+
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.teachers = [nn.Sequential(nn.Linear(64, 4), nn.Dropout(0.5), nn.Linear(4, 1))]
+        self.teachers[0][2].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        (teacher,) = self.teachers
+        if self.global_step == 3:
+            teacher[0].bias.requires_grad_(False)
+            teacher[1].eval()
+        if self.global_step == 15:
+            teacher[2].requires_grad_(True)
+        teacher(batch[0].flatten(1)).mean().backward()
+        with torch.no_grad():
+            for parameter in filter(lambda one: one.requires_grad, teacher.parameters()):
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("step", [10, 13])
+def test_what_trains_of_a_module_in_a_list_is_restored(tmp_path, step):
+    def state(trainer):
+        (teacher,) = trainer.lightning_module.teachers
+        flags = [(one.requires_grad, one.tolist(), vars(one)) for one in teacher.parameters()]
+        return flags, [part.training for part in teacher.modules()]
+
+    whole = state(fit(module=Teaches))
+    stop(AutoResume(tmp_path), module=Teaches, step=step)
+    again = state(fit(AutoResume(tmp_path), module=Teaches))
+    assert again == whole
+    assert [flag for flag, *_ in whole[0]] == [True, False, True, True]
+
+
 class Fused(nn.Module):
     """Has an optimizer for each parameter, as a step that is fused into the backward pass."""
 

@@ -77,11 +77,12 @@ def contents(folder):
     """What each checkpoint holds: the step and the weights, or where a link points to."""
     found = {}
     for path in sorted(folder.glob("files*/*")):
+        name = f"{path.parent.name[-1]} {path.name}"  # after the number of the callback
         if path.is_symlink():
-            found[path.name] = str(path.readlink())
+            found[name] = str(path.readlink())
         else:
             saved = torch.load(path, weights_only=True)
-            found[path.name] = saved["global_step"], [value.tolist() for value in saved["state_dict"].values()]
+            found[name] = saved["global_step"], [value.tolist() for value in saved["state_dict"].values()]
     return found
 
 
@@ -95,9 +96,12 @@ KINDS = {
         {"monitor": "score", "filename": "best", "save_last": True},
         {"every_n_train_steps": 2, "save_weights_only": True, "save_top_k": -1},
     ],
-    "a link": [{"monitor": "loss", "save_top_k": 2, "save_last": "link", "every_n_train_steps": 2}],
+    "links": [
+        {"monitor": "loss", "save_top_k": 2, "save_last": "link", "every_n_train_steps": 2},
+        {"save_top_k": -1, "save_last": "link", "every_n_train_steps": 2},
+    ],
 }
-ENDS = [("step", 2)], [("step", 7)], [("validation", 5), ("step", 9)], [("step", 15), ("validation", 18)]
+ENDS = [("step", 3)], [("step", 7)], [("validation", 5), ("step", 9)], [("step", 15), ("validation", 18)]
 
 
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key")  # of a Lightning before 2.6

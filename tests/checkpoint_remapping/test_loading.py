@@ -211,6 +211,15 @@ def test_codes_are_no_weights_whatever_is_allowed(scheme, prefix):
     assert unchanged(model, before)
 
 
+def test_codes_of_each_part_of_a_fused_tensor_count():
+    parts = ("q_proj", "k_proj", "v_proj")
+    file = {f"attn.{part}.weight": torch.ones(4, 4, dtype=torch.int8) for part in parts}
+    file |= {f"attn.{part}.weight_scale": torch.ones(4) for part in parts}
+    model = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})})
+    with pytest.raises(CheckpointError, match=r"attn.q_proj.weight is torch.int8, .* what its numbers mean, as of 2 m"):
+        load_weights(model, file)
+
+
 def test_numbers_of_8_bits_without_a_scale_are_weights_and_said():
     source, target = randomized(small()), small()
     file = {
@@ -219,6 +228,10 @@ def test_numbers_of_8_bits_without_a_scale_are_weights_and_said():
     report = load_weights(target, file)
     assert "0.weight, 3.weight are of 8 bits in the file, and loaded as such numbers" in report.diagnosis
     assert torch.equal(target[3].weight, file["3.weight"].float())
+    target.register_buffer("counts", torch.ones(2, 2, dtype=torch.int64))
+    file["counts"] = torch.zeros(2, 2).to(torch.float8_e5m2)
+    report = load_weights(target, file, allow_mismatched="counts")
+    assert "; 0.weight, 3.weight are of 8 bits" in report.diagnosis, "what is left out is not loaded"
     extra = {"more.index": torch.ones(3, 3, dtype=torch.int64), "more.scale": torch.ones(3), "3.note": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"3 tensors are left over in the file"):
         load_weights(small(), source.state_dict() | extra)

@@ -221,11 +221,11 @@ class LoadPlan:
         file = {name: self.rules.tensors[self.alignment.name_in_file(name)] for name in names}
         codes = find_codes(self.alignment, file, self.model_tensors)
         self._codes = describe_codes(codes, file) if codes else ""
-        widened = [name for name in self.loaded if is_widened(self.loaded[name], self.model_tensors[name])]
+        self._leave_out_other_kinds()
         self._notes = [*adapters, *normed, *notes]
+        widened = [name for name in self.loaded if is_widened(self.loaded[name], self.model_tensors[name])]
         if widened:
             self._notes.append(f"{list_names(widened)} are of 8 bits in the file, and loaded as such numbers")
-        self._leave_out_other_kinds()
         self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
         self._resize()
         self.tensors = self.loaded | extra

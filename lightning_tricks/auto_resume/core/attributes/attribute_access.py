@@ -18,6 +18,7 @@ from lightning_tricks._torch_compat.modules import REGISTRIES
 SCALARS = frozenset({type(None), bool, int, float, str})
 MISSING: Any = object()
 TRAINING = "training"  # the attribute of a module that says its mode
+REQUIRES_GRAD = "requires_grad"  # that of a parameter that says whether it trains
 CELL_CONTENTS = "cell_contents"  # the attribute of a cell, which is a variable of a closure
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property)

@@ -23,6 +23,7 @@ from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CELL_CONTENTS,
     MISSING,
+    REQUIRES_GRAD,
     SCALARS,
     TRAINING,
     CannotRestoreError,
@@ -74,6 +75,7 @@ class AttributeSlot:
         name: Name of the attribute.
         value: Its value.
         target: Path of the object that it holds, if that is walked; empty if not.
+        is_flag: Whether it is the mode of a module, or whether a parameter trains.
     """
 
     owner: Any
@@ -81,6 +83,7 @@ class AttributeSlot:
     name: str
     value: Any
     target: str = ""
+    is_flag: bool = False
 
 
 @dataclass
@@ -156,7 +159,7 @@ class ObjectWalk:
                 self.stateful[path] = UnsavedModuleState(value, self.registered)
             self._visit_module(value, path, depth, skipped)
             if path in self.stateful:
-                self._add_modes(value, path, depth)
+                self._add_flags(value, path, depth)
             skipped = module_internals().union(skipped)
         elif "state_dict" not in skipped and is_stateful(type(value)):
             self.stateful[path] = value
@@ -245,12 +248,16 @@ class ObjectWalk:
                 if self._visit(child, inner, depth + 1, is_part=True) == inner:
                     self.modules[inner] = path, name
 
-    def _add_modes(self, module: Any, path: str, depth: int) -> None:
-        """Add the modes of the parts of a module that no other one registers, and so nobody else restores."""
-        for name, part in module.named_modules():
-            inner = f"{path}.{name}".removesuffix(".")
-            if self.paths.get(id(part)) == inner:
-                self._add_slot(AttributeSlot(part, inner, TRAINING, part.training), f"{inner}.{TRAINING}", depth + 1)
+    def _add_flags(self, module: Any, path: str, depth: int) -> None:
+        """Add the modes and frozen parameters of a module that no other one registers: nobody else restores them."""
+        for parts, known, flag in (
+            (module.named_modules(), self.paths, TRAINING),
+            (module.named_parameters(), self.registered, REQUIRES_GRAD),
+        ):
+            for name, part in parts:
+                inner, value = f"{path}.{name}".removesuffix("."), getattr(part, flag, None)  # frozen scripts have none
+                if known.get(id(part)) == inner:
+                    self._add_slot(AttributeSlot(part, inner, flag, value, is_flag=True), f"{inner}.{flag}", depth + 1)
 
     def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
         """Add an attribute, and walk over what it holds."""

@@ -10,7 +10,6 @@ from torch import nn
 from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
-    TRAINING,
     CannotRestoreError,
     delete_attribute,
     find_class,
@@ -101,14 +100,14 @@ class _Restoration(Decoder):
         owner, walk = change["of"], self.walk
         if any(owner == known or owner.startswith(f"{known}.") for known in self.failed):
             return
-        is_there = owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
+        is_flag = path in walk.slots and walk.slots[path].is_flag and change["name"] == walk.slots[path].name
+        is_there = is_flag or owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
         if not is_there and (change["name"] or owner not in walk.slots):
             self.failed[owner] = "it does not exist here"
             return
-        self._owner = walk.owners.get(owner)
+        self._owner = walk.slots[path].owner if is_flag else walk.owners.get(owner)
         internals = module_internals() if is_subclass(type(self._owner), nn.Module) else ()
-        is_mode = path in walk.slots and change["name"] == TRAINING
-        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals) and not is_mode:
+        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals) and not is_flag:
             self.failed[path] = "it is an internal attribute of its class"
             return
         try:
@@ -131,6 +130,9 @@ class _Restoration(Decoder):
                 delete_attribute(self._owner, name)
             return
         value = self.decode(change["value"], present, path)
+        if path in walk.slots and walk.slots[path].is_flag:  # which parameters and compiled modules keep elsewhere
+            setattr(walk.slots[path].owner, walk.slots[path].name, bool(value))
+            return
         if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
             return
         if not name:

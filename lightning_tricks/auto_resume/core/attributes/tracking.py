@@ -212,7 +212,8 @@ class AttributeTracker:
     """Tracks the attributes of objects from its creation on.
 
     Modules are walked with all that they register; their parameters, buffers and modes are not attributes, and what
-    aliases them is left alone. Objects of classes in Python are walked by their attributes, also those in lists, tuples
+    aliases them is left alone. Of modules that no other one registers, modes and `requires_grad` count as attributes,
+    and the tensors as a state. Objects of classes in Python are walked by their attributes, also those in lists, tuples
     and dicts: each once, at most 20,000, at most 40 deep, in containers of at most 10,000 entries. Objects of the
     standard library, of torch (except datasets, samplers and distributions), NumPy, Lightning, loggers and the like,
     DataLoaders, optimizers and schedulers are not walked: of them only the identity is compared, and the position of
