@@ -3,6 +3,7 @@
 `python -m tests.mutation.run` is what `make mutants` runs. A process for each room collects its tests. A fork of it
 runs them once, and notes how long each takes and which functions it calls. Then a fork for each fault gives the
 function that has it the changed code, and runs the tests that call this function, quick ones first, until one fails.
+That one must pass in another fork without the fault, after the same tests; else it is left out from then on.
 A fault that no test finds has survived. Tests that start other programs do not see it, and some that take long are left
 out: `--kept FILE` keeps what was found, and a second run with `--slow --seconds 120` tries the survivors with them.
 `results.md` lists the survivors of each seed with what was said of them: that is written by hand, and kept. Tests are
@@ -181,14 +182,14 @@ class Room:
             self.tell(f"{number}/{len(self.mutants)} {word}, {len(names)} tests, {took:.1f} s: {mutant.key}")
         return True
 
-    def _run(self, names: list[str]) -> bool:
-        """Run tests until one fails; whether one did."""
+    def _run(self, names: list[str]) -> str | None:
+        """Run tests until one fails, and return its name."""
         items = [self.items[name] for name in names]
         for item, following in zip(items, [*items[1:], None], strict=True):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.has_failed:
-                return True
-        return False
+                return item.nodeid
+        return None
 
     def _watch(self, config: pytest.Config) -> dict[str, dict]:
         with tempfile.TemporaryDirectory() as folder:
@@ -226,13 +227,32 @@ class Room:
     def _is_found(self, functions: list[FunctionType], code: CodeType, names: list[str]) -> bool:
         """Run tests with the fault in place."""
 
-        def work() -> int:
+        def put_in() -> None:
             for function in functions:
                 function.__code__ = code
-            return int(self._run(names))
 
-        expected = sum(self.watched["seconds"][name] for name in names)
-        return in_fork(work, 10 + 5 * expected, 60 + 10 * expected) != 0
+        while (failed := self._first_that_fails(names, put_in)) in names:
+            before = names[: names.index(failed) + 1]
+            if self._first_that_fails(before) is None:
+                return True
+            self.tell(f"left out, as it fails without a fault: {failed}")
+            del self.watched["seconds"][failed]
+            names = [name for name in names if name != failed]
+        return failed is not None
+
+    def _first_that_fails(self, names: list[str], change: Callable[[], None] = lambda: None) -> str | None:
+        """Run tests in a fork after a change; return the first one that fails, or "" if it died or took too long."""
+        with tempfile.TemporaryDirectory() as folder:
+            note = Path(folder) / "failed"
+
+            def work() -> int:
+                change()
+                note.write_text(self._run(names) or "")
+                return 0
+
+            expected = sum(self.watched["seconds"][name] for name in names)
+            status = in_fork(work, 10 + 5 * expected, 60 + 10 * expected)
+            return (note.read_text() or None) if status == 0 else ""
 
 
 def run_room(mutants: list[Mutant], seconds: float, slow: bool) -> dict[str, bool]:
