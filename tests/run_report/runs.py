@@ -131,10 +131,6 @@ def other_parts(*parts, without=()):
     return [*(part for part in GOOD_PARTS if type(part) not in (*map(type, parts), *without)), *parts]
 
 
-def seed_runs(make: Callable[[int], RunRecord], count: int) -> list[RunRecord]:
-    return [make(seed) for seed in range(count)]
-
-
 def scattered(seed: int, spread: float, classes: int, samples: int, center: float = 0.85) -> ConfusionMatrix:
     numbers = random.Random(seed)
     true = [min(max(numbers.gauss(center, spread), 0), 1) for _ in range(classes)]

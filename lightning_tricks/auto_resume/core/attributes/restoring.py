@@ -100,14 +100,15 @@ class _Restoration(Decoder):
         owner, walk = change["of"], self.walk
         if any(owner == known or owner.startswith(f"{known}.") for known in self.failed):
             return
-        is_flag = path in walk.slots and walk.slots[path].is_flag and change["name"] == walk.slots[path].name
-        is_there = is_flag or owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
+        slot = walk.slots.get(path)
+        flag = slot if slot is not None and slot.is_flag and change["name"] == slot.name else None
+        is_there = flag or owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
         if not is_there and (change["name"] or owner not in walk.slots):
             self.failed[owner] = "it does not exist here"
             return
-        self._owner = walk.slots[path].owner if is_flag else walk.owners.get(owner)
+        self._owner = flag.owner if flag else walk.owners.get(owner)
         internals = module_internals() if is_subclass(type(self._owner), nn.Module) else ()
-        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals) and not is_flag:
+        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals) and not flag:
             self.failed[path] = "it is an internal attribute of its class"
             return
         try:
@@ -122,7 +123,8 @@ class _Restoration(Decoder):
     def set_value(self, path: str, change: Any) -> None:
         """Fill, set or delete the value of an attribute."""
         walk, name = self.walk, change["name"]
-        present = walk.slots[path].value if path in walk.slots else MISSING
+        slot = walk.slots.get(path)
+        present = MISSING if slot is None else slot.value
         if _kind(change) == "initial":
             return
         if _kind(change) == "deleted":
@@ -130,8 +132,8 @@ class _Restoration(Decoder):
                 delete_attribute(self._owner, name)
             return
         value = self.decode(change["value"], present, path)
-        if path in walk.slots and walk.slots[path].is_flag:  # which parameters and compiled modules keep elsewhere
-            setattr(walk.slots[path].owner, walk.slots[path].name, bool(value))
+        if slot is not None and slot.is_flag:  # which parameters and compiled modules keep elsewhere
+            setattr(slot.owner, slot.name, bool(value))
             return
         if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
             return
