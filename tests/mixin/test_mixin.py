@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_tricks.seed_everything import capture_rng_state
+from lightning_tricks.seeding import capture_rng_state
 
 from lightning_tricks import (
     GradientClipping,
