@@ -68,9 +68,9 @@ def _texts_of_the_package():
                 )
 
 
-def test_messages_of_troubleshooting_are_those_of_the_package():
-    table = (README.parent / "docs" / "troubleshooting.md").read_text(encoding="utf-8").rpartition("| --- |")[2]
-    cells = [row.split(" | ")[1] for row in table.splitlines() if row.startswith("| ")]
+def test_messages_of_the_page_are_those_of_the_package():
+    page = (README.parent / "docs" / "messages.md").read_text(encoding="utf-8")
+    cells = [row.split(" | ")[0] for row in page.splitlines() if row.startswith("| `")]
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     said = "\n".join(_texts_of_the_package())
     missing = [text for text in messages if not re.search(r"[^\n]*".join(map(re.escape, text.split("..."))), said)]
