@@ -97,7 +97,7 @@ def test_each_heading_is_provoked_here():
     messages = {message for heading in headings for message in re.findall(r"`([^`]+)`", heading)}
     provoked = Path(__file__).read_text("utf-8").partition("def test_each_heading")[2]
     assert len(messages) > 20
-    assert {message for message in messages if message not in provoked} == {*ELSEWHERE}
+    assert {one for one in messages if one.replace("...", ".*") not in provoked} == {*ELSEWHERE}
 
 
 def test_a_trainer_of_the_other_lightning():  # what the page advises is in tests/flavor
@@ -137,7 +137,7 @@ def test_clipping_that_lightning_refuses():
 def test_a_schedule_that_ends_too_early():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
-    with raises("Tried to step ".rstrip()):  # `Tried to step ... times`
+    with pytest.raises(ValueError, match="Tried to step .* times"):
         for _ in range(5):
             optimizer.step(), schedule.step()
 
