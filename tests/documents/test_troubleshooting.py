@@ -19,6 +19,7 @@ from lightning_tricks import (
     CheckpointRemapping,
     GradientClipping,
     MetricsMonitor,
+    ScheduleSpec,
     load_weights,
     read_checkpoint,
     replace_head,
@@ -137,9 +138,12 @@ def test_clipping_that_lightning_refuses():
 def test_a_schedule_that_ends_too_early():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
-    with pytest.raises(ValueError, match="Tried to step .* times"):
-        for _ in range(5):
-            optimizer.step(), schedule.step()
+    for _ in range(4):
+        optimizer.step(), schedule.step()
+    with pytest.raises(ValueError, match=r"Tried to step .* times"):
+        schedule.step()
+    builds = ScheduleSpec("warmup_cosine", warmup=2)
+    assert [factor > 0 for factor in builds.factors(4)] == [True] * 4 + [False]  # the last is after the run
 
 
 def test_no_gradient_behind_reentrant_checkpoints():
