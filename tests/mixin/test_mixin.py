@@ -409,7 +409,7 @@ def test_lightning_cli_sets_every_field(monkeypatch, tmp_path):
     model = _cli(monkeypatch, "--model.tricks.seed_everything", "1", "--model.tricks.gradient_clipping", "0.25").model
     assert model.tricks == Tricks(seed_everything=1, gradient_clipping=0.25)
 
-    arguments = "{max_norm: 0.25, norm_type: .inf, log: true}"
+    arguments = "{max_norm: 0.25, norm_type: .inf, log_norm: true}"
     cli = _cli(
         monkeypatch, "--model.tricks.gradient_clipping", arguments, "--model.tricks.seed_everything", "{seed: 2}"
     )
