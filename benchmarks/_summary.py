@@ -1,4 +1,4 @@
-"""Gather what the benchmarks wrote into `benchmarks/results.json`, and into the tables of `docs/benchmarks.md`.
+"""Gather the results of the benchmarks into `benchmarks/results.json`, and write `docs/benchmarks.md` by `_claims.py`.
 
 A benchmark that was not run again keeps its figures, and the versions that they were measured with.
 """
@@ -10,18 +10,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from _figures import columns_of, shown
+from _claims import CLAIMS, Claim
+from _figures import shown
 
 HERE = Path(__file__).parent
 ON_GPU = HERE.parent / "tests" / "gpu" / "result.json"  # of `make gpu`
 SUMMARY, PAGE = HERE / "results.json", HERE.parent / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
-What the scripts under `benchmarks/` measured, written by `make bench`: contestant and peer run alternately in one
-process. A ratio is the median over the rounds of what the contestant takes over what the peer takes, unless the case
-says otherwise: below 1, the contestant takes less. The spread is the range between the quartiles. Figures of models are
-means over seeds with 95 % intervals, and those of `A - B` the differences in the same seeds. Counts of kills are those
-after which the program, started again, ends as if it had not been killed.
+Figures are ratios unless they say otherwise: the median of the time that the first takes over the time that the second
+takes, with the quartiles. Below 1, the first is faster. Both run alternately in one process. If no second is named, it
+is the same program without this package. Differences are means over seeds, with 95 % intervals.
+
+`make bench` runs the scripts of `benchmarks/` and writes this page. Each script describes its measurement in its
+docstring; all figures are in `benchmarks/results.json`.
 """
 
 
@@ -32,61 +34,82 @@ def gather() -> dict[str, Any]:
     if ON_GPU.exists():
         results += json.loads(ON_GPU.read_text())["benchmarks"].values()
     for result in results:
-        if any(kind in result for kind in TABLES):
+        if any(kind in result for kind in KINDS):
             device, claim = result["environment"]["device"], result.pop("claim")
             found[claim if device == "CPU" else f"{claim} on {device}"] = result
     return dict(sorted(found.items()))
 
 
 def page(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page: a section for each script."""
+    """Yield the lines of the page: a section for each claim, and what the figures were measured with."""
     yield HEAD
-    for claim, result in results.items():
-        where = result["environment"]
-        threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
-        yield f"## {claim}\n"
-        kind, (unit, table) = next(each for each in TABLES.items() if each[0] in result)
-        yield f"{where['device']}, {threads}, {result['rounds']} {unit}; {_versions(where)}.\n"
-        yield from table(result[kind])
+    for claim in CLAIMS:
+        yield f"## {_heading(claim, _values(results[claim.script]))}\n"
+        found = dict(_by_device(claim.script, results))
+        yield f"| Measured by `{claim.script}.py` | {' | '.join(found)} |"
+        yield f"| --- |{' ---: |' * len(found)}"
+        for text, row, column in claim.figures:
+            yield f"| {text} | {' | '.join(_shown(each.get(row, {}).get(column, '')) for each in found.values())} |"
         yield ""
+    yield from _environments(results)
 
 
-def _ratios(cases: Mapping[str, Any]) -> Iterator[str]:
-    yield "| case | contestant | peer | ratio | spread |"
-    yield "| --- | --- | --- | ---: | --- |"
-    for case, contestants in cases.items():
-        for name, ratio in contestants.items():
-            spread = f"{ratio['q1']:.3g} to {ratio['q3']:.3g}" if ratio["q1"] != ratio["q3"] else "counted"
-            yield f"| {case} | {name} | {ratio.get('peer', '')} | {ratio['median']:.3g} | {spread} |"
+def _heading(claim: Claim, on_cpu: Mapping[str, Mapping[str, Any]]) -> str:
+    figures = [on_cpu[row][column] for _, row, column in claim.figures]
+    ranked = sorted((each for each in figures if "{lowest}" in claim.heading), key=lambda each: each["median"])
+    extremes = {"lowest": _short(ranked[0]), "highest": _short(ranked[-1])} if ranked else {}
+    return claim.heading.format(*map(_short, figures), **extremes)
 
 
-def _figures(rows: Mapping[str, Any]) -> Iterator[str]:
-    columns = columns_of(rows)
-    yield f"| | {' | '.join(columns)} |"
-    yield f"| --- |{' :-: |' * len(columns)}"
-    for name, row in rows.items():
-        yield f"| {name} | {' | '.join(shown(row[column]) if column in row else '' for column in columns)} |"
+def _by_device(script: str, results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]:
+    for name, result in results.items():
+        if name.partition(" on ")[0] == script:
+            yield result["environment"]["device"], _values(result)
 
 
-def _counts(rows: Mapping[str, Any]) -> Iterator[str]:
-    columns = columns_of(rows)
-    yield f"| | {' | '.join(columns)} |"
-    yield f"| --- |{' ---: |' * len(columns)}"
-    for name, row in rows.items():
-        yield f"| {name} | {' | '.join(str(row.get(column, '')) for column in columns)} |"
+def _values(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    values: Mapping[str, Mapping[str, Any]] = next(result[kind] for kind in KINDS if kind in result)
+    return values
 
 
-# What a benchmark found -> what its rounds are, and its table
-TABLES = {
-    "ratios": ("rounds", _ratios),
-    "figures": ("seeds", _figures),
-    "counts": ("kills", _counts),
-    "healthy runs": ("batches", _counts),
-}
+def _shown(value: Any) -> str:
+    """Return a figure with its quartiles, or with its interval."""
+    if not isinstance(value, Mapping):
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    if "mean" in value:
+        return shown(value)
+    spread = f" ({value['q1']:.3g} to {value['q3']:.3g})" if value["q1"] != value["q3"] else ""
+    return f"{value['median']:.3g}{spread}"
 
 
-def _versions(where: Mapping[str, Any]) -> str:
-    return f"Python {where['python']}, torch {where['torch']}, Lightning {where['lightning']}, {where['cores']} cores"
+def _short(value: Any) -> str:
+    """Return a figure for a heading, without its spread."""
+    if isinstance(value, Mapping) and "median" in value:
+        median = value["median"]
+        return f"{median:.2g}" if median < 0.995 else f"{median:.3g}"
+    return _shown(value).partition(" (")[0]
+
+
+def _environments(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of the versions and machines, and the scripts that ran there."""
+    scripts: dict[str, list[str]] = {}
+    for name, result in results.items():
+        scripts.setdefault(_environment(result["environment"]), []).append(name.partition(" on ")[0])
+    yield "## What it was measured with\n"
+    yield "| Environment | Scripts |"
+    yield "| --- | --- |"
+    most = max(scripts.values(), key=len)
+    for environment, names in scripts.items():
+        yield f"| {environment} | {'all others' if names is most else ', '.join(names)} |"
+
+
+def _environment(where: Mapping[str, Any]) -> str:
+    threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)} of {where['cores']} cores"
+    versions = f"Python {where['python']}, torch {where['torch']}, Lightning {where['lightning']}"
+    return f"{where['device']}, {threads}; {versions}"
+
+
+KINDS = ("ratios", "figures", "counts", "healthy runs")
 
 
 def main() -> None:

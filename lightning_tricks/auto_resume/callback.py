@@ -77,7 +77,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
     random numbers and without its logging. Then all known state is restored: which parameters require gradients,
     training modes, parameter groups, pruning masks, buffers of any shape, gradients that manual optimization keeps,
     metrics, settings of the Trainer, and those attributes of module, datamodule, callbacks, datasets and samplers that
-    changed in the fit and are plain values, tensors, pandas tables, random generators or objects of these. So are the
+    changed in the fit and are plain values, tensors, random generators or objects of these. So are the
     variables of closures and modules that their own functions use. What was restored is compared with what was saved;
     one warning names the differences, with a remedy. What cannot be saved is named at the first save.
 

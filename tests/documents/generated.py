@@ -3,7 +3,7 @@
 import inspect
 import json
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,50 +14,60 @@ from tests.contract.lab import SETTINGS
 
 RESULT = Path(__file__).parents[1] / "gpu" / "result.json"
 DOCS = Path(__file__).parents[2] / "docs"
-_ON_GPU = {"passed": "✓", "failed": "fails"}
+_ON_GPU = {"passed": "Tested", "failed": "Fails"}
 _ELSEWHERE = """
-## What nobody has run
+## What has not been run
 
-The emulated device holds CPU tensors under the name `cuda:0`. It finds tensors that are made, left or restored on the
-wrong device, branches on the device, and what the host waits for: on it all callbacks, one ensemble of each kind and
-all presets of `TricksMixin` train, are stopped and resumed, with the bits of the CPU. No callback lets the host wait in
-a training batch after the first, but where it writes something then: rows of `RunFingerprint`, images of `ImageLogger`.
+The emulated device is a set of CPU tensors under the name `cuda:0`. It finds tensors that are created, left or restored
+on the wrong device, branches on the device, and reads that make the host wait. On it all callbacks, one ensemble of
+each kind and all presets of `TricksMixin` train, stop and resume, with the bits of the CPU. After the first batch, only
+rows of `RunFingerprint` and images of `ImageLogger` make the host wait in a training batch.
 
-| where | what is simulated | what nobody has run |
+| Where | Simulated | Not run |
 | --- | --- | --- |
 | CUDA | devices, copies, waits, random numbers, fp16 with a GradScaler | kernels, streams, memory: `make gpu` does |
-| several GPUs | the same program on two ranks of the CPU | NCCL; `make gpu` does |
-| MPS (macOS) | no float64, no fork, no `/proc`, `fcntl` alone | training on it |
-| Windows | paths, names of files, signals, locks, encodings; types are checked for it | the package itself |
-| Slurm, two nodes | `make slurm`, on a Slurm of one node; two groups of processes | a cluster of several machines |
+| multiple GPUs | the same program on two ranks of the CPU | NCCL: `make gpu` does |
+| MPS (macOS) | no float64, no fork, no `/proc`, only `fcntl` | training on it |
+| Windows | paths, file names, signals, locks, encodings; types are checked for it | the package itself |
+| Slurm, two nodes | `make slurm`, on a Slurm of one node; two groups of processes | a cluster of multiple machines |
 | TPU, HPU, DeepSpeed | nothing | all |
 """
 _NOTE = "<!-- written by `make fix` -->\n"
 
 
 def support_page(on_gpu: Mapping[str, Any] | None) -> str:
-    """Trick x setting, from the contract's cases and from what `make gpu` wrote."""
-    columns = [*SETTINGS, "resume", "YAML"]
-    lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " :-: |" * len(columns)]
-    for name, case in CASES.items():
-        marks = dict.fromkeys(columns, "✓") | dict.fromkeys(case.refuses, "refuses")
-        marks["CUDA"] = _ON_GPU.get(on_gpu["callbacks"].get(name), "untested") if on_gpu else "untested"
-        lines.append(f"| `{name}` | " + " | ".join(marks.values()) + " |")
+    """Setting x trick, from the contract's cases and from what `make gpu` wrote."""
     meanings = {name: setting.meaning for name, setting in SETTINGS.items()}
     meanings |= {"resume": "from a checkpoint at the end of an epoch", "YAML": "built by LightningCLI and saved again"}
     if on_gpu:
         meanings["CUDA"] += f": {on_gpu['device']}, torch {on_gpu['torch']}"
+    columns = ["Tested", "Refuses", "Untested", *(["Fails"] if on_gpu else [])]
+    lines = [f"| | Setting | {' | '.join(columns)} |", "| --- |" + " --- |" * (1 + len(columns))]
+    for setting, meaning in meanings.items():
+        names: dict[str, list[str]] = {column: [] for column in columns}
+        for name, case in CASES.items():
+            found = _ON_GPU.get(on_gpu["callbacks"].get(name), "Untested") if on_gpu else "Untested"
+            mark = "Refuses" if setting in case.refuses else found if setting == "CUDA" else "Tested"
+            names[mark].append(name)
+        lines.append(f"| {setting} | {meaning} | {' | '.join(map(_named, names.values()))} |")
     text = f"""# Support
 
 {_NOTE}
-Which callback works in which setting. Every ✓ stands for a test that trains there and compares the result.
+Which of the {len(CASES)} callbacks work in which setting.
 
-- ✓: tested.
-- refuses: says so before training starts, and names the remedy.
-- untested: nobody has run it there yet.
+- Tested: a test trains with the callback in this setting and compares the result.
+- Refuses: the callback raises an error before training starts, with the remedy.
+- Untested: not run in this setting yet.
 """
-    rows = [f"| {name} | {meaning} |" for name, meaning in meanings.items()]
-    return "\n".join([text, *lines, "", "| column | setting |", "| --- | --- |", *rows, _ELSEWHERE])
+    return "\n".join([text, *lines, _ELSEWHERE])
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return how a cell names callbacks: each one, if there are few."""
+    if len(names) <= 5:
+        return ", ".join(f"`{name}`" for name in names)
+    missing = [name for name in CASES if name not in names]
+    return f"all but {', '.join(f'`{name}`' for name in missing)}" if missing else "all"
 
 
 def reference_pages() -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Figures of models in the docs are those that the benchmark wrote into `benchmarks/results.json`."""
+"""Figures in the docs are those that the benchmarks wrote into `benchmarks/results.json`."""
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,3 +31,11 @@ def test_calibration_page_has_the_figures_of_trusting_predictions():
                     assert float(shown) == round(value, decimals), f"{name}, {column}: {shown} for {value}"
                     compared += 1
     assert compared == 8 * 6 + 5 * 4 * 3
+
+
+def test_benchmarks_page_shows_a_claim_of_each_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    summary = import_module("_summary")
+    results = json.loads(summary.SUMMARY.read_text("utf-8"))
+    assert summary.PAGE.read_text("utf-8") == "\n".join(summary.page(results)) + "\n", "run `benchmarks/_summary.py`"
+    assert {claim.script for claim in summary.CLAIMS} == {name.partition(" on ")[0] for name in results}

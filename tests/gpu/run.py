@@ -1,6 +1,6 @@
 """What only a machine with a GPU can show, in one file, of which docs/support.md and docs/benchmarks.md are written.
 
-`make gpu` runs the tests that are marked `gpu`, with them the column CUDA of the contract, then all GPUs together
+`make gpu` runs the tests that are marked `gpu`, with them the row CUDA of the contract, then all GPUs together
 (NCCL), then the benchmarks. What fails is in the file too. `make gpu DRY=1` runs the same commands on any machine: two
 of the tests on an emulated GPU, two ranks on the CPU, and of the benchmarks none.
 """
@@ -45,7 +45,7 @@ def run_tests(paths: list[str]) -> dict[str, str]:
 
 
 def column(by_test: dict[str, str]) -> dict[str, str]:
-    """Return the column CUDA of the contract: callback -> passed or failed; one that was skipped is not in it."""
+    """Return the row CUDA of the contract: callback -> passed or failed; one that was skipped is not in it."""
     found: dict[str, set[str]] = {}
     for test, outcome in by_test.items():
         if match := _IN_COLUMN.search(test):
