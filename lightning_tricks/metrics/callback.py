@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class MetricsMonitor(StepsCallback):
-    """Compute metrics from what steps return: for train, val and test, each dataloader and each class.
+    """Compute metrics of the outputs of steps, for train, val and test, each dataloader and each class.
 
     Steps return `{"loss": ..., "preds": ..., "target": ...}`, and other arguments of metrics, such as `indexes`, by
     name. Each metric is logged once per epoch, as `val/acc`; with `class_names` also as `val/f1_<class>`; with several
