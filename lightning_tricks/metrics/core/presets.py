@@ -371,7 +371,8 @@ def ood_metrics() -> Preset:
 
     `preds` are scores of any range, of shape (N,), high for out-of-distribution samples; `target` is 1 for these and 0
     for in-distribution samples. `auroc`; `aupr`, the average precision of out-of-distribution samples; `fpr95`, the
-    share of in-distribution samples above the threshold that finds 95 % of the others. All are exact.
+    share of in-distribution samples above the threshold that finds 95 % of the others. All are exact, and NaN if only
+    one kind occurs.
 
     Examples:
         >>> import torch
