@@ -165,7 +165,7 @@ class RunRecord:
         data: Name and text of facts about the data.
         versions: Name and version of libraries.
         settings: Name and text of all other settings, such as the arguments of callbacks.
-        not_recorded: Settings that may differ between runs and were not recorded, as text.
+        not_recorded: Settings that may differ between runs and were not recorded, in words.
         git: The git checkout, or None.
         resumes: The resumes of the run.
         parts: The report parts of the callbacks.
