@@ -14,7 +14,7 @@ _MAX_BATCHES = 256
 
 
 class MeanLoss:
-    """The mean loss over samples, from losses of batches or of single samples, without host reads.
+    """The mean loss over samples, from losses of batches or single samples, without host reads.
 
     Examples:
         >>> import torch
@@ -37,7 +37,7 @@ class MeanLoss:
             loss: The mean over the batch, without dimensions, or the loss of each sample.
             samples: The number of samples of the batch.
             factor: A factor for the loss.
-            own: Whether nobody else will change the tensor, so that it need not be copied.
+            own: Whether the tensor will not be changed by other code, so that it need not be copied.
         """
         if samples > 0:
             if not own or loss.ndim:
@@ -59,7 +59,7 @@ class MeanLoss:
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sum, number of samples, and the losses that wait, on the CPU; nothing is added up earlier for it."""
+        """Return sum, number of samples and pending losses on the CPU, without adding the pending ones up."""
         losses = torch.stack([loss for loss, _ in self._pending]).cpu() if self._pending else torch.empty(0)
         waiting = {"losses": losses, "weights": [weight for _, weight in self._pending]}
         return {"sum": None if self._sum is None else self._sum.cpu(), "samples": self.samples, "waiting": waiting}
@@ -74,7 +74,7 @@ class MeanLoss:
         self._pending = list(zip(losses, [weight for part in waiting for weight in part["weights"]], strict=True))
 
     def flush(self) -> None:
-        """Add up the losses that wait."""
+        """Add up the pending losses."""
         if not self._pending:
             return
         with outside_inference_mode():

@@ -1,12 +1,12 @@
 """Count FLOPs, MACs and parameters of any model, for a forward pass or a whole training step, and log the MFU.
 
-When to use it: to compare architectures before training them (`count_flops`, `lightning-tricks flops`), to see which
-module needs the most compute, and to measure which fraction of the device's peak a training run uses (`FlopsReport`).
+When to use it: to compare architectures before training them (`count_flops`, `lightning-tricks flops`), to find the
+most expensive module, and to measure the fraction of the device's peak that a training run uses (`FlopsReport`).
 
-Differences to other counters: every operator is counted as it runs, so that attention, functional calls, parameters
-without a module, recurrent layers and compiled modules are included. The backward pass and what activation
+Differences from other counters: every operator is counted as it runs, so attention, functional calls, parameters
+without a module, recurrent layers and compiled modules are included. The backward pass and the activations that
 checkpointing computes again are measured, not assumed to be a multiple of the forward pass. A copy of the model without
-data is run, so that counting is cheap and leaves the model unchanged, also after an exception.
+data is run, so counting is cheap and leaves the model unchanged, after an exception too.
 
 Caveats: one MAC is two FLOPs. `macs` and `flops` are those of matrix products and convolutions; the FLOPs of
 normalizations, poolings and pointwise operators are estimates and are counted separately, in `other_flops`. A causal

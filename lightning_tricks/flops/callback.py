@@ -23,12 +23,12 @@ from lightning_tricks.flops.mfu import MfuMeter, start_meter
 
 
 class FlopsReport(TrickCallback):
-    """Count the FLOPs of each module, and log, with `backward=True`, the model FLOPs utilization.
+    """Count the FLOPs of each module and, with `backward=True`, log the model FLOPs utilization (MFU).
 
-    The FLOPs are counted once in a fit: those of the model's call with `inputs` or with the module's
-    `example_input_array`, or else those of its `training_step` with the first batch, which is not consumed. Training
-    stays bit-identical. If the call with `inputs` or the example fails, the error stops the fit before it starts; if
-    the training step cannot be counted, a warning is given and training continues.
+    The FLOPs are counted once per fit: for a call of the model with `inputs` or the module's `example_input_array`, or
+    else for its `training_step` with the first batch, which is not consumed. Training stays bit-identical. If the call
+    with `inputs` or the example fails, the error stops the fit before it starts; if the training step cannot be
+    counted, a warning is given and training continues.
 
     With `backward=True` the training step with the first batch is always measured, and
 
@@ -38,20 +38,19 @@ class FlopsReport(TrickCallback):
     * `flops/mfu`, the model FLOPs utilization of rank zero's device since the last log, is logged every
       `log_every_n_steps`: the FLOPs of the training steps, divided by the time without validation and by `peak_flops`.
 
-    The count itself is that of `lightning_tricks.count_flops`.
+    For the count itself, see `lightning_tricks.count_flops`.
 
     Args:
-        inputs: What the model is called with, as for `count_flops`. None for `example_input_array` or a batch.
+        inputs: The inputs of the model, as for `count_flops`. None uses `example_input_array` or a batch.
         backend: "torch" or "thop", see `count_flops`.
         backward: Whether to measure the whole training step; needs `backend="torch"`.
-        depth: The depth of the deepest modules in the table, >= 0; 0 for the totals alone.
-        path: A file that the counts are written to, with the suffix `.csv`, `.json`, `.md` or `.html`. None writes no
-            file.
-        compare: Whether to show the counts of the other backend as well.
-        peak_flops: The peak of one device, in FLOPs per second, > 0; needs `backward=True`. None for the peak in
-            Lightning's table of devices and precisions. The peak that is used is logged.
+        depth: The depth of the deepest modules in the table, >= 0; 0 shows only the totals.
+        path: A file for the counts, with the suffix `.csv`, `.json`, `.md` or `.html`. None writes no file.
+        compare: Whether to show the counts of the other backend too.
+        peak_flops: The peak of one device, in FLOPs per second, > 0; needs `backward=True`. None takes the peak from
+            Lightning's table of devices and precisions. The peak used is logged.
         log_totals: Whether to log, once, `flops/forward` and, with `backward=True`, `flops/train_step`, both for one
-            call on one rank, as well as `params/total` and `params/trainable`.
+            call on one rank, and `params/total` and `params/trainable`.
         verbose: Whether to print the table. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     Attributes:
@@ -124,7 +123,7 @@ class FlopsReport(TrickCallback):
             self._report(trainer)
 
     def mid_epoch_state(self) -> dict[str, Any]:
-        """Return whether the totals have been logged, which they are once."""
+        """Return whether the totals have been logged."""
         return {"has_logged_totals": self._has_logged_totals}
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:

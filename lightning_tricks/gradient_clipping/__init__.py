@@ -1,17 +1,17 @@
-"""Clip gradients right before the optimizer uses them, and skip the steps whose gradients are not finite.
+"""Clip gradients right before the optimizer step, and skip steps with gradients that are not finite.
 
-When to use it: where a rare large gradient (recurrent nets, transformers, small batches, early training) spoils the
-weights. By norm (a good first `max_norm` is the 90th percentile of the norms that `GradientClipping(float("inf"))`
-logs), by value (`ClipValue`), unit by unit relative to the weights (`AGC`, for nets without batch normalisation), or
-by a threshold that follows the norms (`PercentileClip`, `ZScoreClip`); for all parameters or group by group.
+When to use it: if rare large gradients (recurrent nets, transformers, small batches, early training) spoil the weights.
+Clip by norm (a good first `max_norm` is the 90th percentile of the norms that `GradientClipping(float("inf"))` logs),
+by value (`ClipValue`), unit by unit relative to the weights (`AGC`, for nets without batch normalization), or by a
+threshold that follows the norms (`PercentileClip`, `ZScoreClip`); for all parameters or per group.
 
-What it does that the Trainer's `gradient_clip_val` does not: it works under manual optimization, with fused optimizers
-in fp16 and bf16, and with sharded gradients (FSDP2), logs the norms that it has computed anyway, and skips a step
-exactly: weights and optimizer state stay as they are.
+What the Trainer's `gradient_clip_val` does not do: work under manual optimization, with fused optimizers in fp16 and
+bf16, and with sharded gradients (FSDP2); log the norm, which is computed anyway; and skip a step exactly, with weights
+and optimizer state unchanged.
 
 Caveats: a norm is one number over all parameters of one optimizer (or of one group of `groups`); with
-`on_nonfinite="ignore"` a NaN or Inf gradient is passed on as `torch.nn.utils.clip_grad_norm_` does (a GradScaler then
-skips the step).
+`on_nonfinite="ignore"` a NaN or Inf gradient passes as in `torch.nn.utils.clip_grad_norm_` (a GradScaler then skips the
+step).
 
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks", arXiv 1211.5063; Brock et al.,
 "High-performance large-scale image recognition without normalization", arXiv 2102.06171 (AGC); Seetharaman et al.,

@@ -44,45 +44,43 @@ from lightning_tricks.gradient_clipping.trainer_settings import (
 
 
 class GradientClipping(TrickCallback):
-    """Clip the gradients of each optimizer right before its step, and skip the step where they are not finite.
+    """Clip the gradients of each optimizer right before its step, and skip the step if they are not finite.
 
-    The gradients are clipped unscaled and accumulated: once for each optimizer step, under automatic and manual
-    optimization, in every precision, with fused optimizers, under DDP and ModelParallelStrategy (FSDP2). LBFGS is
-    clipped at each evaluation of its closure. The Trainer's own `gradient_clip_val` is not needed beside it. A module's
-    own `on_before_optimizer_step` runs later and receives the clipped gradients.
+    Gradients are clipped unscaled and accumulated, once per optimizer step, under automatic and manual optimization, in
+    every precision, with fused optimizers, under DDP and ModelParallelStrategy (FSDP2). LBFGS is clipped at each
+    evaluation of its closure. You do not need the Trainer's own `gradient_clip_val`. A module's own
+    `on_before_optimizer_step` runs later and receives the clipped gradients.
 
     Logs `grad_norm/pre_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in which something was
     clipped), with `log_norm="all"` also `grad_norm/post_clip`, and with `on_nonfinite="skip"`
     `grad_norm/skipped_steps`; with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
 
     Args:
-        max_norm: The largest norm allowed, > 0; None is 1.0, unless `method` is given. `float("inf")` logs the norms
+        max_norm: The largest norm allowed, > 0; None means 1.0, unless `method` is given. `float("inf")` logs the norms
             without clipping.
         norm_type: The p of the p-norm, > 0; `float("inf")` for the maximum norm.
         method: Another way to clip, instead of `max_norm`: `ClipValue`, `AGC`, `PercentileClip` or `ZScoreClip`.
-        groups: Pattern over qualified names -> how to clip the parameters that it matches, as a group of their own: a
-            number (its `max_norm`) or a method. The first pattern that matches a parameter counts; all other parameters
-            are clipped by `max_norm` or `method`. A pattern is a glob (`backbone.*`) or, with the prefix `re:`, a
-            regular expression.
-        on_nonfinite: What to do with a NaN or Inf among the gradients of an optimizer. "ignore" clips as
+        groups: Pattern over qualified names -> how to clip the matching parameters as a separate group: a number (its
+            `max_norm`) or a method. The first match counts; all other parameters are clipped by `max_norm` or `method`.
+            A pattern is a glob (`backbone.*`) or, with the prefix `re:`, a regular expression.
+        on_nonfinite: What to do if the gradients of an optimizer contain NaN or Inf. "ignore" clips as
             `torch.nn.utils.clip_grad_norm_` does: a NaN makes all gradients NaN. "skip" skips the optimizer's step: its
             weights and state stay bit-identical, on all ranks alike. "raise" raises an error that names the layers. A
-            GradScaler skips such steps by itself; while its scale is above 1 they count as a part of its search for a
+            GradScaler skips such steps by itself; while its scale is above 1 they count as part of its search for a
             scale, and neither raise an error nor count as consecutive.
-        max_consecutive_skips: With "skip": raise an error that names the layers once more than this many steps in a row
-            are skipped; at least 1. With fused optimizers and under a GradScaler this is checked only once in as many
-            steps.
-        hold_lr_on_skip: With "skip": do not step the learning rate schedulers of an optimizer whose step is skipped.
-            Lightning's `global_step` advances all the same, and so do schedulers that count epochs.
-        log_norm: Whether to log the norm before clipping and the share of clipped steps, without a host read beyond the
-            logger's own; "all" logs the norm after clipping as well.
-        log_layers: Whether to log `grad_norm/<qualified name>` of each parameter tensor as well, every
-            `log_every_n_steps`; the norms come from the pass that clips.
+        max_consecutive_skips: With "skip": raise an error that names the layers after more than this many consecutive
+            skips; at least 1. With fused optimizers and under a GradScaler this is checked only once in as many steps.
+        hold_lr_on_skip: With "skip": do not step the learning rate schedulers of an optimizer when its step is skipped.
+            Lightning's `global_step` and schedulers that count epochs advance anyway.
+        log_norm: Whether to log the norm before clipping and the share of clipped steps, without host reads beyond
+            those of the logger; "all" also logs the norm after clipping.
+        log_layers: Whether to also log `grad_norm/<qualified name>` of each parameter tensor every `log_every_n_steps`;
+            the norms come from the pass that clips.
 
     "skip" copies one value a step to the host, except with fused optimizers and under a GradScaler; `hold_lr_on_skip`
     and "raise" always do.
 
-    For other training loops: the functions in `lightning_tricks.gradient_clipping`.
+    In your own loop, use the functions in `lightning_tricks.gradient_clipping`.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -265,11 +263,11 @@ class GradientClipping(TrickCallback):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of each optimizer, and what the thresholds have learnt."""
+        """Return the counts of each optimizer, and the state of the thresholds."""
         return states_to_dict(self._states)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the counts and what the thresholds have learnt."""
+        """Restore the counts and the state of the thresholds."""
         for key in load_states(self._states, state_dict, self._clip_groups):
             rank_zero_warn(
                 f"GradientClipping has another method than in the checkpoint, so the statistics of {key!r} in the "

@@ -1,13 +1,13 @@
-"""Explain a run that hangs: where each rank is, which one is behind, and which batches or logged values differ.
+"""Find out why a run hangs: the position of each rank, the rank that is behind, and differing batches or logged values.
 
-When to use it: a run on several ranks stops without an error, at 100 % utilization; or a loader waits for ever. The
-usual causes are that a rank left out a batch, logged a value that the others did not, or waits for something else.
+When to use it: a run on multiple GPUs or nodes stops without an error, at 100 % utilization, or a dataloader waits
+forever. Usually one rank skipped a batch, logged a value that the others did not, or waits for something else.
 
-How it works: each rank writes where it is into a small file that is mapped into its memory. When nothing moves, Python
-code may not run, as C code can hold the interpreter's lock; `faulthandler` then writes the stacks, from a thread that
-needs no lock. No rank asks another one for anything.
+How it works: each rank writes its position to a small memory-mapped file. When nothing moves, Python code may not run,
+because C code can hold the interpreter's lock; `faulthandler` then writes the stacks from a thread that needs no lock.
+Ranks do not communicate.
 
-Caveats: `faulthandler` has one timer in a process, which the fit takes. The run is not ended.
+Caveats: `faulthandler` has one timer per process, which the fit uses. The run is not ended.
 
 Source: CPython, `faulthandler.dump_traceback_later`.
 """

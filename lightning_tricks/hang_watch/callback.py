@@ -48,23 +48,22 @@ def _noting(hook: str) -> Callable[..., None]:
 
 
 class HangWatch(TrickCallback):
-    """Let each rank write where it is when the run stands still, so that one can see which rank is behind.
+    """Record the position of each rank when the run stops making progress, to find out which rank is behind.
 
-    A rank moves when it comes to a hook or fetches a batch. When it has not moved for `timeout`, the
-    stacks of all its threads are written to `rank<n>.stacks` in `dirpath`, also while C code holds the interpreter's
-    lock, and `lightning-tricks hang <dirpath>` compares the ranks: which one is behind, in which hook and batch, and
-    which of them ran another number of batches or logged other values. No rank asks another one, and the run goes on:
-    a step that takes longer leaves the stacks behind, and a warning. Where nothing stood still, the files are removed.
+    A rank makes progress when it reaches a hook or fetches a batch. If it makes none for `timeout`, the stacks of all
+    its threads are written to `rank<n>.stacks` in `dirpath`, even while C code holds the interpreter's lock, and
+    `lightning-tricks hang <dirpath>` compares the ranks: which one is behind, in which hook and batch, and which ran
+    another number of batches or logged other values. Ranks do not communicate, and the run continues: a step that takes
+    longer leaves the stacks behind, and a warning. If nothing hung, the files are removed.
 
-    Files of a hang are kept in the folder `previous` when the run is started again. `faulthandler` has one timer in a
-    process: one that was set by others is not set again after the fit, nor after this process forks. NCCL ends a
-    process after 10 minutes of its own count; give it more, or this callback less.
+    If you start the run again, the files of a hang move to the folder `previous`. `faulthandler` has one timer per
+    process: a timer set by other code is not set again after the fit, nor after this process forks. NCCL ends a process
+    after its own timeout of 10 minutes; give it more, or this callback less.
 
     Args:
-        timeout: Time without a move: a text such as `"10 minutes"` or `"90 seconds"`, a timedelta, or a dict of its
-            arguments such as `{"minutes": 10}`. The stacks come up to a second before it.
-        dirpath: The folder of this run and all its ranks, which all of them see, or each node for itself; `~` is the
-            home directory.
+        timeout: Time without progress: text such as `"10 minutes"` or `"90 seconds"`, a timedelta, or a dict of its
+            arguments such as `{"minutes": 10}`. The stacks are written up to a second earlier.
+        dirpath: The folder of this run, shared by all ranks or one on each node; `~` is the home directory.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -91,7 +90,7 @@ class HangWatch(TrickCallback):
         self._record: RankRecord | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to watch, in the process of each rank."""
+        """Start watching, in the process of each rank."""
         super().setup(trainer, pl_module, stage)
         about = {"rank": trainer.global_rank, "world_size": trainer.world_size, "pid": os.getpid(), "function": stage}
         self._record = RankRecord(Path(self.dirpath).expanduser().absolute(), self._seconds, about)
@@ -119,7 +118,7 @@ class HangWatch(TrickCallback):
         super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Say if something stood still at the very end, and watch no longer."""
+        """Report a hang at the very end, and stop watching."""
         self._move("teardown")
         super().teardown(trainer, pl_module, stage)
 

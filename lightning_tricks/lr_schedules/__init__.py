@@ -1,16 +1,16 @@
-"""Optimizers and learning rate schedules from two small descriptions, right about how long a run is.
+"""Optimizers and learning rate schedules from two short descriptions, sized to the run.
 
-When to use it: wherever `configure_optimizers` is the same twenty lines again: no weight decay for biases and norms,
-another learning rate for the backbone, warm-up, then a cosine. `OptimizerSpec` and `ScheduleSpec` say it, in code or in
-YAML; `Tricks(optimizer=..., schedule=...)` builds them, or `build_optimizer` and `build_schedule` do in a module's own
+When to use it: instead of writing `configure_optimizers` again: no weight decay for biases and norms, another learning
+rate for the backbone, warm-up, then a cosine. `OptimizerSpec` and `ScheduleSpec` describe it, in code or in YAML;
+`Tricks(optimizer=..., schedule=...)` builds them, or `build_optimizer` and `build_schedule` do in a module's own
 `configure_optimizers`.
 
-What it does that the copied lines do not: it counts the steps of a run as the Trainer makes them (accumulation that
-changes from epoch to epoch, limits, ranks), or says why that cannot be known; it never starts at a learning rate of 0,
-never climbs again after the end, takes parameter groups that are added in mid-run, and resumes exactly, because every
+What copied code does not do: count the steps of a run as the Trainer makes them (accumulation that changes from epoch
+to epoch, limits, ranks), or tell you why that is impossible. A schedule never starts at a learning rate of 0 and never
+rises again after its end. It accepts parameter groups that are added during the run, and resumes exactly, because every
 schedule is a closed formula of the step.
 
-Caveats: momentum is not cycled; a schedule that depends on the length of the run changes when you resume with another.
+Caveats: momentum is not cycled; a schedule that depends on the length of the run changes if you resume with another.
 
 Sources: Loshchilov and Hutter, arXiv 1608.03983 (cosine); Hu et al., arXiv 2404.06395 (warm-up, stable, decay); Smith
 and Topin, arXiv 1708.07120 (one cycle); Clark et al., arXiv 2003.10555 (layer-wise learning rates).

@@ -33,13 +33,13 @@ _REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
 
 
 def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec) -> Optimizer:
-    """Make the optimizer of a spec for the trainable parameters of a module.
+    """Build the optimizer of a spec for the trainable parameters of a module.
 
-    Its parameter groups have names, which LearningRateMonitor shows, and a log line lists them.
+    Its parameter groups have names, which LearningRateMonitor shows and a log line lists.
 
     Args:
-        module: The model, or a LightningModule in `configure_optimizers`; or several modules, such as the members of an
-            ensemble, whose groups of one name become one.
+        module: The model, or a LightningModule in `configure_optimizers`; or multiple modules, such as the members of
+            an ensemble, whose groups of the same name are merged.
         spec: The description.
 
     Raises:
@@ -71,20 +71,20 @@ def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec
 def build_schedule(
     optimizer: Optimizer, spec: ScheduleSpec, trainer: Trainer, *, n_optimizers: int | None = None
 ) -> dict[str, Any]:
-    """Make the schedule of a spec for an optimizer, as Lightning takes it from `configure_optimizers`.
+    """Build the schedule of a spec for an optimizer, as `configure_optimizers` returns it.
 
     Args:
-        optimizer: The optimizer whose learning rates are set.
+        optimizer: The optimizer to schedule.
         spec: The description.
         trainer: The Trainer of the run, which gives the number of steps.
         n_optimizers: See `total_steps`.
 
     Returns:
-        The configuration, with the `interval` in it: LightningCLI alone would step once an epoch.
+        The configuration, with its `interval`: without it, LightningCLI would step once per epoch.
 
     Raises:
         ValueError: If the warm-up is longer than the `total` of the spec, milestones do not increase, or a length is
-            unknown. In a run that is too short for its schedule, the rate stays constant, and a warning says so.
+            unknown. In a run that is too short for its schedule, the rate stays constant, with a warning.
         MisconfigurationException: If the length of the run is needed and unknown.
     """
     total: float | None = None
@@ -107,14 +107,14 @@ def build_schedule(
 def total_steps(trainer: Trainer, *, n_optimizers: int | None = None, remedy: str = _REMEDY) -> int:
     """Count the steps that one optimizer makes in a run, from its beginning.
 
-    Right for accumulation (also by GradientAccumulationScheduler), `limit_train_batches`, `max_steps`, `max_epochs` and
-    several ranks; `Trainer.estimated_stepping_batches` is not for some of them.
+    Correct for accumulation (also by GradientAccumulationScheduler), `limit_train_batches`, `max_steps`, `max_epochs`
+    and multiple ranks; `Trainer.estimated_stepping_batches` is wrong for some of them.
 
     Args:
         trainer: A Trainer that has its training data, as in `configure_optimizers`.
-        n_optimizers: How many optimizers step in each batch under manual optimization: Lightning's `max_steps` counts
-            the steps of all. None stands for 1.
-        remedy: What the error advises where the number cannot be known.
+        n_optimizers: The number of optimizers that step in each batch under manual optimization: Lightning's
+            `max_steps` counts the steps of all. None means 1.
+        remedy: The advice in the error if the number cannot be known.
 
     Raises:
         MisconfigurationException: If the number cannot be known, with the reason and the remedy.

@@ -1,17 +1,17 @@
-"""Metrics of training, validation and test: exact on any number of ranks, for each class, with plots, at little cost.
+"""Metrics of training, validation and test: exact on any number of ranks, for each class, with plots.
 
-When to use it: wherever a step would call a metric and log it. The steps only return predictions and targets.
+When to use it: instead of calling a metric in a step and logging it. Steps only return predictions and targets.
 
-What the usual idioms get wrong, without an error: `log_dict(collection(preds, target))` computes every metric twice at
-each step (3 to 5 times an epoch in a small model); torchmetrics' compute groups join metrics whose states happen to be
-equal after the first batch, which sanity checking provides; one metric shared by two stages or loaders mixes them; the
-DistributedSampler's repeated samples count; a resume within an epoch loses the metrics of its first part.
+What the usual idioms get wrong, without an error: `log_dict(collection(preds, target))` computes every metric twice in
+each step (an epoch of a small model takes 3 to 5 times as long); torchmetrics' compute groups join metrics that have
+equal states after the first batch, which the sanity check provides; one metric shared by two stages or loaders mixes
+them; DistributedSampler's repeated samples count; a resume within an epoch loses the metrics of its first part.
 
-Caveats: a loss that is the mean over a batch counts the repeated samples of that batch; not so if the
-step returns the loss of each sample. A custom metric is updated at each step; torchmetrics' classification, regression
-and retrieval metrics are updated with several batches at once.
+Caveats: a loss that is the mean over a batch counts the repeated samples of that batch, unless the step returns the
+loss of each sample. A custom metric is updated in each step; torchmetrics' classification, regression and retrieval
+metrics are updated with several batches at once.
 
-Sources: torchmetrics; where scikit-learn defines a metric in another way, its definition.
+Sources: torchmetrics; scikit-learn where it defines a metric differently.
 """
 
 from typing import TYPE_CHECKING

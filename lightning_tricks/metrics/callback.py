@@ -36,54 +36,54 @@ if TYPE_CHECKING:
 
 
 class MetricsMonitor(StepsCallback):
-    """Measure what the steps return, for train, val and test, each loader and each class, at almost no cost.
+    """Compute metrics of the outputs of steps, for train, val and test, each dataloader and each class.
 
-    The steps return `{"loss": ..., "preds": ..., "target": ...}`, and further arguments of metrics, such as `indexes`,
-    by name. At the end of each epoch each metric is logged once, as `val/acc`, with `class_names` also as
-    `val/f1_<class>`, with several loaders as `val/0/acc` or, where they are in a dict, `val/<name>/acc`. `val/loss`,
-    the mean over the samples, is logged too (it is exact under DDP if the step returns the loss of each sample).
-    ModelCheckpoint, EarlyStopping and schedulers see these values wherever this callback stands in the list. Loggers
-    get what people plot: of a preset the main metrics, averages over the classes or outputs, and the loss unless the
-    module logs a key with "loss" in it; the others are in the table and in a `RunReport`. Each stage and loader has
-    metrics of its own. Sanity checking does not count, and the module's `state_dict` contains no metric.
+    Steps return `{"loss": ..., "preds": ..., "target": ...}`, and other arguments of metrics, such as `indexes`, by
+    name. Each metric is logged once per epoch, as `val/acc`; with `class_names` also as `val/f1_<class>`; with several
+    loaders as `val/0/acc`, or as `val/<name>/acc` if they are in a dict. `val/loss` is the mean over the samples (exact
+    under DDP if the step returns the loss of each sample). ModelCheckpoint, EarlyStopping and schedulers see these
+    values wherever this callback stands in the list. Loggers get the main metrics of a preset, averaged over classes or
+    outputs, and the loss unless the module logs a key with "loss" in it; the table and a `RunReport` have the others.
+    Each stage and loader has its own metrics. The sanity check does not count, and the module's `state_dict` contains
+    no metric.
 
-    On several ranks, the states of all of them are merged. In validation and testing, the samples that Lightning's
-    DistributedSampler repeats to make all ranks equally long do not count, so that the values are those of one process.
-    If the samples are divided in another way, a warning says why the values may differ.
+    On multiple ranks, their states are merged. In validation and testing, samples that Lightning's DistributedSampler
+    repeats do not count, so the values are those of one process. If samples are distributed in another way, a warning
+    explains why the values may differ.
 
-    Several monitors need a `prefix` each. If the module or another callback logs one of this callback's keys, loggers
-    and callbacks get the other value, and a warning names both (except for the loss). If a step returns nothing that
-    can be measured, such as a loss alone, the batch is skipped with a warning; its loss is averaged.
+    Several monitors need different prefixes. If the module or another callback logs one of this callback's keys,
+    loggers and callbacks get the other value, and a warning names both (except for the loss). If a step returns nothing
+    to measure, such as only a loss, the batch is skipped with a warning; its loss is averaged.
 
     Args:
         metrics: A preset such as `multiclass_metrics(10)`, its plain values (`{"task": "multiclass", "num_classes":
             10}`), a torchmetrics Metric or MetricCollection, or a dict of them. They are copied.
-        class_names: The names of the classes, labels or outputs. With them, averages over classes come for each class.
-        log_plots: Whether to plot the confusion matrix, curves and bars by class for loggers that take images
-            (TensorBoard, W&B, MLflow, Comet; PNG files beside a CSVLogger): True, at the end of a fit, validation or
-            test; a number n, after each n-th epoch as well. It needs the extra `reports`.
-        best: The keys whose best value is kept: logged key -> "min" or "max".
+        class_names: Names of the classes, labels or outputs. With them, averages over classes are logged per class too.
+        log_plots: Whether to plot the confusion matrix, curves and bars by class for loggers that accept images
+            (TensorBoard, W&B, MLflow, Comet; PNG files with a CSVLogger): True plots at the end of a fit, validation or
+            test; a number n also plots after every n-th epoch. Needs the extra `reports`.
+        best: The keys to keep the best value of: logged key -> "min" or "max".
         stages: Which of "train", "val" and "test" to measure.
-        output_transform: A function of a step's outputs, the batch and the stage that returns the dict, for modules
-            whose steps return something else.
+        output_transform: A function of the outputs of a step, the batch and the stage that returns the dict, for steps
+            that return something else.
         prefix: The first part of every logged key, such as "ema" in `ema/val/acc`; several monitors need different
-            ones. None adds nothing. A checkpoint holds the state of each prefix separately.
-        log_all: Whether the loggers get all metrics of a preset in a fit, not only those that people plot.
-        log_classes: Whether the loggers get the values of single classes or outputs too. Callbacks, the table and a
-            `RunReport` have all values in any case.
+            ones. None adds nothing. A checkpoint contains the state of each prefix separately.
+        log_all: Whether loggers get all metrics of a preset in a fit, not only the main ones.
+        log_classes: Whether loggers also get the values of single classes or outputs. Callbacks, the table and a
+            `RunReport` always have all values.
         verbose: Whether to print the table. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
-    The metrics themselves: `lightning_tricks.metrics.MetricSuite`, for loops of your own.
+    In your own loop, use `lightning_tricks.metrics.MetricSuite`.
 
     Attributes:
         results: The last value of each key, including values that are not numbers, such as a confusion matrix.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If there is no metric, no such stage or mode, there are more or fewer classes than names, two values
-            would have one name, or `best` has a key that no fit logs.
-        MetricsError: In the first batch, if the metrics would misunderstand it, or `best` names no loader of several;
-            at the end of an epoch, if `best` has a key that was not logged; and if a loader has no batches.
+        ValueError: If there is no metric, a stage or mode is unknown, the number of names is not that of the classes,
+            two values would have the same name, or `best` has a key that no fit logs.
+        MetricsError: In the first batch, if the metrics would misread it, or `best` does not name one of several
+            loaders; at the end of an epoch, if `best` has a key that was not logged; and if a loader has no batches.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -146,7 +146,7 @@ class MetricsMonitor(StepsCallback):
 
     @property
     def state_key(self) -> str:
-        """The key of the state in a checkpoint; a monitor with a prefix has its own."""
+        """The key of the state in a checkpoint; each prefix has its own."""
         return super().state_key if self.prefix is None else self._generate_state_key(prefix=self.prefix)
 
     @property
@@ -156,7 +156,7 @@ class MetricsMonitor(StepsCallback):
 
     @property
     def best(self) -> dict[str, tuple[float, int]]:
-        """The best value of each key of `best=` in a fit, and the optimizer steps done by then."""
+        """The best value of each key of `best=` in a fit, with the optimizer steps done before it."""
         return self._best_keys.values(self._history)
 
     def logged_keys(self, stage: str, loaders: int = 1) -> set[str]:
@@ -164,14 +164,14 @@ class MetricsMonitor(StepsCallback):
         return self._keys.expected(stage, list(map(str, range(loaders)))) if stage in self.stages else set()
 
     def history(self) -> list[dict[str, Any]]:
-        """Return one row for each value so far: stage, loader, epoch, step, metric and value."""
+        """Return one row per value so far: stage, loader, epoch, step, metric and value."""
         return self._history.rows()
 
     def plot(self, metrics: Sequence[str] | None = None) -> Figure:
         """Plot the values over the optimizer steps.
 
         Args:
-            metrics: Which ones, such as `["f1", "loss"]`; None for all but those of single classes.
+            metrics: Which metrics, such as `["f1", "loss"]`; None plots all except those of single classes.
 
         Raises:
             ModuleNotFoundError: If matplotlib is missing.

@@ -114,7 +114,7 @@ STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"
 
 
 class MetricsError(MisconfigurationException, ValueError):
-    """A step returned something that cannot be measured, a loader has no batches, or a key is wrong."""
+    """A step returned something that cannot be measured, a loader has no batches, or a key is invalid."""
 
 
 def num_batches(trainer: Trainer, stage: str) -> list[int | float]:

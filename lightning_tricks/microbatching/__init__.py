@@ -1,15 +1,15 @@
-"""Train on batches that do not fit in memory, in microbatches that do, with the gradient of the whole batch.
+"""Split a batch that does not fit in memory into microbatches, and train with the gradient of the whole batch.
 
-When to use it: where a batch runs out of memory and the batch size is not to change, because learning rate, schedule
-and results depend on it. `Microbatching()` cuts a batch only when memory has run out, and remembers the size that fits.
+When to use it: if a batch runs out of memory and the batch size must not change, because learning rate, schedule and
+results depend on it. `Microbatching()` splits a batch only after memory ran out, and remembers the size that fits.
 
-What it does that `accumulate_grad_batches` does not: one batch of the loader stays one step, with its hooks, its place
-in the epoch and its logged values; microbatches of unequal sizes count by their rows; a loss that is no mean or sum
-over the rows is refused; ranks agree on a size, and synchronise once for a batch.
+What `accumulate_grad_batches` does not do: one batch of the dataloader stays one step, with its hooks, its place in the
+epoch and its logged values; microbatches of unequal sizes count by their rows; a loss that is not a mean or sum over
+the rows is refused; ranks agree on a size, and synchronize once per batch.
 
-Caveats: `training_step` is called once for each microbatch. Layers with batch statistics see a microbatch at a time.
+Caveats: `training_step` is called once per microbatch. Layers with batch statistics see one microbatch at a time.
 
-Source: Huang et al., arXiv 1811.06965 (the word microbatch); the search is that of Composer's `auto` microbatching.
+Source: Huang et al., arXiv 1811.06965 (microbatches); the search is that of Composer's `auto` microbatching.
 """
 
 from typing import TYPE_CHECKING

@@ -25,30 +25,30 @@ from lightning_tricks.microbatching.batch_runner import BatchRunner, Found
 
 
 class Microbatching(TrickCallback):
-    """Train on each batch in microbatches that fit in memory, with the loss and the gradient of the whole batch.
+    """Split batches into microbatches that fit in memory, with the loss and the gradient of the whole batch.
 
-    `training_step` is called once for each microbatch; everything else happens once for a batch: hooks, the optimizer
-    step, progress, and what is logged. Microbatches count by their rows. A loss that is neither a mean nor a sum over
-    the rows is an error: a cross-entropy with class weights or ignored targets is known by what `training_step` calls;
-    any other one, such as a contrastive loss, as the gradient of as many rows as fit is compared with that of two parts
-    of them, before the first batch is cut and now and then later. With dropout, this is done with the modules in
-    evaluation mode; each microbatch draws random numbers of its own later.
+    `training_step` is called once per microbatch; everything else happens once per batch: hooks, the optimizer step,
+    progress and logging. Microbatches count by their rows. A loss that is neither a mean nor a sum over the rows is an
+    error. A cross-entropy with class weights or ignored targets is recognized by the calls in `training_step`. For any
+    other loss, such as a contrastive one, the gradient of as many rows as fit is compared with that of two parts of
+    them, before the first batch is split and occasionally later. With dropout, this is done with the modules in
+    evaluation mode; each microbatch draws its own random numbers later.
 
-    With `size=None` nothing changes until memory runs out in a training batch. What the attempt has changed is then
+    With `size=None` nothing changes until memory runs out in a training batch. The changes of that attempt are then
     undone (gradients, random state, buffers, metrics, logged values), and the batch is tried again in microbatches of
-    half the rows, and so on. All ranks agree on the size, which is kept for the run and saved in checkpoints. To do
-    so, DDP averages the gradients after the backward passes, not meanwhile. A number of rows costs less; DDP then
-    averages them in the backward pass of a batch's last microbatch.
+    half the rows, and so on. All ranks agree on the size, which is kept for the run and saved in checkpoints. DDP then
+    averages gradients after the backward passes, not during them. A fixed number of rows is cheaper: DDP averages
+    during the backward pass of the last microbatch.
 
     Args:
         size: The largest number of rows of a microbatch, at least 1; None finds it when memory runs out. A number that
             is at least the batch size changes nothing.
-        on_mismatch: "raise" raises an error where the loss is another one, as with BatchNorm in training mode; "warn"
+        on_mismatch: "raise" raises an error if microbatches change the loss, as with BatchNorm in training mode; "warn"
             warns, and trains with the mean over the rows.
 
     Raises:
         TypeError: If `size` is not a whole number.
-        ValueError: If it is less than 1, or `on_mismatch` is unknown.
+        ValueError: If `size` is less than 1, or `on_mismatch` is unknown.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -64,11 +64,11 @@ class Microbatching(TrickCallback):
 
     @property
     def current_size(self) -> int | None:
-        """The largest number of rows of a microbatch now; None while batches are whole."""
+        """The current largest number of rows of a microbatch; None while batches are whole."""
         return self._found.found if self.size is None else self.size
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error for what is optimized in another way, or where ranks could not agree; forget the last fit."""
+        """Raise an error for unsupported optimization or strategies, and forget the last fit."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -109,7 +109,7 @@ class Microbatching(TrickCallback):
         super().on_fit_end(trainer, pl_module)
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
-        """Return the size and the number of batches that were cut."""
+        """Return the size and the number of split batches."""
         size = "whole batches" if self.current_size is None else f"{self.current_size:,}"
         return [Facts(title="Microbatches", facts=[("rows at most", size), ("batches cut", self._count(trainer))])]
 
@@ -117,7 +117,7 @@ class Microbatching(TrickCallback):
         return f"{self._found.cut_batches:,} of {trainer.fit_loop.total_batch_idx + 1:,}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was found out about size, loss and logged values, and how many batches were cut."""
+        """Return the findings about size, loss and logged values, and the number of split batches."""
         return asdict(self._found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

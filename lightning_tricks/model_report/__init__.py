@@ -1,12 +1,12 @@
-"""Report on a model: each of its parameters, its layers, its memory, and a picture of its autograd graph.
+"""Report on a model: its parameters, layers and memory, and a picture of its autograd graph.
 
-When to use it: once at the start of a project or a run, to check that weights are initialized as intended, which of
-them are trained and get a gradient, and what needs the memory.
+When to use it: at the start of a project or a run, to check the initialization, to see which parameters train and get a
+gradient, and to see what needs the memory.
 
-Differences to printing the model: the means and standard deviations of all parameters are read from the device at once,
+Differences from printing the model: means and standard deviations of all parameters are read from the device at once,
 gradient norms are included if there are gradients, and the memory of weights, gradients and optimizer state is
-measured. torchinfo's summary and torchviz's graph are made on a copy, so that modes, buffers and the random state are
-left unchanged (torchinfo changes the mode of frozen BatchNorms, and torchviz updates running statistics).
+measured. torchinfo's summary and torchviz's graph are made on a copy, so modes, buffers and the random state stay
+unchanged (torchinfo changes the mode of frozen BatchNorms, and torchviz updates running statistics).
 
 Caveats: torchinfo's FLOPs are left out, because they miss attention (`count_flops` counts it). The extra `reports`
 installs torchinfo and torchviz. SVG and PNG files need graphviz's program `dot`; DOT source does not.

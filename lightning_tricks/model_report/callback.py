@@ -23,16 +23,16 @@ from lightning_tricks.model_report.core.summarize_model import summarize_call
 
 
 class ModelReport(TrickCallback):
-    """Report on the model once in a fit: parameters, layers and memory; and draw its autograd graph.
+    """Report parameters, layers and memory of the model once per fit, and draw its autograd graph.
 
-    The report is made after the first optimizer step, when gradients and optimizer state can be measured; means and
-    standard deviations are those after that step. Layers and graph are those of the module's `forward` with its
-    `example_input_array` or, if it has none, of its `training_step` with the current batch, which is not consumed.
-    A line names the trainable parameters that got no gradient until then. Training stays bit-identical. The report is
-    also written as text to TensorBoard, if that is a logger.
+    The report is made after the first optimizer step, when gradients and optimizer state exist; means and standard
+    deviations are those after that step. Layers and graph are those of the module's `forward` with its
+    `example_input_array` or, without it, of its `training_step` with the current batch, which is not consumed. A line
+    names the trainable parameters without a gradient. Training stays bit-identical. If TensorBoard is a logger, it gets
+    the report as text.
 
-    The report itself is that of `lightning_tricks.model_report.summarize_model`. It needs the extra `reports` for
-    layers and graph, and graphviz's `dot` for the pictures; the report names what is missing.
+    The report itself is a `lightning_tricks.model_report.summarize_model`. Layers and graph need the extra `reports`,
+    and pictures need graphviz's `dot`; the report names what is missing.
 
     Args:
         dirpath: A folder for `parameters.csv`, `report.json`, `layers.txt`, `graph.dot`, `graph.svg` and `graph.png`.

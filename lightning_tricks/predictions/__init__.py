@@ -1,14 +1,14 @@
-"""Predictions: those of all ranks and loaders, in the order of the data set, in one file.
+"""Write the predictions of all ranks and dataloaders to one file, in the order of the dataset.
 
-When to use it: whenever `trainer.predict` should leave a file behind, above all on several ranks, or where the
-predictions do not fit into memory.
+When to use it: whenever `trainer.predict` should leave a file behind, above all on multiple GPUs, or if the predictions
+do not fit in memory.
 
-What the usual snippets get wrong: `trainer.predict` returns those of its own rank alone, in the order of its sampler,
-and keeps all of them in memory; a sampler that fills up the last round repeats samples; a callback that writes a file
-for each rank leaves the order, the repeated samples and the merging to the reader; after a kill, all begins anew.
+What the usual snippets get wrong: `trainer.predict` returns the predictions of its own rank, in the order of its
+sampler, and keeps all of them in memory; distributed samplers repeat samples; a callback that writes one file per rank
+leaves order, repeated samples and merging to you; after a kill, everything starts again.
 
-Caveats: a table of the indices is held in memory, texts in npz and pt, and bfloat16 in pt. Several nodes need a shared
-disk.
+Caveats: a table of the indices is kept in memory, as are texts in npz and pt, and bfloat16 in pt. Multiple nodes need a
+shared disk.
 """
 
 from typing import TYPE_CHECKING

@@ -37,37 +37,37 @@ from lightning_tricks.predictions.core.formats import FORMATS, check_kinds, writ
 
 
 class PredictionWriter(TrickCallback):
-    """Write the predictions of all ranks and loaders into one file, in the order of the data set, each sample once.
+    """Write the predictions of all ranks and dataloaders to one file, in the order of the dataset, each sample once.
 
-    `predict_step` returns a tensor, or a dict, a tuple or a dataclass of them, with one value for each sample of the
-    batch. Each becomes a column; names of nested ones are joined by dots, and a tensor alone is "prediction". Lists of
-    strings, numbers or tensors become columns as well; of tensors the first dimension may vary. The columns `loader`
-    and `index` say to which sample of which loader a row belongs: `loader` is the name, if loaders are given as a dict,
-    or a number, and `index` that in the loader's data set, or a running number for an `IterableDataset`.
+    `predict_step` returns a tensor, or a dict, a tuple or a dataclass of tensors, with one value per sample of the
+    batch. Each becomes a column; nested names are joined by dots, and a single tensor is "prediction". Lists of
+    strings, numbers or tensors become columns too; the first dimension of tensors may vary. The columns `loader` and
+    `index` locate each row: `loader` is the name, if loaders are a dict, or the number of the dataloader, and `index`
+    the index in its dataset, or a running number for an `IterableDataset`.
 
-    While predicting, each rank appends its batches to files of its own in the folder `<path>.parts`, so that nothing is
-    kept in memory; give `return_predictions=False`, or the Trainer keeps them. At the end rank zero writes the file,
-    a piece at a time, moves it to its place, where it replaces an older one, and removes the parts. What a distributed
-    sampler repeats is left out. After a kill or an exception the parts stay.
+    While predicting, each rank appends its batches to its own files in the folder `<path>.parts`, so that nothing is
+    kept in memory; pass `return_predictions=False`, or the Trainer keeps them. At the end rank zero writes the file
+    piece by piece, moves it to `path`, where it replaces an older one, and removes the parts. Samples that a
+    distributed sampler repeats are left out. After a kill or an exception the parts remain.
 
-    Values of float16 and bfloat16 are float32 in parquet, as are those of bfloat16 in npz. In npz, a column whose
-    lengths vary is joined, beside `<name>.lengths`; in pt it is a list. NaN in jsonl is the word that Python reads.
+    Values of float16 and bfloat16 are float32 in parquet, as are bfloat16 values in npz. In npz, a column of varying
+    lengths is joined, with `<name>.lengths`; in pt it is a list. NaN in jsonl is the word that Python reads.
 
     Args:
-        path: The path of the file. Several nodes need a disk that they share.
-        format: "parquet" (with the extra `parquet`), "npz" (arrays), "jsonl" (a line for each sample) or "pt" (a dict
-            of tensors). None takes what `path` ends with, and parquet if it has no ending.
-        columns: The columns that are written, as names or patterns (a glob, or `re:` and a regular expression); None
-            writes all.
-        resume: Whether to go on where a `predict` was killed that had the same weights, data sets and settings. With
+        path: The path of the file. Multiple nodes need a shared disk.
+        format: "parquet" (needs the extra `parquet`), "npz" (arrays), "jsonl" (one line per sample) or "pt" (a dict of
+            tensors). None takes the suffix of `path`, and parquet if it has none.
+        columns: The columns to write, as names or patterns (a glob, or `re:` and a regular expression); None writes
+            all.
+        resume: Whether to resume a killed `predict` that had the same weights, datasets and settings. With
             `return_predictions=False`, on one rank or under DDP, batches that are in the parts are not read again, and
-            `batch_idx` counts the others; else they are predicted again. False starts anew.
+            `batch_idx` counts the others; otherwise they are predicted again. False starts from the beginning.
 
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If `path` is an address, or `format` is unknown.
         ModuleNotFoundError: When `predict` starts, if pyarrow is missing.
-        MisconfigurationException: In `predict`, if something cannot be written, or the parts belong to another run.
+        MisconfigurationException: In `predict`, if a value cannot be written, or the parts belong to another run.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -107,7 +107,7 @@ class PredictionWriter(TrickCallback):
         self._samples = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check what can be checked before the loaders are there."""
+        """Check what can be checked before the loaders exist."""
         super().setup(trainer, pl_module, stage)
         if stage != "predict" or is_fast_dev_run(trainer):
             return

@@ -1,11 +1,11 @@
-"""End a fit with the weights of its best validation, which are kept in the memory of the host.
+"""Restore the weights of the best validation when fit returns, from host memory.
 
-When to use it: the model is tested, exported or used right after `fit`, and the last epoch is not the best one. Beside
-`EarlyStopping`, whose fit ends some validations after the best.
+When to use it: you test, export or use the model right after `fit`, and the last epoch is not the best one. Beside
+`EarlyStopping`, which stops some validations after the best.
 
-Caveats: two copies of weights and buffers are in the memory of the host on each rank, and one in each checkpoint, so
-that a resumed run knows it. Checkpoints of the fit hold the last weights as ever; only what `fit` leaves in the module
-differs.
+Caveats: host memory contains two copies of weights and buffers on each rank, and each checkpoint one, so that a resumed
+run knows it. Checkpoints of the fit contain the last weights as before; only the weights that `fit` leaves in the
+module differ.
 
 Source: Keras, `EarlyStopping(restore_best_weights=True)`; Prechelt, "Early Stopping - But When?" (1998).
 """

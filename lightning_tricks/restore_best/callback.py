@@ -26,21 +26,20 @@ from lightning_tricks.restore_best.functional import put_back_, weights_and_buff
 
 
 class RestoreBest(TrickCallback):
-    """Let the module hold the weights and buffers of the best validation when `fit` returns.
+    """Restore the weights and buffers of the best validation when `fit` returns.
 
-    What is kept is what was validated: with Lightning's `WeightAveraging`, or any callback that exchanges weights for a
-    validation, the averaged weights. It is copied to the memory of the host after the last batch of each validation,
-    without waiting where it comes from a CUDA device, and put back in `on_fit_end`. The best value is the first of
-    equal ones; NaN is never the best; the sanity check does not count. On several ranks the value of rank zero counts.
+    It keeps the weights that were validated: with Lightning's `WeightAveraging`, or any callback that exchanges weights
+    for a validation, the averaged ones. They are copied to host memory after the last batch of each validation, without
+    waiting for a CUDA device, and put back in `on_fit_end`. The best value is the first of equal ones; NaN is never the
+    best; the sanity check does not count. On multiple ranks the value of rank zero counts.
 
-    Checkpoints hold the last weights, also those of the end of a fit, so that more epochs continue from the last
-    weights and not from the best. They hold a copy of the best as well, by which a run that is resumed, by `AutoResume`
-    or `ckpt_path`, knows it. Under `ModelParallelStrategy` each rank keeps its shards, and `AutoResume` alone restores
-    them.
+    Checkpoints contain the last weights, including those of the end of a fit, so that more epochs continue from the
+    last weights and not from the best. They also contain a copy of the best, so that a run resumed by `AutoResume` or
+    `ckpt_path` knows it. Under `ModelParallelStrategy` each rank keeps its shards, which only `AutoResume` restores.
 
-    A fit that is interrupted, by an exception or Ctrl+C, leaves the module as it was then; `restore` puts the best
-    weights into it. Each fit starts anew. Where layers were added or removed since the best validation, a warning names
-    them, and the module stays as it is.
+    A fit that is interrupted by an exception or Ctrl+C leaves the module as it was then; `restore` puts the best
+    weights into it. Each fit starts from the beginning. If layers were added or removed since the best validation, a
+    warning names them, and the module stays as it is.
 
     Args:
         monitor: The name of one logged value, such as `"val/loss"`.
@@ -54,8 +53,8 @@ class RestoreBest(TrickCallback):
     Raises:
         TypeError: If `monitor` is not one name.
         ValueError: If `mode` is neither "min" nor "max".
-        MisconfigurationException: In a fit under FSDP1 or DeepSpeed, or if the first validation has no such value; the
-            message lists the values that there are.
+        MisconfigurationException: In a fit under FSDP1 or DeepSpeed, or if the first validation does not log the value;
+            the message lists the logged values.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -80,7 +79,7 @@ class RestoreBest(TrickCallback):
         self._copies = [HostCopies(), HostCopies()]  # the memory of what is kept, and of what is validated
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start anew, and observe validations."""
+        """Reset the state, and observe validations."""
         super().setup(trainer, pl_module, stage)
         self._fits = stage == "fit"
         if not self._fits:
@@ -101,7 +100,7 @@ class RestoreBest(TrickCallback):
         self._installed.enter_context(observe_validation_ends(trainer, copy_validated))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what was validated if it is the best."""
+        """Keep the validated weights if they are the best."""
         validated, self._validated = self._validated, None
         if validated is None:  # no validation of a fit
             return
@@ -131,7 +130,7 @@ class RestoreBest(TrickCallback):
 
         Raises:
             MisconfigurationException: If none are kept: no validation has had a value yet, or the fit has ended and put
-                them into its module. Or if the module has other layers than it had.
+                them into its module. Or if the layers of the module have changed.
         """
         if self._kept is None:
             raise MisconfigurationException("RestoreBest keeps no weights that it could restore.")

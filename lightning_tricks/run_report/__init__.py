@@ -1,9 +1,9 @@
-"""One HTML page about a fit: findings, curves, and the facts that are needed to repeat the run; two runs compared.
+"""One HTML page about a fit: findings, curves, and everything you need to repeat the run; two runs compared.
 
-When to use it: for every run that you may look at again, or show to somebody who has no access to your logger.
+When to use it: for every run that you may look at again, or show to somebody without access to your logger.
 
-Caveats: the page shows hyper-parameters and the differences to the git commit: read it before you publish it. What a
-module sends to a logger directly, by `self.logger.log_metrics`, is not seen.
+Caveats: the page shows hyper-parameters and the differences to the git commit: read it before you publish it. Values
+that a module sends to a logger directly, by `self.logger.log_metrics`, are not seen.
 """
 
 from typing import TYPE_CHECKING

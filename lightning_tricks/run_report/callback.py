@@ -25,27 +25,27 @@ from lightning_tricks.run_report.run_settings import describe_run, learning_rate
 
 
 class RunReport(TrickCallback):
-    """Write one HTML page about a fit: findings, curves, and the facts that are needed to repeat the run.
+    """Write one HTML page about a fit: findings, curves, and everything you need to repeat the run.
 
-    The page needs no network and no script. It is made at the end of each epoch and of the fit, after an exception too,
-    and shows what the module and the callbacks log, with or without a logger: losses and metrics of training and
-    validation together, learning rates, norms of gradients; and the data of other callbacks of this package: clipped
-    and skipped steps, confusion matrix, reliability, the most confident mistakes, FLOPs, devices, seed, resumes.
-    Sections without data are left out. Sentences with numbers come first, such as "62 % of 1,200 steps were clipped". A
-    `trainer.test` after the fit, in the same process, adds what it finds.
+    The page needs no network and no script. It is written at the end of each epoch and of the fit, after an exception
+    too, and shows the values that the module and the callbacks log, with or without a logger: losses and metrics of
+    training and validation together, learning rates, norms of gradients. Other callbacks of this package add their
+    data: clipped and skipped steps, confusion matrix, reliability, the most confident mistakes, FLOPs, devices, seed,
+    resumes. Sections without data are left out. Findings come first, such as "62 % of 1,200 steps were clipped". A
+    `trainer.test` after the fit, in the same process, adds its results.
 
-    The folder `dirpath` has the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
-    `lightning-tricks report DIR` makes the page anew, and `lightning-tricks report A B` one that compares two runs. A
-    fit that is resumed by `ckpt_path` or `AutoResume` continues the record from where the checkpoint was saved. Where
-    the folder has the record of another fit, or rows of this one that it will not log again, the files are moved to
-    `earlier-1` in it; where another fit writes to it, this one writes to `at-once-1` in it. A message says so.
+    The folder `dirpath` contains the page, `report.html`, and its record, `run.json` and `values.jsonl`.
+    `lightning-tricks report DIR` makes the page again, and `lightning-tricks report A B` makes one that compares two
+    runs. A fit that is resumed by `ckpt_path` or `AutoResume` continues the record from the checkpoint. If the folder
+    contains the record of another fit, or rows of this one that it will not log again, these files move to `earlier-1`
+    in it; if another fit writes to it, this one writes to `at-once-1` in it. A message tells you.
 
     Values are recorded as the Trainer sends them to loggers, every `log_every_n_steps`. They stay on the device until
-    an epoch ends, a checkpoint is saved or 256 of them wait. Records of more than 20,000 logged steps are thinned:
-    neighbours are merged into their mean, minimum and maximum. Under DDP rank zero writes. Values that are sent to a
-    logger directly, by `self.logger.log_metrics`, are not seen. The page and the record have the differences to the git
-    commit of the working folder. Values whose name says that they are secret, such as `api_key`, and passwords in
-    addresses are left out, in texts too; a secret that nothing names stays: read the page before you publish it.
+    an epoch ends, a checkpoint is saved or 256 of them wait. Above 20,000 logged steps, neighbors are merged into their
+    mean, minimum and maximum. Under DDP rank zero writes. Values sent to a logger directly, by
+    `self.logger.log_metrics`, are not seen. The page and the record contain the differences to the git commit of the
+    working folder. Values whose names mark them as secret, such as `api_key`, and passwords in addresses are left out,
+    in texts too; other secrets are not recognized: read the page before you publish it.
 
     Args:
         dirpath: The folder of the report; it is created if it does not exist.
@@ -75,7 +75,7 @@ class RunReport(TrickCallback):
         self._ends_epoch = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error for a folder that cannot be written."""
+        """Raise an error if the folder cannot be written."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -112,7 +112,7 @@ class RunReport(TrickCallback):
         self._observe(trainer)
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
-        """Note what `AutoResume` could not restore."""
+        """Record what `AutoResume` could not restore."""
         if self._writer is not None and self._writer.record.resumes:
             self._writer.record.resumes[-1].not_restored = [str(name)[:200] for name in not_restored[:100]]
 
@@ -183,21 +183,21 @@ class RunReport(TrickCallback):
         super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the page at the end of a fit, when all callbacks are done."""
+        """Write the page at the end of a fit, after all callbacks."""
         if stage == "fit":
             self._write(trainer, "finished")
         self._note_fit()
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what was logged so far, and return where the record is."""
+        """Write the values logged so far, and return the position in the record."""
         if self._writer is not None:
             with self._stops_on_error():
                 self._position = self._writer.position()
         return {name: value for name, value in self._position._asdict().items() if value != ""}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Remember from which row to continue the record."""
+        """Remember the row at which to continue the record."""
         position = Position(str(state_dict.get("id", "")), int(state_dict["rows"]))
         self._position_to_keep = self._position = position
 

@@ -60,43 +60,42 @@ class _Window:
 
 
 class SpikeGuard(TrickCallback):
-    """Leave out of training the batches with which the loss, or the norm of the gradients, leaves its usual band.
+    """Skip or rewind the batches at which the loss, or the norm of the gradients, jumps out of its usual band.
 
     A value is a spike if its logarithm is more than `threshold` spreads above those of the last `window` values, by a
     robust and by the plain spread (see `RobustBand`), or if the loss or a gradient is NaN or infinite. The loss of a
-    step is the largest among its accumulated batches and among all ranks, so that all ranks decide alike. An epoch's
-    last batch, if it has fewer rows than the others, and the epoch in which `StochasticWeightAveraging` recomputes
-    batch statistics, which has no steps, are left out if they are not finite alone.
+    step is the largest of its accumulated batches and of all ranks, so all ranks decide alike. An epoch's last batch,
+    if it has fewer rows than the others, and the epoch in which `StochasticWeightAveraging` recomputes batch
+    statistics, which has no steps, are left out only if they are not finite.
 
-    "skip" leaves out the batches of one optimizer step: all of them under accumulation. Weights, buffers, optimizer,
+    "skip" leaves out the batches of one optimizer step, all of them under accumulation. Weights, buffers, optimizer,
     schedules and `global_step` stay as they were, and `on_train_batch_end` gets an empty dict of outputs.
 
-    "rewind" judges `every_n_train_steps` optimizer steps at once, fewer where an epoch or the fit ends or validation
-    begins. If one of them is a spike, or a weight is not finite then, it goes back to the state before them, which is
-    kept on the device, and leaves out all their batches, also from what `MetricsMonitor` and `ImageLogger` count.
+    "rewind" judges `every_n_train_steps` optimizer steps at once, fewer if an epoch or the fit ends or validation
+    begins. If one of them is a spike, or a weight is not finite, it restores the state before them, which is kept on
+    the device, and leaves out all their batches, also from the counts of `MetricsMonitor` and `ImageLogger`.
 
-    Either way the run continues bit for bit as one whose loader leaves those batches out: with random states, batch
-    statistics, optimizers, schedules, the GradScaler, metrics of the module and what is logged for the epoch.
-    `batch_idx` and the loggers' step count the batches left out all the same.
+    Either way the run continues bit for bit as one whose dataloader leaves those batches out: with random states, batch
+    statistics, optimizers, schedules, the GradScaler, metrics of the module and the values logged for the epoch.
+    `batch_idx` and the loggers' step still count the left-out batches.
 
     Logs `spike_guard/left_out_batches`. Each spike is a warning with its value, and an entry of `spikes`.
 
     Args:
         mode: "skip" or "rewind".
-        monitor: "loss" for what `training_step` returns, or "grad_norm" for the 2-norm of the unscaled gradients of
-            a step, before they are clipped.
-        threshold: How many spreads above the last values are usual, > 0. At `float("inf")` all finite values are.
-        window: Of how many of the last values the spreads are taken, at least 2.
-        warmup_steps: For how many steps nothing but values that are not finite are spikes.
-        every_n_train_steps: With "rewind": how many optimizer steps (batches under manual optimization) are judged
+        monitor: "loss" for the return value of `training_step`, or "grad_norm" for the 2-norm of the unscaled gradients
+            of a step, before they are clipped.
+        threshold: The usual number of spreads above the last values, > 0. `float("inf")` accepts all finite values.
+        window: The number of last values for the spreads, at least 2.
+        warmup_steps: The number of first steps in which only values that are not finite are spikes.
+        every_n_train_steps: With "rewind": the number of optimizer steps (batches under manual optimization) to judge
             at once.
-        max_consecutive: Raise an error once more than this many skips or rewinds follow each other with none between
-            them that was kept; at least 1.
+        max_consecutive: Raise an error after more than this many consecutive skips or rewinds; at least 1.
 
     Attributes:
-        spikes: An entry for each spike: `epoch`, `batch_idx`, `global_step` before it, `value`, `limit` and how many
-            batches were `left_out`.
-        has_left_out_batch: Whether the present batch was left out.
+        spikes: One entry per spike: `epoch`, `batch_idx`, `global_step` before it, `value`, `limit` and the number of
+            batches `left_out`.
+        has_left_out_batch: Whether the current batch was left out.
 
     "skip" reads one value from the device in each step, as a GradScaler does; "rewind" one in `every_n_train_steps`.
 
@@ -146,7 +145,7 @@ class SpikeGuard(TrickCallback):
         self._left_out_in_epoch, self._rows = 0, list[int]()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what it cannot guard, and reset the counts."""
+        """Raise an error for unsupported settings, and reset the counts."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -223,7 +222,7 @@ class SpikeGuard(TrickCallback):
         self._counts = dict(state_dict["counts"])
 
     def mid_epoch_state(self) -> dict[str, Any]:
-        """Return the steps that are not judged yet, with the snapshot before them."""
+        """Return the steps not yet judged, with the snapshot before them."""
         window = dict(vars(self._open)) if self._open is not None else {}
         return {"window": window, "loss": self._loss, "left_out": self._left_out_in_epoch, "rows": self._rows}
 

@@ -18,20 +18,19 @@ _LARGEST = 700.0  # of which `exp` is finite
 
 
 class RobustBand:
-    """The values that are usual now: all that are not `threshold` spreads above the last ones, by each of two spreads.
+    """The band of usual values: all that are not `threshold` spreads above the last ones, by each of two spreads.
 
-    Values are compared by their logarithms, as losses and norms are spread by factors; zeros, to which a small loss is
-    rounded, are taken for the smallest of the others. Where there are negative values, as of densities, all are
-    compared as they are, and three times the threshold is usual. The robust spread is 1.4826 times the median absolute
-    deviation from the median, which is the standard deviation of normally distributed values; the plain one is the
-    standard deviation, from the mean. A value is usual as well if it is not 2.5 times as far above the median as the
-    largest of the last ones: the tails of some runs are much longer than both spreads tell. Spikes do not move the
-    band, as they are not taken into it.
+    Values are compared by their logarithms, because losses and norms vary by factors; zeros, to which a small loss is
+    rounded, count as the smallest of the others. If some values are negative, such as densities, all are compared as
+    they are, with three times the threshold. The robust spread is 1.4826 times the median absolute deviation from the
+    median, which is the standard deviation of normally distributed values; the plain one is the standard deviation,
+    from the mean. A value is also usual if it is not 2.5 times as far above the median as the largest of the last ones:
+    the tails of some runs are much longer than both spreads show. Spikes do not enter the band.
 
     Args:
-        threshold: How many spreads above the last values are usual, > 0; `float("inf")` for all finite values.
-        window: How many of the last values count.
-        warmup_steps: How many values are taken before any finite one can be a spike.
+        threshold: The usual number of spreads above the last values, > 0; `float("inf")` accepts all finite values.
+        window: The number of last values that count.
+        warmup_steps: The number of values before any finite one can be a spike.
 
     Examples:
         >>> band = RobustBand(threshold=8.0, window=128, warmup_steps=4)
@@ -48,7 +47,7 @@ class RobustBand:
         self._count = 0
 
     def limit(self) -> float:
-        """Return the largest value that is usual now; infinity in the warm-up, and where half of the values are 0."""
+        """Return the largest usual value; infinity in the warm-up, and if half of the values are 0."""
         if self._count < max(self.warmup_steps, 1) or math.isinf(self.threshold):
             return math.inf
         values = np.array(self._values)
@@ -68,11 +67,11 @@ class RobustBand:
         return math.exp(min(limit, _LARGEST)) if is_positive else float(limit)
 
     def take(self, values: Sequence[float]) -> tuple[int, float] | None:
-        """Take values into the band in their order; none of them if one is a spike.
+        """Add values to the band in order, or none of them if one is a spike.
 
         Returns:
-            The place of the first spike, a value above the limit or one that is not finite, and the limit; None if
-            there is none.
+            The place of the first spike, which is a value above the limit or not finite, and the limit; None if there
+            is none.
         """
         before = self.state_dict()
         for place, value in enumerate(values):
@@ -85,7 +84,7 @@ class RobustBand:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last values, and how many there were."""
+        """Return the last values, and their number."""
         return {"values": [*self._values], "count": self._count}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

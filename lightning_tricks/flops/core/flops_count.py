@@ -71,7 +71,7 @@ class FlopsCount:
             that activation checkpointing computes again; None if the backward pass was not counted.
         params: The number of elements of all parameters; shared parameters count once.
         trainable_params: The number of those elements that require a gradient.
-        uncounted: How often something without a rule was called: operators or, with thop, module classes.
+        uncounted: The numbers of calls without a rule: of operators or, with thop, of module classes.
         rows: The counts of each module, with the model itself first.
         backend: "torch" or "thop".
         notes: Remarks on how the model was counted.
@@ -91,7 +91,7 @@ class FlopsCount:
     peer: FlopsCount | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all counts as values that JSON can hold."""
+        """Return all counts as JSON-serializable values."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
@@ -106,8 +106,8 @@ class FlopsCount:
         """Return the counts as a rich table.
 
         Args:
-            depth: The depth of the deepest modules that are shown: 0 for the model alone, None for no limit. Modules
-                that cost nothing and have no parameters are left out.
+            depth: The depth of the deepest modules to show: 0 for only the model, None for no limit. Modules that cost
+                nothing and have no parameters are left out.
         """
         from rich.text import Text
 
@@ -149,7 +149,7 @@ class FlopsCount:
     def write(self, path: str | Path) -> Path:
         """Write the counts to a file in the format of its suffix: `.csv`, `.json`, `.md` or `.html`.
 
-        The files hold modules of all depths. Numbers are exact in CSV and JSON, and rounded in the other formats.
+        The files contain modules of all depths. Numbers are exact in CSV and JSON, and rounded in the other formats.
 
         Args:
             path: The file; folders that do not exist are created.
@@ -158,7 +158,7 @@ class FlopsCount:
             The path of the file.
 
         Raises:
-            ValueError: If the suffix is another one.
+            ValueError: If the suffix is unknown.
         """
         path = check_report_path(path)
         text = _FORMATS[path.suffix](self)
@@ -167,7 +167,7 @@ class FlopsCount:
         return path
 
     def to_csv(self) -> str:
-        """Return the counts as CSV, with one line for each module and exact numbers."""
+        """Return the counts as CSV, with one line per module and exact numbers."""
         file = io.StringIO()
         rows = [asdict(row) for row in self.rows]
         if self.peer is not None:

@@ -39,30 +39,30 @@ def count_flops(
 ) -> FlopsCount:
     """Count the FLOPs of one call of a model, and of each module in it.
 
-    The model itself is not run. A copy of it is run on tensors that have shapes but no data, which takes neither the
-    compute nor the memory of the model. Modules, gradients, random state, hooks and modes are left unchanged, also if
-    the model raises an exception. The counts are the same in training and evaluation mode, with and without gradients,
-    compiled or not, on CPU, CUDA and the meta device. If the model depends on values (`if x.sum() > 0`), a copy with
-    data is run instead, and `notes` says so.
+    The model itself is not run. A copy runs on tensors that have shapes but no data, which takes neither the compute
+    nor the memory of the model. Modules, gradients, random state, hooks and modes stay unchanged, even if the model
+    raises an exception. The counts are the same in training and evaluation mode, with and without gradients, compiled
+    or not, on CPU, CUDA and the meta device. If the model depends on values (`if x.sum() > 0`), a copy with data is run
+    instead, and `notes` tells you.
 
     Args:
-        model: Any module, also a LightningModule. BatchNorm counts as in evaluation mode.
-        inputs: What the model is called with: a tensor; a tuple of positional arguments; a dict of keyword arguments;
-            or a batch for the module's `training_step` (a list is always a batch). Inputs may be on another device than
-            the model. None stands for the module's `example_input_array`.
-        backend: "torch" counts operators as they run. "thop" applies the rules that thop has for module classes to a
-            copy with data in evaluation mode: it has no rule for attention, and it misses what a module computes in its
-            own `forward`.
-        backward: Whether to count a backward pass as well, into `train_step_flops`. It starts from the loss of the
-            `training_step`, or from a `loss` among the outputs, or else from the sum of all outputs that require a
+        model: Any module, including a LightningModule. BatchNorm counts as in evaluation mode.
+        inputs: The inputs of the model: a tensor; a tuple of positional arguments; a dict of keyword arguments; or a
+            batch for the module's `training_step` (a list is always a batch). Inputs may be on another device than the
+            model. None uses the module's `example_input_array`.
+        backend: "torch" counts operators as they run. "thop" applies thop's rules for module classes to a copy with
+            data in evaluation mode: it has no rule for attention, and it misses what a module computes in its own
+            `forward`.
+        backward: Whether to count a backward pass too, into `train_step_flops`. It starts from the loss of the
+            `training_step`, from a `loss` among the outputs, or else from the sum of all outputs that require a
             gradient.
         custom_ops: Your own rules. A rule for a module class has thop's signature `rule(module, inputs, output)` and
             adds to `module.total_ops`; it replaces the count of everything that the module calls. A rule for an
             operator (such as `torch.ops.mylib.op`) has the signature of
             `torch.utils.flop_counter.register_flop_formula` and returns FLOPs; formulas that are registered there are
             used as well.
-        compare: Whether to count with the other backend as well, into `peer`; thop cannot count a model without data or
-            one that is sharded, which `notes` says.
+        compare: Whether to count with the other backend too, into `peer`; thop cannot count a model without data or a
+            sharded one, and `notes` tells you.
 
     Returns:
         The counts of the model and of each of its modules. Printed, they are a table.

@@ -33,11 +33,11 @@ class GradientNorms(NamedTuple):
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale gradients in place so that the norm of all of them is at most `max_norm`.
+    """Scale gradients in place so that their total norm is at most `max_norm`.
 
-    In fp32 the result is that of `torch.nn.utils.clip_grad_norm_`, bit for bit. Beyond it: norms of fp16 and bf16
-    gradients are accumulated in fp32 (in fp16 they overflow at 65504), and DTensors of several meshes and plain tensors
-    may be mixed. No value is read back to the host.
+    In fp32 the result is that of `torch.nn.utils.clip_grad_norm_`, bit for bit. In addition, norms of fp16 and bf16
+    gradients are accumulated in fp32 (in fp16 they overflow at 65504), and DTensors of different meshes may be mixed
+    with plain tensors. No value is read back to the host.
 
     Args:
         parameters: A tensor or tensors; those without a gradient are ignored.
@@ -234,8 +234,8 @@ def adaptive_clip_grad_(
 ) -> UnitClipResult:
     """Scale the gradient of each unit in place to at most `clip_factor` times the norm of the unit's weights (AGC).
 
-    A unit is what computes one output: the slice of a weight at one index of its first dimension (a row of a Linear, a
-    filter of a convolution), or a whole tensor of fewer than two dimensions (a bias, the scale of a normalisation).
+    A unit computes one output: the slice of a weight at one index of its first dimension (a row of a Linear, a filter
+    of a convolution), or a whole tensor of fewer than two dimensions (a bias, the scale of a normalization).
 
     In fp32 the result is that of `timm.utils.agc.adaptive_clip_grad`. No value is read back to the host. Exclude the
     final linear layer, as the paper does.

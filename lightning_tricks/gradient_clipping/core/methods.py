@@ -44,7 +44,7 @@ class ClipMethod(ABC):
     exclude: str | Sequence[str] = ()
 
     def new_threshold(self) -> Threshold | None:
-        """Return a new threshold, as each optimizer and group has its own; None where there is none."""
+        """Return a new threshold, one per optimizer and group, or None if the method has none."""
         return None
 
     @abstractmethod
@@ -54,7 +54,7 @@ class ClipMethod(ABC):
 
 @dataclass(frozen=True)
 class ClipNorm(ClipMethod):
-    """Scale all gradients so that the norm of all of them is at most `max_norm`: `clip_grad_norm_`.
+    """Scale all gradients so that their total norm is at most `max_norm`: `clip_grad_norm_`.
 
     Args:
         max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched.
@@ -105,8 +105,8 @@ class AGC(ClipMethod):
     Args:
         clip_factor: The largest ratio of the two norms, > 0; `float("inf")` leaves the gradients untouched.
         eps: The lower bound for the norm of a unit's weights, > 0.
-        exclude: Patterns over the qualified names of parameters that are not clipped; the paper excludes the final
-            linear layer (`exclude="head.*"`).
+        exclude: Patterns over the qualified names of parameters not to clip; the paper excludes the final linear layer
+            (`exclude="head.*"`).
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -169,7 +169,7 @@ class PercentileClip(_ClipToThreshold):
 
 @dataclass(frozen=True)
 class ZScoreClip(_ClipToThreshold):
-    """Clip the norm of all gradients where it is an outlier among the last norms: `ZScoreThreshold` (ZClip).
+    """Clip the norm of all gradients if it is an outlier among the last norms: `ZScoreThreshold` (ZClip).
 
     Args:
         z: The largest z-score that is not clipped, > 0.
@@ -248,7 +248,7 @@ class PercentileThreshold:
 
     Args:
         percentile: The percentile of the last norms that is the threshold, in (0, 100]; 100 never clips.
-        history: How many norms it keeps, at least 1; each takes 4 bytes.
+        history: The number of norms to keep, at least 1; each takes 4 bytes.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -313,11 +313,11 @@ class PercentileThreshold:
 
 
 class ZScoreThreshold:
-    """A threshold for norms that lie far above their running mean (ZClip).
+    """A threshold for norms far above their running mean (ZClip).
 
-    The first `warmup_steps` norms are only used to estimate their mean and variance. From then on a norm whose z-score
-    is above `z` gets the threshold mean + z^2 / score * std, which is lower the further out the norm is; any other norm
-    gets Inf. Mean and variance then follow the clipped norms, as exponential moving averages.
+    The first `warmup_steps` norms only estimate mean and variance. From then on a norm with a z-score above `z` gets
+    the threshold mean + z^2 / score * std, which is lower the further out the norm is; any other norm gets Inf. Mean
+    and variance then follow the clipped norms, as exponential moving averages.
 
     Args:
         z: The largest z-score that is not clipped, > 0.

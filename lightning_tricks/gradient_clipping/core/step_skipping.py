@@ -20,17 +20,17 @@ _WAITING: WeakKeyDictionary[Any, ExitStack] = WeakKeyDictionary()
 def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
     """Drop the gradients, so that the next step does nothing.
 
-    Zero gradients would not do: weight decay and momentum move the weights all the same. What an optimizer counts in
-    its parameter groups (schedule-free ones do) is restored after the step. If it is called again before that step,
-    the second call takes the place of the first.
+    Zero gradients would not suffice: weight decay and momentum still move the weights. Counters in the optimizer's
+    parameter groups (schedule-free optimizers have them) are restored after the step. If it is called again before that
+    step, the second call replaces the first.
 
     Args:
-        optimizer: Any optimizer that ignores parameters without a gradient, as those of torch do, and evaluates no
-            closure more than once (LBFGS does).
+        optimizer: Any optimizer that ignores parameters without a gradient, as torch's do, and evaluates no closure
+            more than once (LBFGS does).
 
     Returns:
-        A function that ends the skipping at once, for a step that never comes. After the step it restores once more
-        what the optimizer has changed since, or nothing.
+        A function that ends the skipping at once, for a step that never comes. After the step it restores what the
+        optimizer has changed since, or does nothing.
 
     Examples:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -96,7 +96,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[], None]:
-    """Make the next step do nothing where a condition holds, without reading it back to the host.
+    """Make the next step do nothing if a condition holds, without reading it back to the host.
 
     If it is called again before that step, the condition of the second call counts.
 
@@ -105,7 +105,7 @@ def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[]
         condition: A bool, shape ().
 
     Returns:
-        A function for a step that never comes: it takes the condition back. After the step it does nothing.
+        A function that withdraws the condition, for a step that never comes. After the step it does nothing.
     """
     # a GradScaler sets the same attributes to tell a fused optimizer that it found an overflow
     installed = _waiting_anew(optimizer)

@@ -43,13 +43,13 @@ class HangReport:
 
 
 def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
-    """Compare what the ranks of a run wrote into a folder.
+    """Compare the records that the ranks of a run wrote to a folder.
 
     Args:
         folder: The `dirpath` of `HangWatch`.
 
     Raises:
-        ValueError: If `folder` is an address, or a file in it is no record.
+        ValueError: If `folder` is an address, or a file in it is not a record.
         OSError: If there is no record in the folder, or a file cannot be read.
     """
     path = Path(check_path("folder", folder, "a folder")).expanduser()

@@ -23,21 +23,21 @@ _OWN_FIELDS = ("params", "lr", "weight_decay", "fused")
 @suggests_argument_names(" The optimizer's own arguments go into kwargs={...}.")
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer of `torch.optim` and what its parameter groups get.
+    """An optimizer of `torch.optim` and the options of its parameter groups.
 
     Args:
         name: The class: "AdamW", "SGD", ...
         lr: Base learning rate, > 0.
         weight_decay: >= 0; must be 0 for an optimizer that has none.
-        no_decay: What gets no weight decay: "bias" (parameters called so), "norm" (those of normalisation layers) and
-            patterns over qualified names.
-        layer_decay: Factor of the learning rate from each layer to the one below it, in (0, 1]; None for one rate. The
-            layers are those of `layer_of_parameters`.
+        no_decay: Parameters without weight decay: "bias" (parameters of this name), "norm" (those of normalization
+            layers) and patterns over qualified names.
+        layer_decay: Factor of the learning rate from each layer to the one below it, in (0, 1]; None for one rate. For
+            the layers, see `layer_of_parameters`.
         groups: Pattern over qualified names -> options of the optimizer, such as `{"backbone.*": {"lr": 1e-4}}`. The
-            first that matches counts; what `no_decay` exempts stays exempt.
-        fused: Whether to use the fused implementation; "auto" does on CUDA, unless the Trainer's `gradient_clip_val` is
-            set, which AMP refuses beside it.
-        kwargs: Further arguments of the optimizer, such as `{"momentum": 0.9}`.
+            first match counts; parameters exempt by `no_decay` stay exempt.
+        fused: Whether to use the fused implementation; "auto" uses it on CUDA, unless the Trainer's `gradient_clip_val`
+            is set, which AMP refuses with it.
+        kwargs: Other arguments of the optimizer, such as `{"momentum": 0.9}`.
 
     Raises:
         TypeError: If a value is of the wrong type.

@@ -22,10 +22,10 @@ _NORM = re.compile(r"(?:[nN]orm|NORM)(?:s|ali[sz](?:ation|er)s?)?(?![a-z])")
 def layer_of_parameters(module: nn.Module) -> dict[str, int]:
     """Number the layers of a model from its stem, 0, to its head, for layer-wise learning rates.
 
-    Each child of a stack is a layer; a stack is an nn.Sequential, nn.ModuleList or nn.ModuleDict two of whose children
-    are of one class. What lies before the first stack, and between two, is one layer each; after the last, and in a
-    model without one, each module that holds parameters itself is a layer. A normalisation joins what it follows. For
-    the ViTs, Mixers and ResNets of timm these are timm's layers.
+    Each child of a stack is a layer; a stack is an nn.Sequential, nn.ModuleList or nn.ModuleDict with two children of
+    the same class. All modules before the first stack, and between two, form one layer each; after the last, and in a
+    model without one, each module with its own parameters is a layer. A normalization joins the module that it follows.
+    For timm's ViTs, Mixers and ResNets these are timm's layers.
 
     Args:
         module: The model.
@@ -86,16 +86,16 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, Any]]:
-    """Divide the trainable parameters of a model by the options that a spec gives them.
+    """Group the trainable parameters of a model by their options in a spec.
 
-    Frozen parameters are left out, as `BaseFinetuning` expects; tied ones come once.
+    Frozen parameters are left out, as `BaseFinetuning` expects; tied ones appear once.
 
     Args:
         module: The model.
         spec: The description of the optimizer.
 
     Returns:
-        Groups for an optimizer, each with a `name` of its own, its `params` and their options.
+        Groups for an optimizer, each with its own `name`, its `params` and their options.
 
     Raises:
         ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only.

@@ -54,7 +54,7 @@ class RunTooShortError(ValueError):
 @suggests_argument_names()
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A learning rate schedule, with durations in steps, epochs or shares of the run.
+    """A learning rate schedule, with durations in steps, epochs or fractions of the run.
 
     A duration is a whole number (of `interval`s), a fraction below 1 of the whole run, or a string such as "500 steps"
     or "2 epochs". An argument that a kind does not use stays None.
@@ -125,11 +125,11 @@ class ScheduleSpec:
         return self.kind in _KINDS_WITH_END or any(isinstance(d, float | int) and 0 < d < 1 for d in durations)
 
     def bind(self, total: float | None, steps_after: Callable[[float], float] | None = None) -> Factor:
-        """Turn durations into counts, and return the factor as a function of the `interval`s that have passed.
+        """Convert durations into counts, and return the factor as a function of the completed `interval`s.
 
         Args:
-            total: The length of the run, in `interval`s, for a spec without a `total` of its own; None where unknown.
-            steps_after: Epochs -> optimizer steps made by then; needed where the units are mixed.
+            total: The length of the run, in `interval`s, for a spec without its own `total`; None if unknown.
+            steps_after: Epochs -> optimizer steps completed by then; needed if the units are mixed.
 
         Raises:
             RunTooShortError: If the warm-up (and wsd's decay) is longer than the schedule, or a step of it shorter than

@@ -12,15 +12,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class FactorLR(LRScheduler):
-    """Set the learning rate of each group to its base times a closed-form factor of the steps made.
+    """Set the learning rate of each group to its base times a closed-form factor of the completed steps.
 
-    Parameter groups may be added during a run, where torch's LambdaLR, SequentialLR and OneCycleLR raise an error: the
-    learning rate that such a group has is its base, and the factor applies from the next step of the optimizer on. As
-    nothing is accumulated, a resumed run has the learning rates of an uninterrupted one.
+    Parameter groups may be added during a run, for which torch's LambdaLR, SequentialLR and OneCycleLR raise an error.
+    The learning rate of an added group is its base, and the factor applies from the next optimizer step. Nothing is
+    accumulated, so a resumed run has the learning rates of an uninterrupted one.
 
     Args:
         optimizer: The optimizer whose learning rates are set.
-        factor: Function of the number of steps made that returns the factor of the base learning rate.
+        factor: A function from the number of completed steps to the factor of the base learning rate.
 
     Examples:
         >>> import torch

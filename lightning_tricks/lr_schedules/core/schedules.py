@@ -33,7 +33,7 @@ def constant(step: float) -> float:
 def warmup_cosine(step: float, total: float, warmup: float = 0, end_factor: float = 0.0) -> float:
     """Rise, then fall along half a cosine to `end_factor` at `total`.
 
-    Without a warm-up it is torch's CosineAnnealingLR up to its T_max, from where that climbs again.
+    Without a warm-up it is torch's CosineAnnealingLR up to its T_max, after which that one rises again.
 
     Args:
         step: Steps made so far, >= 0.

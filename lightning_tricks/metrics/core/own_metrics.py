@@ -27,11 +27,11 @@ _NO_CLASS = -(2**31)  # the class of targets that are no probabilities; a confus
 class BalancedAccuracy(tm.MulticlassRecall):
     """Mean recall of the classes that occur in the targets, as scikit-learn's `balanced_accuracy_score`.
 
-    Macro averages of torchmetrics count a class that is predicted but does not occur as 0.
+    torchmetrics' macro averages count a class that is predicted but does not occur as 0.
     """
 
     def compute(self) -> Tensor:
-        """Return the mean over the classes with targets; NaN where there are none."""
+        """Return the mean over the classes with targets; NaN if there are none."""
         tp, fn = cast(Tensor, self.tp), cast(Tensor, self.fn)
         support = tp + fn
         recall = torch.where(support > 0, tp / support.clamp(min=1), torch.nan)

@@ -52,14 +52,14 @@ class SoftTargetPreset(Preset):
 
 
 def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
-    """Make the metrics of a classification into 0 and 1.
+    """Make the metrics of a binary classification.
 
     `preds` are probabilities of 1 or 0/1, of shape (N, ...), `target` is 0/1 of the same shape. `acc`; `precision`,
     `recall` and `f1` of class 1; `specificity`, the recall of class 0; `kappa` (Cohen) and `mcc` (Matthews); `auroc`
     and `ap` (average precision), exact, which keep 5 to 12 bytes for each sample.
 
     Args:
-        threshold: What a probability has to exceed to count as 1.
+        threshold: A probability above it counts as 1.
         ignore_index: A value of `target` whose elements do not count.
 
     Examples:
@@ -94,24 +94,24 @@ def multiclass_metrics(
     soft_targets: bool = False,
     from_logits: bool = True,
 ) -> Preset:
-    """Make the metrics of a classification into one of several classes.
+    """Make the metrics of a multiclass classification.
 
     `preds` are scores of shape (N, C, ...) or classes of shape (N, ...), `target` classes of shape (N, ...). `acc`
     counts samples (micro); `balanced_acc` is the mean recall of the classes that occur; `precision`, `recall`, `f1`
     and `specificity` are means over the classes (macro); `kappa` (Cohen) and `mcc` (Matthews).
 
     Args:
-        num_classes: C, the number of classes, at least 2. Without it there are only `acc` and `acc_top<k>`.
+        num_classes: C, the number of classes, at least 2. Without it, only `acc` and `acc_top<k>` are computed.
         ignore_index: A class of `target` whose rows do not count.
         top_k: Adds `acc_top<k>`, the share of samples whose class is among the k highest scores.
-        curves: Adds `auroc` and `ap` (one class against the rest, macro, exact): `preds` have to be probabilities, and
-            all of them are kept until the end of the epoch.
-        soft_targets: Whether `target` may also hold probabilities of the classes, floats of shape (N, C, ...) that sum
-            up to 1, as from mixup, label smoothing and distillation; batches with classes may come beside them. Adds
+        curves: Adds `auroc` and `ap` (one class against the rest, macro, exact): `preds` must be probabilities, and are
+            all kept until the end of the epoch.
+        soft_targets: Whether `target` may also contain probabilities of the classes, floats of shape (N, C, ...) that
+            sum to 1, as from mixup, label smoothing and distillation; batches with classes may be mixed in. Adds
             `cross_entropy`, `brier` (the sum of squares over the classes, 0 to 2) and `expected_acc` (the target's
-            probability of the predicted class), each the mean over the samples, compared with the probabilities
-            themselves. All other metrics compare with the likeliest class, the first of several.
-        from_logits: Whether `preds` are logits where soft targets are compared; otherwise they are probabilities.
+            probability of the predicted class), each the mean over the samples, computed with the probabilities
+            themselves. All other metrics use the likeliest class, the first of several.
+        from_logits: Whether `preds` are logits when soft targets are compared; otherwise they are probabilities.
 
     Examples:
         >>> import torch
@@ -167,7 +167,7 @@ def _multiclass_metrics(common: dict[str, Any]) -> dict[str, Metric]:
 
 
 def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
-    """Make the metrics of a classification in which each sample has any number of labels.
+    """Make the metrics of a multilabel classification.
 
     `preds` are probabilities or 0/1 of shape (N, L), `target` 0/1 of the same shape. `acc` counts elements (micro);
     `exact_match` counts samples whose labels are all right; `precision`, `recall`, `f1`, `auroc` and `ap` (mAP) are
@@ -175,7 +175,7 @@ def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: in
 
     Args:
         num_labels: L, the number of labels, at least 2.
-        threshold: What a probability has to exceed to count as 1.
+        threshold: A probability above it counts as 1.
         ignore_index: A value of `target` whose elements do not count.
 
     Examples:
@@ -231,14 +231,14 @@ def regression_metrics(num_outputs: int = 1) -> Preset:
 
 
 def retrieval_metrics(top_k: int | None = None, ignore_index: int | None = None) -> Preset:
-    """Make the metrics of a ranking: for each query, how far up the relevant documents are.
+    """Make the metrics of a ranking: how high the relevant documents of each query are ranked.
 
-    `preds` are scores, `target` is 0/1 and `indexes` says to which query each row belongs, all of shape (N,). `map`
-    (mean average precision), `mrr` (mean reciprocal rank), `ndcg`, `precision`, `recall` and `hit_rate`, each the mean
-    over the queries; a query without a relevant document counts as 0.
+    `preds` are scores, `target` is 0/1 and `indexes` is the query of each row, all of shape (N,). `map` (mean average
+    precision), `mrr` (mean reciprocal rank), `ndcg`, `precision`, `recall` and `hit_rate`, each the mean over the
+    queries; a query without a relevant document counts as 0.
 
     Args:
-        top_k: Only so many documents of a query count; None for all.
+        top_k: Only the first `top_k` documents of a query count; None uses all.
         ignore_index: A value of `target` whose rows do not count.
 
     Examples:
@@ -264,17 +264,17 @@ def retrieval_metrics(top_k: int | None = None, ignore_index: int | None = None)
 
 
 def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> Preset:
-    """Make the metrics of a classification of pixels, over all pixels of the data set.
+    """Make the metrics of a semantic segmentation, over all pixels of the dataset.
 
     `preds` are scores of shape (N, C, H, W) or classes of shape (N, H, W), `target` classes of shape (N, H, W).
     `pixel_acc` counts pixels; `mean_acc` (recall of the classes that occur), `miou` and `dice` (F1) are means over the
-    classes; `fw_iou` is the intersection over union, weighted by how frequent the classes are. A class that occurs
-    neither in the targets nor in the predictions has no part in a mean, and its own value is NaN.
+    classes; `fw_iou` is the intersection over union, weighted by the frequency of the classes. A class that occurs
+    neither in the targets nor in the predictions is in no mean, and its own value is NaN.
 
     Args:
         num_classes: C, the number of classes, at least 2.
-        ignore_index: A class of `target` whose pixels do not count, whatever is predicted there, such as 255. If it is
-            one of the C classes, that one has no part in a mean.
+        ignore_index: A class of `target`, such as 255, whose pixels do not count, whatever is predicted there. If it is
+            one of the C classes, that class is in no mean.
 
     Examples:
         >>> import torch
@@ -301,20 +301,20 @@ def detection_metrics(
     box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy",
     iou_type: Literal["bbox", "segm"] = "bbox",
 ) -> Preset:
-    """Make the metrics of the detection of objects, as COCO defines them: exact over all images of the data set.
+    """Make the metrics of object detection as COCO defines them, exact over all images of the dataset.
 
-    `preds` is a list with a dict for each image: `boxes` (M, 4) in pixels, `scores` (M,) and `labels` (M,); `target`
-    likewise without scores, and perhaps with `iscrowd` (M,) and `area` (M,); other keys are ignored. `map` is the mean
-    over the classes and over the thresholds 0.5 to 0.95 of the intersection over union; `map_50` and `map_75` are those
-    of one threshold; `mar_1`, `mar_10` and `mar_100` are mean recalls with so many detections of an image; `map_small`,
+    `preds` is a list with one dict per image: `boxes` (M, 4) in pixels, `scores` (M,) and `labels` (M,); `target` has
+    the same keys without scores, and optionally `iscrowd` (M,) and `area` (M,); other keys are ignored. `map` is the
+    mean over the classes and over the thresholds 0.5 to 0.95 of the intersection over union; `map_50` and `map_75` use
+    one threshold; `mar_1`, `mar_10` and `mar_100` are mean recalls with so many detections per image; `map_small`,
     `map_medium`, `map_large` and the same of `mar` are of objects below 32 x 32 pixels, between, and from 96 x 96 on.
-    With class names, `map` and `mar_100` also come for each class. What no object defines is NaN.
+    With class names, `map` and `mar_100` are also computed per class. A value without objects is NaN.
 
     It needs the extra `detection`: torchvision, and pycocotools or faster-coco-eval.
 
     Args:
-        num_classes: C: labels are 0 to C - 1, and the background counts if it has a label, as in torchvision.
-        box_format: What the four numbers of a box are: corners, corner and size, or centre and size.
+        num_classes: C: labels are 0 to C - 1; the background counts if it has a label, as in torchvision.
+        box_format: The meaning of the four numbers of a box: corners, corner and size, or center and size.
         iou_type: `"segm"` compares `masks` (M, H, W) of bool or uint8 in place of boxes.
 
     Raises:
@@ -334,13 +334,13 @@ def detection_metrics(
 
 
 def calibration_metrics(num_classes: int, ignore_index: int | None = None) -> Preset:
-    """Make the metrics of the probabilities of a classification: how far they can be trusted.
+    """Make the metrics of the calibration of probabilities of a classification.
 
     `preds` are probabilities of shape (N, C), `target` classes of shape (N,). `ece` and `adaptive_ece` (expected
     calibration error of the predicted class, over 15 bins of equal width, and of equally many rows), `classwise_ece`
     (of the probability of each class, mean), `brier` (0 to 2; with two classes 0 to 1), `nll` (nats), and `aurc` (area
-    under the risk-coverage curve). With `class_names`, `classwise_ece`, `brier` and `nll` come for each class, too. All
-    probabilities are kept until the end of the epoch. A `RunReport` has the reliability diagram.
+    under the risk-coverage curve). With `class_names`, `classwise_ece`, `brier` and `nll` are also computed per class.
+    All probabilities are kept until the end of the epoch. A `RunReport` shows the reliability diagram.
 
     Args:
         num_classes: C, the number of classes, at least 2.
@@ -367,12 +367,12 @@ def calibration_metrics(num_classes: int, ignore_index: int | None = None) -> Pr
 
 
 def ood_metrics() -> Preset:
-    """Make the metrics of scores that tell what is out of distribution, such as the uncertainty of an ensemble.
+    """Make the metrics of scores that detect out-of-distribution data, such as the uncertainty of an ensemble.
 
-    `preds` are scores of any range, of shape (N,), high ones for what is out of distribution; `target` is 1 for that,
-    and 0 for what is in distribution. `auroc`; `aupr`, the average precision of what is out of distribution; `fpr95`,
-    the share of what is in distribution that is taken for the other, at the threshold that finds 95 % of that. All are
-    exact.
+    `preds` are scores of any range, of shape (N,), high for out-of-distribution samples; `target` is 1 for these and 0
+    for in-distribution samples. `auroc`; `aupr`, the average precision of out-of-distribution samples; `fpr95`, the
+    share of in-distribution samples above the threshold that finds 95 % of the others. All are exact, and NaN if only
+    one kind occurs.
 
     Examples:
         >>> import torch
@@ -403,11 +403,11 @@ PRESETS: dict[str, Callable[..., Preset]] = {
 
 
 def preset(task: str, **arguments: Any) -> Preset:
-    """Make a preset of plain values, as YAML has them: `{"task": "multiclass", "num_classes": 10}`.
+    """Make a preset from plain values, as in YAML: `{"task": "multiclass", "num_classes": 10}`.
 
     Raises:
-        TypeError: If the preset has no such argument, or needs one more.
-        ValueError: If there is no such task.
+        TypeError: If an argument is unknown or missing.
+        ValueError: If the task is unknown.
     """
     make = PRESETS[check_choice("task", task, PRESETS)]
     check_names(f"The preset {task!r}", arguments, inspect.signature(make).parameters)

@@ -32,19 +32,19 @@ class MetricSuite:
     """Metrics over the same predictions and targets.
 
     Metrics that need the same statistic share it: accuracy, precision, recall, F1, specificity, kappa, MCC and
-    intersection over union are computed from one confusion matrix, curves from one list of scores, retrieval metrics
-    from one list of rows. Where the result is the same, batches are copied and counted together, at most 4 MiB of them.
-    Only the first batch is read from the device, to check it. The given metrics are copied, not changed.
+    intersection over union come from one confusion matrix, curves from one list of scores, retrieval metrics from one
+    list of rows. If the result is the same, batches are copied and counted together, at most 4 MiB of them. Only the
+    first batch is read from the device, to check it. The given metrics are copied, not changed.
 
     Args:
         metrics: A Metric, a MetricCollection, a dict of both, or the plain values of a preset,
             `{"task": "multiclass", "num_classes": 10}`.
-        class_names: Names of the classes, labels or outputs. With them, averages over classes come for each class, too.
+        class_names: Names of the classes, labels or outputs. With them, averages over classes come per class too.
         curves: Whether to keep histograms of the scores, for plots.
 
     Raises:
         TypeError: If `metrics` is none of these.
-        ValueError: If there is no metric, or there are more or fewer classes than names.
+        ValueError: If there is no metric, or the number of names is not that of the classes.
 
     Examples:
         >>> import torch
@@ -86,7 +86,7 @@ class MetricSuite:
         self._num_invalid: Tensor | int = 0
 
     def check(self, **inputs: Any) -> None:
-        """Refuse a batch that the metrics would misunderstand; it reads from the device, and counts nothing.
+        """Raise an error for a batch that the metrics would misread; it reads from the device and counts nothing.
 
         Raises:
             ValueError: For the reasons that `check_batch` lists.
@@ -98,10 +98,10 @@ class MetricSuite:
         """Add a batch; the first one is checked.
 
         Args:
-            **inputs: What the metrics accept, by name: `preds`, `target`, `indexes`. Others are ignored.
+            **inputs: What the metrics accept, by name: `preds`, `target`, `indexes`. Other names are ignored.
 
         Raises:
-            ValueError: If the first batch is one that the metrics would misunderstand.
+            ValueError: If the metrics would misread the first batch.
         """
         if not self._has_begun:
             self._begin(inputs)
@@ -133,7 +133,7 @@ class MetricSuite:
                 group.update(batch)
 
     def num_invalid(self) -> Tensor | int:
-        """Return how many predictions or targets were invalid: NaN, no probabilities, or classes out of range."""
+        """Return how many predictions or targets were invalid: NaN, not probabilities, or classes out of range."""
         self._buffer.flush()
         count = self._num_invalid
         for group in self._groups:
@@ -154,7 +154,7 @@ class MetricSuite:
             predictions or targets were invalid (`num_invalid`).
 
         Raises:
-            ValueError: If two values have one name, or the name of one is a folder of the other's.
+            ValueError: If two values have the same name, or one name is a folder of another.
         """
         return {name: value for name, value in self.compute_all().items() if metric_table.is_number(value)}
 
@@ -210,7 +210,7 @@ class MetricSuite:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all data so far, as tensors and plain values on the CPU.
 
-        Batches that wait stay so: which of them are added up at once decides the last bits of a sum, and must not
+        Pending batches stay pending: which of them are added up together decides the last bits of a sum, which must not
         depend on when the state is saved.
         """
         groups = [group.state() for group in self._groups]
@@ -230,11 +230,11 @@ class MetricSuite:
         Args:
             states: What `state_dict()` returned; those without updates are ignored.
             device: Where the data will be.
-            samples: How many samples each state is of, where ranks took turns in the data set, in whose order equal
-                scores of a ranking are then compared.
+            samples: The number of samples of each state, if ranks took turns in the dataset: equal scores of a ranking
+                are then compared in its order.
 
         Raises:
-            ValueError: If they are those of other metrics.
+            ValueError: If they belong to other metrics.
         """
         self._buffer.clear()
         self._num_invalid = 0

@@ -31,7 +31,7 @@ class ParameterRow:
 
     Attributes:
         name: The qualified name of the parameter; of a shared parameter, the first one.
-        shape: Its shape, that of the whole tensor if it is sharded; None if it is not initialized.
+        shape: Its shape, or the shape of the whole tensor if it is sharded; None if it is not initialized.
         dtype: The name of its dtype, such as `float32`.
         trainable: Whether it requires a gradient.
         mean: The mean of its elements; None if it has no values (on the meta device, or not initialized).
@@ -72,7 +72,7 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class ModelReportSummary:
-    """The report of `summarize_model` on a model. Printed, it is a table for each part.
+    """The report of `summarize_model`. Printed, it is one table per part.
 
     Attributes:
         model: The name of the model's class.
@@ -81,8 +81,8 @@ class ModelReportSummary:
         layers: torchinfo's summary; None without inputs or if torchinfo is not installed.
         graph: The autograd graph of one call as DOT source; None if it was not requested or could not be made.
         notes: The missing parts, with the reasons.
-        without_gradient: The trainable parameters that no backward pass reached before the first optimizer step, each
-            with the ranks if it is not so on all; `summarize_model`, which trains nothing, leaves it empty.
+        without_gradient: The trainable parameters that no backward pass reached before the first optimizer step, with
+            the ranks if it is not so on all; empty for `summarize_model`, which does not train.
     """
 
     model: str
@@ -94,7 +94,7 @@ class ModelReportSummary:
     without_gradient: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything except the graph as values that JSON can hold."""
+        """Return everything except the graph as JSON-serializable values."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del plain["graph"]
         return plain
@@ -126,10 +126,10 @@ class ModelReportSummary:
         The pictures need graphviz's program `dot`.
 
         Args:
-            folder: Where the files are written; it is created if it does not exist.
+            folder: The folder for the files; it is created if it does not exist.
 
         Returns:
-            The paths of the files that were written.
+            The paths of the written files.
         """
         folder = Path(check_path("folder", folder, "a folder"))
         folder.mkdir(parents=True, exist_ok=True)

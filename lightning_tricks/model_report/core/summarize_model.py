@@ -35,15 +35,15 @@ def summarize_model(
     graph: bool | Mapping[str, Any] = True,
     optimizers: Optimizer | Iterable[Optimizer] = (),
 ) -> ModelReportSummary:
-    """Describe a model: its parameters, its layers, its memory, and the autograd graph of one call.
+    """Summarize a model: its parameters, layers and memory, and the autograd graph of one call.
 
-    The model is left unchanged: layers and graph are those of a copy without data or, if the model depends on values,
-    of a copy with data.
+    The model stays unchanged: layers and graph are those of a copy without data or, if the model depends on values, of
+    a copy with data.
 
     Args:
         model: Any module.
-        inputs: What the model is called with, as for `count_flops`. None for the module's `example_input_array`; if it
-            has none, there are no layers and no graph.
+        inputs: The inputs of the model, as for `count_flops`. None uses the module's `example_input_array`; without it,
+            there are no layers and no graph.
         depth: The depth of the deepest modules in torchinfo's summary, >= 1.
         graph: Whether to make the graph, or options for torchviz's `make_dot` (`{"show_attrs": True}`).
         optimizers: The optimizers whose state counts as memory.

@@ -18,12 +18,12 @@ Runs: TypeAlias = tuple[RunRecord, RunRecord]
 
 
 def comparison_page(first: RunRecord, second: RunRecord, names: Sequence[str] = ("A", "B")) -> str:
-    """Return a page that compares two runs as HTML.
+    """Return an HTML page that compares two runs.
 
     Args:
         first: One run.
         second: The other run.
-        names: What they are called.
+        names: The names of the two runs.
 
     Examples:
         >>> from lightning_tricks.run_report import RunRecord

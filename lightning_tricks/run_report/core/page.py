@@ -34,11 +34,11 @@ _MOST_PICTURE_BYTES = 200_000
 
 
 def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> str:
-    """Return the page of one run as HTML.
+    """Return the HTML page of one run.
 
     Args:
         record: The run.
-        before: The name and the record of another run that it is compared with, or None.
+        before: The name and the record of another run to compare it with, or None.
     """
     resumes = [(resume.step, f"resumed at step {resume.step:,}") for resume in record.resumes[-50:]]
     pictures = [_metric_figure(record, name, drawn, resumes) for name, drawn in curves.metric_pictures(record).items()]

@@ -28,7 +28,7 @@ _OUTSIDE_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class RunReportError(ValueError):
-    """The files of a report are missing, damaged, or no files of `RunReport`."""
+    """The files of a report are missing, damaged, or not files of `RunReport`."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that was unusual in a run.
+    """An unusual observation about a run.
 
     Attributes:
-        level: "warning" if it may make the result worthless or costs much, else "note".
+        level: "warning" if it may make the result worthless or is expensive, else "note".
         text: The sentence.
     """
 
@@ -146,16 +146,16 @@ class RunRecord:
     """The facts about one run.
 
     Attributes:
-        id: The id of the rows up to the first resume, which no other run has.
+        id: The id of the rows up to the first resume, unique to this run.
         module: The name of the module's class.
         status: "running", "finished", "stopped" (by a signal or a key) or "failed".
-        message: The error, if it failed.
-        started: When it started, in seconds since 1970.
-        written: When this was written.
-        seconds: How long it trained, over all resumes.
-        validation_seconds: How much of that it spent in validation.
-        batches: The batches that rank zero trained on, over all resumes, those that a resume repeated included.
-        samples: The samples in them, or None if the shapes of a batch do not tell it.
+        message: The error, if the run failed.
+        started: The time of the start, in seconds since 1970.
+        written: The time at which this was written.
+        seconds: The duration of training, over all resumes.
+        validation_seconds: The part of it spent in validation.
+        batches: The batches that rank zero trained on, over all resumes, including those that a resume repeated.
+        samples: The samples in them, or None if the shapes of a batch do not show it.
         ranks: The number of ranks.
         step: The steps done, as loggers count them.
         epochs: The epochs done.
@@ -167,11 +167,11 @@ class RunRecord:
         settings: Name and text of all other settings, such as the arguments of callbacks.
         not_recorded: Settings that may differ between runs and were not recorded, in words.
         git: The git checkout, or None.
-        resumes: When it was resumed.
+        resumes: The resumes of the run.
         parts: The report parts of the callbacks.
         rows: The logged values.
-        keys_left_out: How many keys there were beyond the first 1,000.
-        saved_rows: How many rows there were when a checkpoint was saved last.
+        keys_left_out: The number of keys beyond the first 1,000.
+        saved_rows: The number of rows when the last checkpoint was saved.
     """
 
     id: str = ""
@@ -203,7 +203,7 @@ class RunRecord:
 
     @property
     def samples_per_second(self) -> float | None:
-        """The samples that a rank trained on in a second of the fit, or None if it is not known."""
+        """The samples per second that a rank trained on in the fit, or None if unknown."""
         return self.samples / self.seconds if self.samples and self.seconds > 0 else None
 
     def segments(self) -> list[tuple[str, int]]:
@@ -223,7 +223,7 @@ class RunRecord:
         return any(name == position.id and start <= position.rows <= end for (name, start), end in places)
 
     def logged_keys(self) -> list[str]:
-        """Return the keys of all rows, in the order in which they came."""
+        """Return the keys of all rows, in order of appearance."""
         known: dict[str, None] = {}
         for row in self.rows:
             if not row.values.keys() <= known.keys():  # a tenth of the time of adding them all
@@ -239,17 +239,17 @@ class RunRecord:
         ]
 
     def parts_of(self, kind: type[Part]) -> list[Part]:
-        """Return the parts of a kind."""
+        """Return the parts of a type."""
         return [part for part in self.parts if isinstance(part, kind)]
 
     def describe_steps(self, part: ClippedSteps) -> str:
-        """Return the steps of an optimizer in words, which say so where they are not those of the axes."""
+        """Return the steps of an optimizer as text, which points out steps that are not those of the axes."""
         kind = "optimizer steps" if 0 < self.step < part.steps else "steps"
         whose = f" of optimizer {part.optimizer}" if len(self.parts_of(ClippedSteps)) > 1 else ""
         return f"{part.steps:,} {kind}{whose}"
 
     def add_parts(self, parts: Iterable[ReportPart]) -> None:
-        """Add parts; each replaces the one of the same name."""
+        """Add parts; each replaces the part of the same name."""
         named = {part_name(part): part for part in (*self.parts, *parts)}
         self.parts = list(named.values())
 
