@@ -1,12 +1,18 @@
 """The files that "In an existing project" changes, in a project of the public template's shape: killed, it resumes."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning
 import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from tests.small import QUIET
 
 pytestmark = pytest.mark.newest
 
@@ -15,7 +21,8 @@ _PAGE = (_ROOT / "docs" / "existing-project.md").read_text(encoding="utf-8")
 _FILES = re.findall(r"^```text\n((?:defaults|run|metrics_monitor):.*?)^```", _PAGE, re.MULTILINE | re.DOTALL)
 _PROGRAM = """
 import functools, os, signal
-import hydra, lightning, torch
+import lightning
+import hydra, torch
 from lightning_tricks.demo import Digits, DigitsNet
 
 class Net(lightning.LightningModule):
@@ -117,3 +124,19 @@ def test_a_fixed_folder_for_resuming_alone_says_what_it_splits(project):
     again = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=True)
     assert "AutoResume: the run resumes" in again.stderr
     assert "Give ModelCheckpoint a fixed dirpath" in again.stderr
+
+
+def test_hyperparameters_that_are_left_out_are_not_in_the_checkpoint(tmp_path):
+    class Net(BoringModel):
+        def __init__(self, net, optimizer):
+            super().__init__()
+            self.save_hyperparameters(ignore=["net", "optimizer"])
+            self.layer, self.make_optimizer = net, optimizer
+
+        def configure_optimizers(self):
+            return self.make_optimizer(self.parameters())
+
+    trainer = lightning.Trainer(max_steps=1, **QUIET)
+    trainer.fit(Net(torch.nn.Linear(32, 2), functools.partial(torch.optim.SGD, lr=0.1)))
+    trainer.save_checkpoint(tmp_path / "net.ckpt")
+    assert "layer.weight" in torch.load(tmp_path / "net.ckpt", weights_only=True)["state_dict"]
