@@ -14,7 +14,7 @@ from tests.contract.lab import Lab, Setting
 def verify(lab: Lab, setting: Setting, callback: type = DeviceMonitor) -> None:
     """In each setting it logs at each optimizer step, and all ranks know at the end how each of them waited."""
     logger = CSVLogger(lab.folder / f"devices of {setting.name}")
-    monitor = callback(1, keys=["host/data_wait", "host/process_ram_gib"])
+    monitor = callback(1, log_keys=["host/data_wait", "host/process_ram_gib"])
     lab.fit([monitor, _WritesDown(monitor, lab.folder / setting.name)], setting, logger=logger, log_every_n_steps=1)
     written = [json.loads(file.read_text()) for file in sorted(lab.folder.glob(f"{setting.name}-*.json"))]
     assert len(written) == setting.ranks

@@ -12,7 +12,7 @@ _MAX_NORM = 0.5
 def verify(lab: Lab, setting: Setting, callback: type = GradientClipping) -> None:
     """Each step's gradient has the norm of the reference implementation, cut at `max_norm`, and the log says so."""
     bare = lab.fit_bare(setting)
-    clipped = lab.fit([callback(_MAX_NORM, log="all")], setting)
+    clipped = lab.fit([callback(_MAX_NORM, log_norm="all")], setting)
     assert len(clipped) == setting.ranks
     for rank, bare_rank in zip(clipped, bare, strict=True):
         assert len(rank.steps) == len(bare_rank.steps) > 0 or setting.closures_vary
