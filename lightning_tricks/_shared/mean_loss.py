@@ -21,8 +21,8 @@ class MeanLoss:
         >>> mean = MeanLoss()
         >>> mean.update(torch.tensor(1.0), samples=3)
         >>> mean.update(torch.tensor(5.0), samples=1)
-        >>> mean.compute().item()
-        2.0
+        >>> mean.compute()
+        tensor(2.)
     """
 
     def __init__(self) -> None:

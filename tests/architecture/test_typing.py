@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import lightning_tricks
-from lightning_tricks._lazy import packages_with
 from tests.documents.blocks import PAGES, blocks_of
 from tests.small import PUBLIC
 
@@ -70,19 +69,16 @@ _MISTAKES = {
 def _examples():
     """The examples of all docstrings in the package, each after the imports of its module, by the object's name."""
     finder = doctest.DocTestFinder(exclude_empty=True)
-    public = PUBLIC | {name: getattr(lightning_tricks, name) for name in lightning_tricks.__all__}
-    for name, kind in public.items():
+    for name, kind in (PUBLIC | {name: getattr(lightning_tricks, name) for name in lightning_tricks.__all__}).items():
         module = inspect.getmodule(kind)
         source = ast.parse(inspect.getsource(module))
         imports = [ast.unparse(node) for node in source.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        own = {node.name for node in source.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         for test in finder.find(kind, name, module=module):
             code = "".join(example.source for example in test.examples)
-            nodes = list(ast.walk(ast.parse(code)))
-            imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-            used = {node.id for node in nodes if isinstance(node, ast.Name)} & {*public} - imported
-            homes = [f"from {packages_with(each)[0]} import {each}" for each in {name, *used} & {*PUBLIC}]
+            used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)} & own
             if code:
-                yield name, "\n".join([*imports, *homes, code])
+                yield name, "\n".join([*imports, f"from {module.__name__} import {', '.join({name, *used})}", code])
 
 
 @pytest.fixture(scope="module")
