@@ -79,7 +79,7 @@ def ensembles(trainer, record):
     noise = torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
     unknown, known = (ensemble.predict_uncertainty(batch).epistemic.mean() for batch in (noise, images))
     return {
-        "5 members": f"test accuracy {together:.1%}; a single member {alone:.1%}",
+        "5 members": f"test accuracy {together:.1%}; a single one {alone:.1%} on average",
         "disagreement": f"{unknown / known:.0f} times as large on noise as on digits",
     }
 
