@@ -46,10 +46,12 @@ _GROUPS = {
     "Reproduce and resume": "AutoResume SeedEverything seed_everything RunFingerprint",
     "Stable training": "GradientClipping Microbatching SpikeGuard OptimizerSpec ScheduleSpec RestoreBest",
     "See and measure": (
-        "MetricsMonitor RunReport HangWatch PredictionWriter ImageLogger FlopsReport count_flops ModelReport"
+        "RunReport HangWatch MetricsMonitor PredictionWriter ImageLogger FlopsReport count_flops ModelReport"
     ),
-    "Weights": "load_weights save_weights read_checkpoint CheckpointRemapping replace_head",
-    "Fine-tuning": "LoRA Adapters PrefixTuning GradualUnfreezing TrainableCheckpoint",
+    "Weights and fine-tuning": (
+        "load_weights save_weights read_checkpoint CheckpointRemapping replace_head "
+        "LoRA Adapters PrefixTuning GradualUnfreezing TrainableCheckpoint"
+    ),
     "Ensembles and uncertainty": "VotingClassifier cross_validate ConformalClassifier ConformalRegressor calibrate",
     "Devices": "select_gpus list_gpus DeviceMonitor CudaMemory NvtxRanges",
     "All of them in a module": "TricksMixin Tricks",
