@@ -56,7 +56,7 @@ _GROUPS = {
     "Devices": "select_gpus list_gpus DeviceMonitor CudaMemory NvtxRanges",
     "All of them in a module": "TricksMixin Tricks",
 }
-_SOUGHT = {*" ".join(_GROUPS.values()).split()}
+_SOUGHT = " ".join(_GROUPS.values()).split()
 _METHODS = (property, classmethod, staticmethod)
 # Methods for users; what a family overrides is in the docstring of `Ensemble`
 _OF_ALL_ENSEMBLES = ("predict", "predict_uncertainty", "member_outputs", "evaluate")
@@ -111,7 +111,7 @@ def _reference_index() -> str:
             shown = name if name in lightning_tricks.__all__ else f"{title}.{name}"
             parts.append(f"| [`{shown}`]({title}.md#{path}) | {_summary(path)} |")
         parts.append("")
-    if missing := {*lightning_tricks.__all__} - _SOUGHT:
+    if missing := {*lightning_tricks.__all__} - {*_SOUGHT}:
         raise ValueError(f"_GROUPS lacks {', '.join(sorted(missing))}: write each where a reader looks for it.")
     parts += ["## All packages", "", "| Package | What else it offers |", "| --- | --- |"]
     for title, package, paths in _packages():
@@ -194,7 +194,8 @@ def _listed(members: list[str]) -> str:
 def _in_order(paths: list[str]) -> list[str]:
     """Return the names with callbacks first, then the others that everybody looks for."""
     names = [path.rpartition(".")[2] for path in paths]
-    return sorted(names, key=lambda name: (name not in CASES, name not in _SOUGHT, name))
+    place = {name: place for place, name in enumerate(_SOUGHT)}
+    return sorted(names, key=lambda name: (name not in CASES, place.get(name, len(place)), name))
 
 
 def _resolve(path: str) -> Any:
