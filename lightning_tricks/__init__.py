@@ -1,4 +1,4 @@
-"""Callbacks for PyTorch Lightning: long, preemptible, multi-GPU training runs that resume exactly and measure correctly."""
+"""Callbacks for PyTorch Lightning: long, preemptible, multi-GPU runs that resume exactly and measure correctly."""
 
 TYPE_CHECKING = False  # as type checkers take it: `typing` would be most of what importing the package costs
 if TYPE_CHECKING:
