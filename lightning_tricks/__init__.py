@@ -1,4 +1,4 @@
-"""The training tricks that everybody copies into Lightning code, each correct, free and one line long."""
+"""Callbacks for PyTorch Lightning: long, preemptible, multi-GPU runs that resume exactly and measure correctly."""
 
 TYPE_CHECKING = False  # as type checkers take it: `typing` would be most of what importing the package costs
 if TYPE_CHECKING:

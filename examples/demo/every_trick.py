@@ -64,6 +64,7 @@ def main() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", "(?s).*(many workers|LeafSpec|The dirpath has changed)")
 
+    torch.set_num_threads(1)  # a net as small as this gains nothing from more
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(logger=CSVLogger(out, "logs"), log_every_n_steps=1, enable_model_summary=False, **options)
     model, data = DigitsClassifier(tricks(out)), Digits()
@@ -76,7 +77,7 @@ def main() -> None:
         show(trainer, values, out)
         shutil.rmtree(out / "resume")  # the next run starts anew
         print(f"\nLogs and checkpoint: {logs}")
-        print(f"The page about this run, to open in a browser: {(out / 'run' / 'report.html').resolve()}")
+        print(f"The report of this run, to open in a browser: {(out / 'run' / 'report.html').resolve()}")
 
 
 def show(trainer: Trainer, values: dict[str, torch.Tensor], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Train in three processes, of which the second is killed and the third is the same command; compare the weights."""
+"""Train undisturbed; train in a process that is killed, and run its command again; compare the weights."""
 
 import hashlib
 import json
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_tricks import Tricks
@@ -19,16 +20,17 @@ KILLED_AFTER = 50  # of 76 steps, in the second epoch
 
 
 class Watches(Callback):
-    """Notes the first step, and kills the process at the one that the command names."""
+    """Records the first step, and kills the process at the one that the command names."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        os.environ.setdefault("BEGAN_AT", str(trainer.global_step))  # AutoResume would restore an attribute
+        os.environ.setdefault("BEGAN_AT", str(trainer.global_step))  # AutoResume restores attributes and globals
         if sys.argv[2:] == [str(trainer.global_step)]:
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # which on Windows is as sudden
 
 
 def train(folder):
-    """Train for two epochs; resume what there is in the folder."""
+    """Train for two epochs, or resume the run in the folder."""
+    torch.set_num_threads(1)  # a net as small as this gains nothing from more
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     resume = {"dirpath": folder, "every_n_train_steps": 10}
@@ -39,29 +41,27 @@ def train(folder):
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode() + tensor.numpy().tobytes())
-    return {"steps": trainer.global_step, "began_at": os.environ["BEGAN_AT"], "weights": digest.hexdigest()}
+    return {"steps": trainer.global_step, "began_at": os.environ.pop("BEGAN_AT"), "weights": digest.hexdigest()}
 
 
 def start(*arguments):
     return subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)  # noqa: S603
 
 
-def result(run):
-    run.check_returncode()
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 def show():
-    print(f"\nA run of its own, in two epochs, is killed by SIGKILL after {KILLED_AFTER} steps:")
     line = "{steps} steps, sha256 of the weights {weights:.16}".format_map
+    print(f"\nA run of two epochs is killed by SIGKILL after {KILLED_AFTER} steps, and the same command is run again:")
     with tempfile.TemporaryDirectory() as folder:
-        whole = result(start(f"{folder}/whole"))
+        whole = train(f"{folder}/whole")
         print(f"  undisturbed      {line(whole)}")
         start(f"{folder}/killed", str(KILLED_AFTER))
         print(f"  killed           {KILLED_AFTER} steps")
-        resumed = result(start(f"{folder}/killed"))
+        again = start(f"{folder}/killed")
+    again.check_returncode()
+    resumed = json.loads(again.stdout.splitlines()[-1])
     verdict = "equal, bit for bit" if resumed["weights"] == whole["weights"] else "other weights"
-    print(f"  started again    {line(resumed)}, resumed at step {resumed['began_at']}: {verdict}")
+    print(f"  run again        {line(resumed)}, resumed at step {resumed['began_at']}:")
+    print(f"                   {verdict}")
 
 
 if __name__ == "__main__":

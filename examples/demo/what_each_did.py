@@ -54,25 +54,24 @@ def checkpoint_remapping(trainer, record):
         path = Path(folder) / "weights.safetensors"
         save_weights(wrapped, path, clean=False)
         found = align(trainer.lightning_module, read_checkpoint(path))
-    return {"from DataParallel": f"{found.loaded} of {found.total} tensors found in a .safetensors, by themselves"}
+    return {"from DataParallel": f"{found.loaded} of {found.total} tensors of a .safetensors file matched"}
 
 
 def devices(trainer, record):
     if callback(trainer, DeviceMonitor) is None:
-        return {"load": "not measured: that needs the extra 'devices'"}
+        return {"load": "not measured: install the extra 'devices'"}
     times = len(record.curve("host/data_wait"))
-    return {"hardware": f"{os.cpu_count()} cores", "load": f"logged {times} times; the page has its table"}
+    return {"hardware": f"{os.cpu_count()} cores", "load": f"logged {times} times; the report has the table"}
 
 
 def ensembles(trainer, record):
-    """Train five members like the demo's model."""
+    """Train five members like the demo's model, for half as many epochs."""
     model, data = trainer.lightning_module, trainer.datamodule
     optimizer, schedule = model.tricks.optimizer, model.tricks.schedule
     ensemble = VotingClassifier(model.net, 5, optimizer=optimizer, lr_scheduler=schedule, seed=0)
     data.setup("fit")
-    Trainer(max_epochs=trainer.max_epochs, devices=1, **QUIET).fit(
-        ensemble, data.train_dataloader(), data.val_dataloader()
-    )
+    epochs = (trainer.max_epochs + 1) // 2
+    Trainer(max_epochs=epochs, devices=1, **QUIET).fit(ensemble, data.train_dataloader(), data.val_dataloader())
     images, labels = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
     with torch.no_grad():
         alone = (ensemble.eval().member_outputs(images).argmax(-1) == labels).double().mean()
@@ -80,7 +79,7 @@ def ensembles(trainer, record):
     noise = torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
     unknown, known = (ensemble.predict_uncertainty(batch).epistemic.mean() for batch in (noise, images))
     return {
-        "5 members": f"test accuracy {together:.1%}; one alone {alone:.1%} on average",
+        "5 members": f"test accuracy {together:.1%}; a single one {alone:.1%} on average",
         "disagreement": f"{unknown / known:.0f} times as large on noise as on digits",
     }
 
@@ -96,8 +95,10 @@ def finetuning(trainer, record):
         images = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
         before, after = net(images), merge(net)(images)
     share = f"{report.trainable:,} of {report.total:,} values ({report.trainable / report.total:.1%})"
-    difference = (before - after).abs().max()
-    return {"LoRA of rank 4": f"would train {share}; merged into the weights, outputs differ by {difference:.6f}"}
+    return {
+        "rank 4": f"would train {share}",
+        "after merging": f"outputs differ by at most {(before - after).abs().max():.6f}",
+    }
 
 
 def flops(trainer, record):
@@ -121,8 +122,8 @@ def gradient_clipping(trainer, record):
     clipped = sum(norm > callback(trainer, GradientClipping).max_norm for norm in before)
     return {
         "clipped steps": f"{clipped} of {len(before)} ({clipped / len(before):.1%})",
-        "gradient norm before": f"median {median(before):.2f}, largest {max(before):.2f}",
-        "gradient norm after": f"median {median(after):.2f}, largest {max(after):.2f}",
+        "norm before": f"median {median(before):.2f}, largest {max(before):.2f}",
+        "norm after": f"median {median(after):.2f}, largest {max(after):.2f}",
     }
 
 
@@ -155,50 +156,61 @@ def metrics(trainer, record):
 
 def microbatching(trainer, record):
     size = callback(trainer, Microbatching).current_size
-    return {"batches": "whole, as memory did not run out" if size is None else f"in parts of at most {size} rows"}
+    return {"batches": "not split: memory did not run out" if size is None else f"split into at most {size} rows"}
 
 
 def model_report(trainer, record):
     memory = callback(trainer, ModelReport).summary.memory
-    sizes = {"weights": memory.weights, "gradients": memory.gradients, "optimizer state": memory.optimizer_state}
-    return {"memory": ", ".join(f"{name} {size / 1024:.1f} KiB" for name, size in sizes.items())}
+    sizes = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer_state}
+    return {"memory": ", ".join(f"{name} {size / 1024:.0f} KiB" for name, size in sizes.items())}
 
 
 def predictions(trainer, record):
     """Predict the test images by a Trainer of its own."""
     if trainer.world_size > 1:  # all ranks would have to predict
-        return {"file": "not written on several ranks in the demo"}
+        return {"file": "the demo writes it on one device only"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "predictions.npz"
         own = Trainer(callbacks=[PredictionWriter(path)], **QUIET)
         own.predict(copy.deepcopy(trainer.lightning_module), trainer.datamodule, return_predictions=False)
         with np.load(path) as file:
-            return {"file": f"{len(file['index'])} digits in the order of the data set, {' and '.join(file)}"}
+            return {"file": f"{len(file['index'])} digits in the order of the dataset", "columns": ", ".join(file)}
 
 
 def restore_best(trainer, record):
     best = callback(trainer, RestoreBest)
-    return {"tested weights": f"those of epoch {best.best_epoch}, val/f1 {best.best_value:.3f}"}
+    return {"tested weights": f"from epoch {best.best_epoch}, val/f1 {best.best_value:.3f}"}
 
 
 def seeding(trainer, record):
     seeds = callback(trainer, SeedEverything)
     return {
         "seed": f"{seeds.seed} (initial weights, batch order, workers)",
-        "deterministic algorithms": "on" if seeds.state_dict()["deterministic_algorithms"] else "off",
+        "deterministic": "on" if seeds.state_dict()["deterministic_algorithms"] else "off",
     }
 
 
 def spike_guard(trainer, record):
-    left_out = sum(spike["left_out"] for spike in callback(trainer, SpikeGuard).spikes)
-    return {"left out": f"{left_out} batches, for jumps of the loss"}
+    skipped = sum(spike["left_out"] for spike in callback(trainer, SpikeGuard).spikes)
+    return {"skipped": f"{skipped} batches at which the loss jumped"}
 
 
 # In the order of the table
 ROWS = {
-    rows.__name__: rows
-    for rows in (
-        *(auto_resume, checkpoint_remapping, devices, ensembles, finetuning, flops, gradient_clipping, images),
-        *(lr_schedules, metrics, microbatching, model_report, predictions, restore_best, seeding, spike_guard),
-    )
+    "AutoResume": auto_resume,
+    "CheckpointRemapping": checkpoint_remapping,
+    "DeviceMonitor": devices,
+    "VotingClassifier": ensembles,
+    "LoRA": finetuning,
+    "FlopsReport": flops,
+    "GradientClipping": gradient_clipping,
+    "ImageLogger": images,
+    "OptimizerSpec": lr_schedules,
+    "MetricsMonitor": metrics,
+    "Microbatching": microbatching,
+    "ModelReport": model_report,
+    "PredictionWriter": predictions,
+    "RestoreBest": restore_best,
+    "SeedEverything": seeding,
+    "SpikeGuard": spike_guard,
 }
