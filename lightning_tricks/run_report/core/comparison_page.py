@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from lightning_tricks.run_report.core.rendering import render
 from lightning_tricks.run_report.core.svg import Figure, Line, line_chart
 
 _MOST_ROWS, _LONGEST_NAME = 300, 300
+_TOLD_TWICE = re.compile(r"(optimizer|schedulers).* \(trainer\)|\w+ (batch size|workers) \(data\)")  # by settings, too
 Runs: TypeAlias = tuple[RunRecord, RunRecord]
 
 
@@ -49,10 +51,9 @@ def comparison_page(first: RunRecord, second: RunRecord, names: Sequence[str] = 
 
 def settings_of(record: RunRecord) -> dict[str, str]:
     """Return all that a run was told or depends on, by name."""
-    told = ("optimizer", "schedulers") if record.settings else ()
-    trainer = [fact for fact in record.trainer if not fact[0].startswith(told)]
-    groups = {"hyper-parameter": record.arguments, "trainer": trainer, "data": record.data}
+    groups = {"hyper-parameter": record.arguments, "trainer": record.trainer, "data": record.data}
     found = {f"{name} ({group})": text for group, facts in groups.items() for name, text in facts}
+    found = {name: text for name, text in found.items() if not (record.settings and _TOLD_TWICE.fullmatch(name))}
     found |= dict(record.settings)
     found |= {f"version of {name}": text for name, text in record.versions}
     if record.git is not None:
