@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from lightning_tricks import AutoResume, ImageLogger, MetricsMonitor, RunReport
 from lightning_tricks._shared.report_parts import Pictures
 from lightning_tricks.images import overlay_boxes
-from lightning_tricks.images.functional import BLUE, ORANGE, rank_predictions, stack_boxes
+from lightning_tricks.images.functional import BLUE, ORANGE, concat_samples, rank_predictions, stack_boxes
 from lightning_tricks.run_report import read_record
+from tests.emulated_cuda.device import EmulatedCuda
 from tests.images.test_callback import trainer
 from tests.small import QUIET, Net
 
@@ -305,3 +306,19 @@ def test_training_that_is_resumed_within_an_epoch_shows_the_same(tmp_path, shown
     whole, resumed = shown
     assert whole[1] == resumed[1]
     assert all(torch.equal(*pair) for pair in zip(whole[0], resumed[0], strict=True))
+
+
+def test_a_step_reads_nothing_from_the_device():
+    with EmulatedCuda() as device:
+        preds, target = zip(*(of_image(number) for number in range(4)), strict=True)
+        preds, target = ([{k: v.cuda() for k, v in one.items()} for one in of_all] for of_all in (preds, target))
+        images = PIXELS[:4].cuda()
+        device.waits.clear()
+        stacked = [stack_boxes(of_all) for of_all in (preds, target)]
+        ranked = concat_samples([rank_predictions(images, *stacked, boxes=True)] * 2).top(3)
+        assert not [wait for wait in device.waits if wait.blocks]
+        assert ranked.predicted.shape == (3, 2, 6)
+        drawn = overlay_boxes(images, [one["boxes"] for one in target], color=BLUE)
+        assert drawn.device == images.device
+    expected = overlay_boxes(PIXELS[:4], [of_image(number)[1]["boxes"] for number in range(4)], color=BLUE)
+    assert torch.equal(drawn.cpu(), expected)
