@@ -134,7 +134,7 @@ def images(trainer, record):
 
 def lr_schedules(trainer, record):
     (optimizer,) = trainer.optimizers
-    rates = [point.value for point in record.curve("learning_rate/0.0")]
+    rates = [point.value for point in record.curve(f"learning_rate/{optimizer.param_groups[0]['name']}")]
     groups = ", ".join(f"{len(group['params'])} {group['name']}" for group in optimizer.param_groups)
     return {
         "optimizer": f"{type(optimizer).__name__} ({groups})",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_tricks.images.callback import ImageLogger as ImageLogger
     from lightning_tricks.images.functional import denormalize as denormalize
     from lightning_tricks.images.functional import image_grid as image_grid
+    from lightning_tricks.images.functional import overlay_boxes as overlay_boxes
     from lightning_tricks.images.functional import overlay_masks as overlay_masks
     from lightning_tricks.images.functional import to_numpy as to_numpy
     from lightning_tricks.images.functional import to_pil as to_pil

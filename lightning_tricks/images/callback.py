@@ -23,6 +23,7 @@ from lightning_tricks._shared.checks import check_choices, check_count, check_ou
 from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks._shared.report_parts import Pictures
 from lightning_tricks._shared.tensors import gather_objects, tensors_in
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.images import functional
 
 _STAGES = ("train", "val", "test")
@@ -40,6 +41,10 @@ class ImageLogger(StepsCallback):
     Where `target` is a mask (N, H, W) of classes, and `preds` are masks or scores (N, C, H, W), each image is shown
     three times: alone, with the predicted and with the true classes drawn over it, those with the largest share of
     wrong pixels first.
+
+    Where both are lists with a dict of `boxes` (M, 4) as corners in pixels, `labels` (M,) and, of predictions, `scores`
+    (M,) for each image, as for `detection_metrics`, boxes with a score of at least 0.5 are drawn in orange and the true
+    ones in blue, images with the largest share of wrong boxes first; then the images may be a list of any sizes.
 
     Each rank keeps at most `n` images at a time, and none of the samples that a DistributedSampler repeats. Only the
     first batch is read from the device before the end of the epoch. TensorBoard, W&B, MLflow and Comet get the grid as
@@ -134,7 +139,7 @@ class ImageLogger(StepsCallback):
         if inputs is None:
             return
         if stage not in self._prediction_kinds:
-            self._prediction_kinds[stage] = self._prediction_kind(**inputs, stage=stage)
+            self._prediction_kinds[stage] = self._kind(**inputs, stage=stage)
         if self._is_sanity_checking:
             return
         own, _ = self._own_samples.take(trainer, stage, dataloader_idx, batch_idx, inputs)
@@ -156,8 +161,12 @@ class ImageLogger(StepsCallback):
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
         captions = self._captions(samples, self._prediction_kinds[stage]["values"])
-        legend, names, of_masks = list[Tensor](), list[str](), samples.target.ndim == 3
-        if of_masks:
+        legend, names, has_share = list[Tensor](), list[str](), samples.target.ndim == 3
+        if samples.has_boxes:
+            for part, color, wide in ((samples.target, functional.BLUE, 2), (samples.predicted, functional.ORANGE, 1)):
+                boxes, width = [rows[rows[:, 0] > 0, 2:] for rows in part], wide * (1 + max(shown.shape[-2:]) // 160)
+                shown = functional.overlay_boxes(shown, boxes, color=color, width=width)
+        elif has_share:
             seen = torch.cat([samples.predicted.flatten(), samples.target.flatten()]).unique().tolist()
             seen = [label for label in seen if self.class_names and label >= 0 and label != self.ignore_index]
             names = [self._name(label) for label in seen]
@@ -166,7 +175,7 @@ class ImageLogger(StepsCallback):
             drawn = [functional.overlay_masks(shown, mask, ignore_index=self.ignore_index) for mask in masks]
             shown = torch.cat([pad(part, (0, _GAP), value=1.0) for part in drawn], -1)[..., :-_GAP]
         if self._is_reported:
-            few, by_error = slice(_MOST_REPORTED), of_masks or self._prediction_kinds[stage]["values"]
+            few, by_error = slice(_MOST_REPORTED), has_share or self._prediction_kinds[stage]["values"]
             self._reported[stage] = trainer.current_epoch, captions[few], functional.shrink(shown[few]), by_error
         if not can_log_images(trainer.loggers):
             return
@@ -211,7 +220,7 @@ class ImageLogger(StepsCallback):
     def _samples_of(self, stage: str) -> list[functional.RankedSamples]:
         return [self._kept[stage]] if stage in self._kept else []
 
-    def _read_outputs(self, outputs: Any, batch: Any, stage: str) -> dict[str, Tensor] | None:
+    def _read_outputs(self, outputs: Any, batch: Any, stage: str) -> dict[str, Any] | None:
         """Return images, predictions and targets of a batch; None where a step returned neither of the last two."""
         returned = outputs if self.output_transform is None else self.output_transform(outputs, batch, stage)
         names = set(returned) if isinstance(returned, Mapping) else set()
@@ -228,39 +237,45 @@ class ImageLogger(StepsCallback):
                 self._warned.add(stage)
                 rank_zero_warn(f"{message}, or leave {stage!r} out of stages. Until then, such batches are not shown.")
             return None
+        boxes = all(map(_are_boxes, (returned["preds"], returned["target"])))
         for name in ("preds", "target"):
-            if not isinstance(returned[name], Tensor):
+            if not boxes and not isinstance(returned[name], Tensor):
                 raise MisconfigurationException(
-                    f"ImageLogger shows classes, values and masks, and {name} of {stage} is a "
-                    f"{type(returned[name]).__name__}: return a tensor, or give output_transform=(outputs, batch, "
-                    "stage) -> dict."
+                    f"ImageLogger shows classes, values, masks and boxes, and {name} of {stage} is a "
+                    f"{type(returned[name]).__name__}: return a tensor, or dicts with boxes and labels, or give "
+                    "output_transform=(outputs, batch, stage) -> dict."
                 )
-        images = self._images_in(batch) if returned.get("images") is None else returned["images"]
+        there = batch if returned.get("images") is None else returned["images"]
+        images = self._images_in(there, len(returned["preds"]) if boxes else 0)
         if self.shape is not None:
             images = images.reshape(-1, *self.shape)
-        preds, target = (_without_column(returned[name].detach()) for name in ("preds", "target"))
-        return {"images": images.detach(), "preds": preds, "target": target}
+        read: Any = functional.stack_boxes if boxes else _without_column
+        preds, target = (read(returned[name]) for name in ("preds", "target"))
+        return {"images": images.detach(), "preds": preds.detach(), "target": target.detach(), "boxes": boxes}
 
-    def _images_in(self, batch: Any) -> Tensor:
+    def _images_in(self, batch: Any, count: int) -> Tensor:
+        """Return the images of a batch; with boxes, its first tensors, padded, if these are as many single images."""
         tensors = list(tensors_in(batch))
         if self.shape is not None and tensors:
             return tensors[0]
         for tensor in tensors:
             if tensor.ndim == 4 and tensor.shape[1] in (1, 2, 3, 4):
                 return tensor
+        if count and sum(one.ndim == 3 and one.shape[0] in (1, 2, 3, 4) for one in tensors[:count]) == count:
+            return functional.cat_padded([one[None] for one in tensors[:count]])
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise MisconfigurationException(
             f"ImageLogger found no images of shape (N, C, H, W) in the batch, which holds {shapes or 'no tensors'}: "
             "give shape=(C, H, W), or output_transform=(outputs, batch, stage) -> dict with images."
         )
 
-    def _prediction_kind(self, images: Tensor, preds: Tensor, target: Tensor, stage: str) -> dict[str, bool]:
+    def _kind(self, images: Tensor, preds: Tensor, target: Tensor, boxes: bool, stage: str) -> dict[str, bool]:
         """Check that a first batch can be shown; return whether its predictions are logits, and its targets values."""
         rows = {"images": len(images), "preds": len(preds), "target": len(target)}
         classes = (target == 0) | (target == 1) | (target == (0 if self.ignore_index is None else self.ignore_index))
-        values = target.is_floating_point() and not bool(classes.all().item())
+        values = target.is_floating_point() and not boxes and not bool(classes.all().item())
         dimensions = preds.ndim - target.ndim if target.ndim == 1 or (target.ndim == 3 and not values) else None
-        sizes = {part.shape[-2:] for part in (preds, target) if target.ndim == 3}
+        sizes = {part.shape[-2:] for part in (preds, target) if target.ndim == 3 and not boxes}
         if len(set(rows.values())) > 1 or dimensions not in (0, 1) or len(sizes) > 1:
             shapes = f"images {tuple(images.shape)}, preds {tuple(preds.shape)}, target {tuple(target.shape)}"
             raise MisconfigurationException(
@@ -272,7 +287,7 @@ class ImageLogger(StepsCallback):
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(f"ImageLogger cannot show the images of {stage}: {error}") from error
         logits = False
-        if preds.is_floating_point() and not values:
+        if preds.is_floating_point() and not values and not boxes:
             outside = (preds < 0) | (preds > 1)
             sums = (preds.sum(1) - 1).abs() > 1e-2 if preds.ndim == target.ndim + 1 else outside
             logits = bool((outside.any() | sums.any()).item())
@@ -284,6 +299,10 @@ class ImageLogger(StepsCallback):
         return functional.denormalize(images.float(), self.mean, self.std)
 
     def _captions(self, samples: functional.RankedSamples, values: bool) -> list[str]:
+        if samples.has_boxes:
+            pairs = zip(samples.predicted.tolist(), samples.target.tolist(), strict=True)
+            named = [(self._box_names(boxes, " at {:.0%}"), self._box_names(true, "")) for boxes, true in pairs]
+            return [f"{predicted} (orange), is {true} (blue)".lstrip("!") for predicted, true in named]
         if samples.target.ndim == 3:
             return [f"{share:.1%} of the pixels are wrong" for share in samples.confidence.tolist()]
         rows = zip(samples.predicted.tolist(), samples.target.tolist(), samples.confidence.tolist(), strict=True)
@@ -296,10 +315,19 @@ class ImageLogger(StepsCallback):
             for predicted, target, confidence in rows
         ]
 
+    def _box_names(self, boxes: list[list[float]], score_format: str) -> str:
+        return list_names([self._name(label) + score_format.format(score) for score, label, *_ in boxes if score > 0])
+
     def _name(self, label: float) -> str:
         number = int(label)
         names = self.class_names
         return names[number] if names is not None and 0 <= number < len(names) else str(number)
+
+
+def _are_boxes(value: Any) -> bool:
+    """Whether a value has a dict for each image, as torchmetrics has boxes."""
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and all(isinstance(one, Mapping) and {"boxes", "labels"} <= one.keys() for one in value)
 
 
 def _without_column(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import math
 import struct
 import zlib
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.extras import import_extra
@@ -33,6 +33,8 @@ _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # by channels
 _TOLERANCE = 1e-3  # of [0, 1]: a quarter of a step of uint8
 _CAPTION_HEIGHT = 14  # pixels of a grid
 _LARGEST_SIDE = 160  # pixels of a small picture
+ORANGE, BLUE = (0.835, 0.369, 0.0), (0.0, 0.447, 0.698)
+_MOST_BOXES, _LEAST_SCORE, _LEAST_OVERLAP = 100, 0.5, 0.5  # of an image; intersection over union with the right box
 
 
 def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -184,7 +186,7 @@ def overlay_masks(images: Tensor, masks: Tensor, *, ignore_index: int | None = N
     if masks.ndim != 3 or len(masks) != len(shown) or masks.is_floating_point():
         found = f"{str(masks.dtype).removeprefix('torch.')} {tuple(masks.shape)}"
         raise ValueError(f"masks must be {len(shown)} times classes of shape (H, W), got {found}.")
-    shown = (shown[:, :3] if shown.shape[1] > 2 else shown[:, :1]).expand(-1, 3, -1, -1)
+    shown = _as_three_channels(shown)
     rows, columns = (
         torch.arange(size, device=masks.device) * old // size
         for size, old in zip(shown.shape[-2:], masks.shape[-2:], strict=True)
@@ -193,6 +195,50 @@ def overlay_masks(images: Tensor, masks: Tensor, *, ignore_index: int | None = N
     is_drawn = classes >= 0 if ignore_index is None else (classes >= 0) & (classes != ignore_index)
     colors = class_colors(classes.clamp(min=0)).movedim(-1, 1)
     return torch.where(is_drawn[:, None], (1 - opacity) * shown + opacity * colors, shown)
+
+
+def overlay_boxes(images: Tensor, boxes: Sequence[Tensor], *, color: Sequence[float], width: int = 1) -> Tensor:
+    """Draw the outlines of boxes over images; what lies outside an image is not drawn.
+
+    Args:
+        images: Bytes, or floats in [0, 1], of shape (N, C, H, W) with 1 to 4 channels, as for `overlay_masks`.
+        boxes: For each image its boxes, of shape (M, 4): left, top, right and bottom in pixels, as torchvision has
+            them. The pixels that hold the corners are part of the outline.
+        color: Red, green and blue, in [0, 1].
+        width: The width of the lines in pixels, which lie inside the box.
+
+    Returns:
+        Floats in [0, 1] of shape (N, 3, H, W), on the device of the images.
+
+    Raises:
+        TypeError, ValueError: Those of `to_tensor`; if there are not as many tensors of boxes as images, one has
+            another shape, or `width` is not at least 1.
+
+    Examples:
+        >>> import torch
+        >>> drawn = overlay_boxes(torch.zeros(1, 1, 4, 4), [torch.tensor([[0, 1, 2, 3]])], color=(1, 1, 1))
+        >>> drawn[0, 0].int().tolist()
+        [[0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 0]]
+    """
+    check_count("width", width)
+    shown = _as_three_channels(to_tensor(images))
+    if len(boxes) != len(shown) or any(one.ndim != 2 or one.shape[1] != 4 for one in boxes):
+        shapes = [tuple(one.shape) for one in boxes]
+        raise ValueError(f"boxes must be {len(shown)} tensors of shape (M, 4), got the shapes {shapes}.")
+    paint, drawn = shown.new_tensor(color)[:, None, None], []
+    for image, corners in zip(shown, boxes, strict=True):
+        left, top, right, bottom = corners.to(image).floor().T[..., None]
+        y, x = (torch.arange(size, device=image.device) for size in image.shape[1:])
+        outer, inner = (  # how many boxes hold each pixel, and how many hold it within their outline
+            ((y >= top + by) & (y <= bottom - by)).float().T @ ((x >= left + by) & (x <= right - by)).float()
+            for by in (0, width)
+        )
+        drawn.append(torch.where(outer > inner, paint, image))
+    return torch.stack(drawn)
+
+
+def _as_three_channels(images: Tensor) -> Tensor:
+    return (images[:, :3] if images.shape[1] > 2 else images[:, :1]).expand(-1, 3, -1, -1)
 
 
 def class_colors(classes: Tensor) -> Tensor:
@@ -377,10 +423,11 @@ class RankedSamples:
     Attributes:
         images: The images, of shape (N, C, H, W).
         score: The rank score of each sample, of shape (N,); samples with a high score are shown first.
-        predicted: The predicted classes or values, of shape (N,); for masks, (N, H, W).
+        predicted: The predicted classes or values, of shape (N,); for masks, (N, H, W); for boxes, as `stack_boxes`
+            returns them.
         target: The true classes or values, in the same shape.
         confidence: The confidence of each prediction, of shape (N,); for values, the absolute error; for masks, the
-            share of wrong pixels.
+            share of wrong pixels; for boxes, that of wrong boxes.
     """
 
     images: Tensor
@@ -388,6 +435,11 @@ class RankedSamples:
     predicted: Tensor
     target: Tensor
     confidence: Tensor
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether boxes are predicted; masks are whole numbers."""
+        return self.target.ndim == 3 and self.target.is_floating_point()
 
     def top(self, count: int) -> RankedSamples:
         """Return the `count` samples with the highest scores, in this order."""
@@ -403,10 +455,51 @@ class RankedSamples:
 
 
 def concat_samples(parts: Sequence[RankedSamples]) -> RankedSamples:
-    """Concatenate the samples of all parts whose images, and masks, have the same shape as those of the last part."""
+    """Concatenate the samples of all parts whose images, and masks, have the same shape as those of the last part.
+
+    Images with boxes may have any size: they are padded below and on the right.
+    """
+    if parts[0].has_boxes:
+        return RankedSamples(**{name: cat_padded([vars(part)[name] for part in parts]) for name in vars(parts[0])})
     shapes = [[value.shape[1:] for value in vars(part).values()] for part in parts]
     alike = [part for part, shape in zip(parts, shapes, strict=True) if shape == shapes[-1]]
     return RankedSamples(**{name: torch.cat([vars(part)[name] for part in alike]) for name in vars(parts[0])})
+
+
+def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along the first dimension, each padded with zeros to the largest of the other dimensions."""
+    sizes = [max(sides) for sides in zip(*(tensor.shape[:0:-1] for tensor in tensors), strict=True)]
+    sides = [[n for size, own in zip(sizes, one.shape[:0:-1], strict=True) for n in (0, size - own)] for one in tensors]
+    return torch.cat([pad(tensor, missing) for tensor, missing in zip(tensors, sides, strict=True)])
+
+
+def stack_boxes(items: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Return the boxes of images in one tensor, without a read from the device.
+
+    Args:
+        items: For each image a dict of `boxes` (M, 4), `labels` (M,) and perhaps `scores` (M,), as torchmetrics has it.
+
+    Returns:
+        Floats of shape (N, most boxes, 6): score, label and corners of each box, the highest scores first; all zeros
+        where there is none, or one with a score below 0.5.
+    """
+    stacked = []
+    for item in items:
+        scores = item.get("scores", torch.ones_like(item["labels"]))
+        rows = torch.column_stack((scores, item["labels"], item["boxes"].float().reshape(-1, 4)))
+        order = rows[:, 0].sort(descending=True, stable=True).indices[:_MOST_BOXES]
+        stacked.append(torch.where(rows[:, :1] >= _LEAST_SCORE, rows, 0.0)[order][None])
+    return cat_padded(stacked)
+
+
+def _share_of_wrong_boxes(predicted: Tensor, target: Tensor) -> Tensor:
+    """Return how many of the boxes of each image, predicted and true ones, have no counterpart of their class."""
+    a, b = predicted[:, :, None], target[:, None]
+    common = (torch.minimum(a[..., 4:], b[..., 4:]) - torch.maximum(a[..., 2:4], b[..., 2:4])).clamp(min=0).prod(-1)
+    union = sum((part[..., 4:] - part[..., 2:4]).prod(-1) for part in (a, b)) - common
+    is_right = (common >= _LEAST_OVERLAP * union) & (union > 0) & (a[..., 1] == b[..., 1])
+    count = (predicted[..., 0] > 0).sum(1) + (target[..., 0] > 0).sum(1)
+    return (count - is_right.any(2).sum(1) - is_right.any(1).sum(1)) / count.clamp(min=1)
 
 
 def rank_predictions(
@@ -417,11 +510,13 @@ def rank_predictions(
     logits: bool = False,
     values: bool = False,
     ignore_index: int | None = None,
+    boxes: bool = False,
 ) -> RankedSamples:
     """Score predictions by how worth showing they are, without a read from the device.
 
     Mistakes come first, in order of decreasing confidence, then correct predictions in order of increasing confidence.
-    For values, the largest errors come first; for masks, those with the largest share of wrong pixels.
+    For values, the largest errors come first; for masks, those with the largest share of wrong pixels; for boxes, of
+    wrong boxes: those without a counterpart of their class that they overlap by half of the union.
 
     Args:
         images: The images, of shape (N, C, H, W).
@@ -431,7 +526,11 @@ def rank_predictions(
         logits: Whether the scores are logits.
         values: Whether values are predicted, not classes.
         ignore_index: A class of masks whose pixels do not count.
+        boxes: Whether predictions and targets are boxes, as `stack_boxes` returns them.
     """
+    if boxes:
+        share = _share_of_wrong_boxes(preds, target)
+        return RankedSamples(images, share, preds, target, share)
     if values:
         error = (preds - target).abs().float()
         return RankedSamples(images, error, preds, target, error)

@@ -25,6 +25,7 @@ from lightning_tricks._shared.text import counted, describe_error, list_names
 from lightning_tricks.auto_resume.core import configuration
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
+from lightning_tricks.run_report.core.curves import label_of_rate
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.secret_values import HIDDEN, hidden, is_secret
@@ -53,7 +54,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
     arguments = SettingTexts()
     for owner in (module, datamodule_of(trainer)):
         for name, value in initial_hyperparameters(owner).items():
-            arguments.add(str(name), value)
+            arguments.add(str(name), value, default=configuration.defaults_of(type(owner)).get(name))
     details = gather_settings(trainer, module)
     details.secrets[:0], details.types_only[:0] = arguments.secrets, arguments.types_only
     return RunRecord(
@@ -65,6 +66,8 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
         data=list(_data_facts(trainer)),
         versions=versions(),
         settings=[*details.pairs(), *other_versions()],
+        defaults=[f"{name} (hyper-parameter)" for name in arguments.defaults[:_MOST_SETTINGS]]
+        + details.defaults[:_MOST_SETTINGS],
         not_recorded=details.not_recorded(),
         git=read_git_state(Path.cwd()),
     )
@@ -109,15 +112,20 @@ def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
                 yield f"{name} {words}", str(number)
 
 
-def learning_rates(trainer: Trainer) -> dict[str, Any]:
-    """Return the learning rate of each parameter group, of the first 20."""
+def learning_rates(trainer: Trainer, most: int = 20) -> dict[str, Any]:
+    """Return the learning rate of each parameter group, of the first 20.
+
+    A group without a name, or with that of an earlier one, is called by its numbers: "0.1", or "1" if it is the only
+    one of its optimizer.
+    """
     rates: dict[str, Any] = {}
     for number, optimizer in enumerate(trainer.optimizers):
-        for place, group in enumerate(optimizer.param_groups):
-            rates[f"{number}.{place}"] = group["lr"] if "lr" in group else float("nan")
-    if len(rates) == 1:
-        return {"learning_rate": next(iter(rates.values()))}
-    return {f"learning_rate/{name}": value for name, value in list(rates.items())[:20]}
+        for place, group in enumerate(optimizer.param_groups[: most - len(rates)]):
+            key = f"learning_rate/{group.get('name')}"
+            is_name = isinstance(group.get("name"), str) and re.search(r"[^\d.]", key[14:]) and key not in rates
+            numbers = f"{number}.{place}" if len(optimizer.param_groups) > 1 else f"{number}"
+            rates[key if is_name else f"learning_rate/{numbers}"] = group.get("lr", float("nan"))
+    return {"learning_rate": next(iter(rates.values()))} if len(rates) == 1 else rates
 
 
 def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
@@ -154,7 +162,7 @@ def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) 
         label = f"layer {path.replace('_orig_mod.', '')}" if path else "module"
         for name, value in configuration.arguments_of(layer).items():
             if path or name not in hparams:
-                found.add(name, configuration.plain(value), label)
+                found.add(name, configuration.plain(value), label, configuration.defaults_of(type(layer))[name])
         found.add("type", type(layer).__qualname__, label)
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     found.add("trained parameters", f"{len(trained):,} tensors ({digest(sorted(trained))})")
@@ -163,8 +171,16 @@ def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) 
 def _add_optimizers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
     optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
     described = configuration.describe_optimizers(optimizers, configs, param_group_names(module, optimizers))
+    owners = dict(zip(configuration.numbered(optimizers), optimizers, strict=True))
+    labels = [label for name, one in owners.items() for label in configuration.group_labels(name, one.param_groups)]
+    groups = zip(labels, map(label_of_rate, learning_rates(trainer, len(labels))), strict=True)
+    names = dict(groups) | {label: f"optimizer {number}" for number, label in enumerate(owners)}
     for name, value in {**described.kinds, **described.values}.items():
-        found.add(name, value)
+        label, _, option = name.rpartition(".")
+        owner = owners.get(name.partition(".")[0])
+        # what its class sets is no argument of its constructor
+        defaults = {**getattr(owner, "defaults", {}), **configuration.defaults_of(type(owner))}
+        found.add(f"{option} of {names[label]}" if label in names else name, value, default=defaults.get(option))
 
 
 def _add_data(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
@@ -180,6 +196,7 @@ def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
         found.add(setting, value)
     for number, loader in enumerate(loaders):
         label = name if len(loaders) == 1 else f"{name}[{number}]"
+        found.add("type", type(loader).__qualname__, label, "DataLoader")
         for argument in _LOADER_ARGUMENTS:
             if hasattr(loader, argument):
                 found.add(argument, getattr(loader, argument), label)
@@ -209,12 +226,14 @@ class SettingTexts:
         types_only: The names of those of which only the type was recorded.
         secrets: The names of those whose values were left out, as they may be secret.
         unknown: Other settings that exist and were not recorded, in words.
+        defaults: The names of those that have the default of their argument, or None.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
     types_only: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    defaults: list[str] = field(default_factory=list)
 
     def add_object(self, label: str, instance: object) -> None:
         """Add an object's type, and those arguments of its constructor that it stores as `name` or `_name`."""
@@ -225,9 +244,10 @@ class SettingTexts:
             return
         held, lost = getattr(instance, "__dict__", {}), []
         for name, parameter in list(parameters.items())[1:]:
-            stored = next((key for key in (name, f"_{name}") if key in held), None)
+            # to the first two names, Lightning binds methods of the module
+            stored = next((key for key in (name, f"_{name}") if key in held and key not in ("log", "log_dict")), None)
             if stored is not None:
-                self.add(name, held[stored], label)
+                self.add(name, held[stored], label, parameter.default)
             elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 lost.append(name)
         if lost:
@@ -242,12 +262,13 @@ class SettingTexts:
         }
         return [text + list_names(names, 20) for text, names in words.items() if names]
 
-    def add(self, name: str, value: Any, owner: str = "") -> None:
+    def add(self, name: str, value: Any, owner: str = "", default: Any = None) -> None:
         """Add a value; of mappings, namespaces and dataclasses each part, under names that are joined by dots."""
-        parts = list(configuration.flatten(name, value))
+        parts, usual = list(configuration.flatten(name, value)), dict(configuration.flatten(name, default))
         if isinstance(value, list | tuple) and len(value) > 1000:  # whose items `plain` leaves out
             parts = [(name, [configuration.plain(item) for item in value[:_MOST_ITEMS]])]
         for path, part in parts:
+            is_default = usual.get(path) == part
             words = [name, *(path.removeprefix(f"{name}.").split(".") if path != name else ())]
             secret = next((place for place, word in enumerate(words) if is_secret(word)), None)
             path = path if secret is None else ".".join(words[: secret + 1])
@@ -257,6 +278,8 @@ class SettingTexts:
                 self.secrets += [path] if path not in self.secrets else []
             elif not configuration.is_comparable(shown):
                 self.types_only.append(path)
+            elif is_default:
+                self.defaults.append(path[:_LONGEST_TEXT])
             if self.texts.get(path) != HIDDEN:
                 self.texts[path[:_LONGEST_TEXT]] = text_of(shown)
 

@@ -142,17 +142,6 @@ def test_masks_that_do_not_fit_are_refused(tmp_path):
         trainer(ImageLogger(2), CSVLogger(tmp_path)).validate(Wrong(), loader(_PIXELS, torch.arange(24)))
 
 
-def test_boxes_are_refused_with_the_remedy(tmp_path):
-    class Boxes(Masks):
-        def step(self, batch, batch_idx):
-            return {**super().step(batch, batch_idx), "preds": [{} for _ in batch[0]]}
-
-        training_step = validation_step = test_step = step
-
-    with pytest.raises(MisconfigurationException, match="preds of val is a list: return a tensor, or give output_tran"):
-        trainer(ImageLogger(2), CSVLogger(tmp_path)).validate(Boxes(), loader(_PIXELS, torch.arange(24)))
-
-
 def test_a_run_report_shows_them(tmp_path):
     module = Masks()
     labels = torch.arange(24)

@@ -95,8 +95,9 @@ def test_facts_are_those_of_the_run(tmp_path):
     expected |= {"accumulate_grad_batches": "2", "gradient_clip_val": "3", "overfit_batches": "0"}
     expected |= {"limit_train_batches": "6 batches", "limit_val_batches": "1", "optimizer": "SGD", "seed": "0"}
     assert expected.items() <= facts.items()
-    group = {"SGD.lr": "0.5", "SGD.momentum": "0.25", "SGD.nesterov": "True", "SGD.maximize": "False"}
-    assert group.items() <= dict(record.settings).items()
+    group = {"lr": "0.5", "momentum": "0.25", "nesterov": "True", "maximize": "False"}
+    settings = dict(record.settings)
+    assert {name: settings[f"{name} of optimizer 0"] for name in group} == group
     assert data == {"training batches": "6 of 10", "training batch size": "4", "training workers": "0"}
     assert (record.module, record.step, record.epochs, record.is_seeded) == ("Facts", 3, 1, True)
     assert began <= record.started <= record.started + record.seconds <= record.written + 1 <= time.time() + 1

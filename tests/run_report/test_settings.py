@@ -123,16 +123,16 @@ EDITS = {
     "an argument of this package's callback": (callbacks(clip=GradientClipping(2.0)), "GradientClipping.max_norm"),
     "an argument of the user's callback": (callbacks(noisy=Noisy(2.0)), "Noisy.scale"),
     "a private argument of it": (callbacks(noisy=Noisy(seed=1)), "Noisy.seed"),
-    "one callback less": (callbacks(rates=None), "LearningRateMonitor.type"),
+    "one callback less": (callbacks(rates=None), "LearningRateMonitor"),
     "a group's weight decay": (
         {"groups": lambda ps: [{"params": ps[:2], "weight_decay": 0.2}, {"params": ps[2:]}]},
-        "SGD.groups[0].weight_decay",
+        "weight_decay of group 0 of optimizer 0",
     ),
     "which parameters are in a group": (
         {"groups": lambda ps: [{"params": ps[:1], "weight_decay": 0.1}, {"params": ps[1:]}]},
-        "SGD.groups",
+        "groups of optimizer 0",
     ),
-    "the learning rate": ({"rate": 0.2}, "SGD.groups[0].lr"),
+    "the learning rate": ({"rate": 0.2}, "lr of group 1 of optimizer 0"),
     "the optimizer": ({"optimizer": torch.optim.RMSprop}, "optimizer 0"),
     "an argument of the schedule": (
         {"schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.25)},

@@ -424,7 +424,7 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     resumes = [["1,234", "2", "1970-01-01 00:00 UTC", "x, y"], ["1,235", "3", "1970-01-01 00:01 UTC", "nothing"]]
     assert repeat["Resumes"] == [["step", "epoch", "time", "not restored"], *resumes]
     code = found["Code"]
-    assert rows(code.find("table")) == [["commit", "c" * 40], ["branch", "main"], ["changed files", "2"]]
+    assert rows(code.find(".//table")) == [["commit", "c" * 40], ["branch", "main"], ["changed files", "2"]]
     assert [words(one) for one in code.iter("summary")] == ["Changed files", "Differences to the commit (2 lines)"]
     assert [one.text for one in code.iter("pre")] == [" M a.py\n?? b", "+1\n-2\n"]
     assert words(code).endswith("Only the beginning was kept.")
@@ -442,7 +442,7 @@ def test_two_runs_in_one_page():
     assert words(Tree(page).root.find(".//title")) == words(Tree(page).root.find(".//h1")) == "one and two"
     found = sections(page)
     assert list(found) == [
-        *("What differs", "Loss and metrics", "Last and best values", "Learning rate and gradients", "What stands out")
+        *("Loss and metrics", "Last and best values", "Learning rate and gradients", "What differs", "What stands out")
     ]
     pictures = figures(found["Loss and metrics"])
     assert list(pictures) == ["loss", "acc", "f1", "other"]

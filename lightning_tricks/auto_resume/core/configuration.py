@@ -208,16 +208,17 @@ def is_comparable(value: Any) -> bool:
 
 
 @remembered_by_type
-def _constructor_arguments(kind: type) -> tuple[str, ...]:
+def defaults_of(kind: Any) -> dict[str, Any]:
+    """Return the default of each argument of a class, `inspect.Parameter.empty` where it has none."""
     with suppress(TypeError, ValueError):
-        return tuple(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
-    return ()
+        return {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
+    return {}
 
 
 def arguments_of(instance: object) -> dict[str, Any]:
     """Return the arguments of an object's constructor that it stores under their names."""
     held = getattr(instance, "__dict__", {})
-    return {name: held[name] for name in _constructor_arguments(type(instance)) if name in held}
+    return {name: held[name] for name in defaults_of(type(instance)) if name in held}
 
 
 def described_arguments(label: str, instance: object, skipped: Set[str] = frozenset()) -> dict[str, Any]:

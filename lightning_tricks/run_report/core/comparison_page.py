@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -13,7 +14,8 @@ from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.rendering import render
 from lightning_tricks.run_report.core.svg import Figure, Line, line_chart
 
-_MOST_ROWS = 300
+_MOST_ROWS, _LONGEST_NAME = 300, 300
+_TOLD_TWICE = re.compile(r"(optimizer|schedulers).* \(trainer\)|\w+ (batch size|workers) \(data\)")  # by settings, too
 Runs: TypeAlias = tuple[RunRecord, RunRecord]
 
 
@@ -51,6 +53,7 @@ def settings_of(record: RunRecord) -> dict[str, str]:
     """Return all that a run was told or depends on, by name."""
     groups = {"hyper-parameter": record.arguments, "trainer": record.trainer, "data": record.data}
     found = {f"{name} ({group})": text for group, facts in groups.items() for name, text in facts}
+    found = {name: text for name, text in found.items() if not (record.settings and _TOLD_TWICE.fullmatch(name))}
     found |= dict(record.settings)
     found |= {f"version of {name}": text for name, text in record.versions}
     if record.git is not None:
@@ -62,8 +65,24 @@ def settings_of(record: RunRecord) -> dict[str, str]:
 
 
 def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the settings that differ: name, text in the first run, text in the second; "-" where one lacks it."""
-    differing = _differing(settings_of(first), settings_of(second))
+    """Return the settings that differ in effect: name, text in the first run, text in the second; "-" if it lacks it.
+
+    What only one run has, such as a callback, is one row without its arguments. An argument that only one run has is
+    none if it is at its default.
+    """
+    both = settings_of(first), settings_of(second)
+    owners = [{prefix for name in settings for prefix in _prefixes(name)} for settings in both]
+    known = {name.removesuffix(".type") for settings in both for name in settings}
+    known |= {text for settings in both for name, text in settings.items() if name.startswith("scheduler ")}
+    lacking = (owners[0] ^ owners[1]) & known
+    defaults = {*first.defaults, *second.defaults} - (both[0].keys() & both[1].keys())
+    differing = []
+    for name, left, right in _differing(*both):
+        owner = next((prefix for prefix in _prefixes(name) if prefix in lacking), name)
+        # that callbacks differ is told by their own rows, but for their order
+        is_told = owner in defaults or (name == "callbacks (trainer)" and len(left) != len(right))
+        if name in (owner, f"{owner}.type") and not is_told:
+            differing.append((owner, left, right))
     diffs = [run.git.diff if run.git is not None else "" for run in (first, second)]
     if diffs[0] != diffs[1]:
         files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
@@ -71,6 +90,11 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
         left, right = (", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files)
         differing.append(("differences to the commit, which differ in", left, right))
     return differing
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return what a setting belongs to, the outermost first: "layer a" and "layer a.0" of "layer a.0.bias"."""
+    return [name[:place] for place, letter in enumerate(name[:_LONGEST_NAME]) if letter == "."]
 
 
 def _file_name(header: str) -> str:
@@ -93,7 +117,8 @@ def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str,
     facts = [{f"{name} ({one.title})": text for one in run.parts_of(Facts) for name, text in one.facts} for run in runs]
     rows = [*(row for row in rows if row[1] != row[2]), *_differing(*facts)]
     settings = differing_settings(first, second)
-    said = [] if settings else ["Nothing that is recorded of the settings and versions differs."]
+    left_out = "An argument that only one run has is not listed if it has its default."
+    said = [left_out if settings else "Nothing that is recorded of the settings and versions differs."]
     if len(settings) > _MOST_ROWS:
         said.append(f"{len(settings) - _MOST_ROWS:,} more settings differ.")
     for run, name in zip(runs, names, strict=True):
@@ -101,7 +126,7 @@ def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str,
             said.append(f"Not recorded of {name}, and not compared: {'; '.join(run.not_recorded)}.")
         if run.git is not None and run.git.is_cut:
             said.append(f"Of the differences of {name} to its commit, only the beginning is compared.")
-    return [*rows, *settings[:_MOST_ROWS]], list(dict.fromkeys(said))
+    return [*settings[:_MOST_ROWS], *rows], list(dict.fromkeys(said))
 
 
 def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -134,12 +159,12 @@ def _other_figures(runs: Runs, names: Sequence[str]) -> list[Figure]:
     keys = [key for topic in topics for run in runs for key in curves.keys_of_topic(run, topic)]
     figures = []
     for key in list(dict.fromkeys(keys))[:12]:
-        lines = []
-        for color, (run, name) in enumerate(zip(runs, names, strict=True)):
-            points = run.curve(key)
-            shown = points if key.startswith("learning_rate") else curves.mean_of_noisy(points)
-            lines.append(Line(name, shown, color, dash=color))
-        figures.append(Figure(key.replace("_", " "), line_chart(lines), [line for line in lines if line.points]))
+        shown = list if key.startswith("learning_rate") else curves.mean_of_noisy
+        named = enumerate(zip(runs, names, strict=True))
+        lines = [Line(name, shown(run.curve(key)), color, dash=color) for color, (run, name) in named]
+        label = curves.label_of_rate(key)
+        title = key.replace("_", " ") if label == key else f"lr of {label}"
+        figures.append(Figure(title, line_chart(lines), [line for line in lines if line.points]))
     return figures
 
 

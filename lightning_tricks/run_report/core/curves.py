@@ -30,13 +30,8 @@ _WEIGHT = re.compile(r"(^|[^a-z])(weight|coef(f|ficient)?|factor|lambda|beta|ann
 NOISY = 60  # points from which a mean is drawn
 LEARNING_RATE, GRADIENTS, COST, DEVICES = "learning rate", "gradients", "cost", "devices"
 _DEVICE = re.compile(r"^(gpu\d+|host)/")
-_UNITS = {
-    **dict.fromkeys(("utilization", "data_wait", "throttled", "fan"), "%"),
-    "_gib": "GiB",
-    "temperature": "°C",
-    "_w": "W",
-    "_mhz": "MHz",
-}
+_UNITS = {"_gib": "GiB", "temperature": "°C", "_w": "W", "_mhz": "MHz"}
+_UNITS |= dict.fromkeys(("utilization", "data_wait", "throttled", "fan"), "%")
 
 
 @dataclass(frozen=True)
@@ -123,6 +118,20 @@ def unit_of(key: str) -> str:
 def keys_of_topic(record: RunRecord, topic: str) -> list[str]:
     """Return the keys of a topic that have at least two points."""
     return [key for key in record.logged_keys() if topic_of(key) == topic and len(record.curve(key)) > 1]
+
+
+def label_of_rate(key: str) -> str:
+    """Return what the parameter group is called that a key of `RunReport` is the learning rate of, or else the key.
+
+    Examples:
+        >>> [label_of_rate(key) for key in ("learning_rate/head", "learning_rate/0.1", "learning_rate/1", "lr-Adam")]
+        ["group 'head'", 'group 1 of optimizer 0', 'optimizer 1', 'lr-Adam']
+    """
+    name = key.removeprefix("learning_rate/")
+    number, _, place = name.partition(".")
+    if name == key or not (number + place).isdecimal():
+        return key if name == key else f"group {name!r}"
+    return f"group {place} of optimizer {number}" if place else f"optimizer {number}"
 
 
 def learning_rates(record: RunRecord) -> list[list[Point]]:

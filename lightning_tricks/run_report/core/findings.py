@@ -283,21 +283,7 @@ def limited_data(record: RunRecord) -> Iterator[Finding]:
 
 # One entry for each sentence that a report may say, in the order in which it says them
 CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
-    ended_early,
-    loss_not_finite,
-    loss_rises,
-    overfitting,
-    still_improving,
-    skipped_steps,
-    clipped_steps,
-    weak_classes,
-    learning_rate,
-    calibration,
-    data_wait,
-    memory_grows,
-    low_utilization,
-    resumes,
-    not_seeded,
-    uncommitted_changes,
-    limited_data,
+    *(ended_early, loss_not_finite, loss_rises, overfitting, still_improving, skipped_steps, clipped_steps),
+    *(weak_classes, learning_rate, calibration, data_wait, memory_grows, low_utilization, resumes),
+    *(not_seeded, uncommitted_changes, limited_data),
 )

@@ -8,15 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_tricks._shared.report_parts import (
-    ClassValues,
-    ClippedSteps,
-    ConfusionMatrix,
-    DeviceUse,
-    Facts,
-    Pictures,
-    Reliability,
-)
+from lightning_tricks._shared import report_parts
 from lightning_tricks._shared.text import format_number, format_percent
 from lightning_tricks.run_report.core import curves
 from lightning_tricks.run_report.core.comparison_page import differing_settings, values_of
@@ -44,7 +36,7 @@ def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> 
     pictures = [_metric_figure(record, name, drawn, resumes) for name, drawn in curves.metric_pictures(record).items()]
     rates = curves.keys_of_topic(record, curves.LEARNING_RATE)[:_MOST_CURVES]
     costs = curves.keys_of_topic(record, curves.COST)[:24]
-    learning_rates = {key.removeprefix("learning_rate/"): key for key in rates}
+    learning_rates = {curves.label_of_rate(key): key for key in rates}
     return render(
         "run.html",
         f"Report of {record.module or 'a run'}",
@@ -55,11 +47,11 @@ def run_page(record: RunRecord, before: tuple[str, RunRecord] | None = None) -> 
         before=before and _compared(record, *before),
         curves=[shown for shown in pictures if shown is not None],
         values=_last_and_best(record),
-        facts=record.parts_of(Facts),
+        facts=record.parts_of(report_parts.Facts),
         throughput=throughput(record),
         rates_and_norms=[*_figures_of(record, "learning rate", learning_rates), *_gradient_figures(record)],
         classes=_classes(record),
-        pictures=[(part, _png_files(part)) for part in record.parts_of(Pictures)],
+        pictures=[(part, _png_files(part)) for part in record.parts_of(report_parts.Pictures)],
         cost_curves=[one for key in costs for one in _figures_of(record, key, {"": key})],
         devices=_device_uses(record),
         device_curves=_device_figures(record),
@@ -167,7 +159,7 @@ def _last_and_best(record: RunRecord) -> list[tuple[str, str, str]]:
 def _gradient_figures(record: RunRecord) -> list[Figure]:
     """Return the norms of the gradients of each optimizer, with clipped and skipped steps."""
     keys = curves.keys_of_topic(record, curves.GRADIENTS)
-    clipped = {part.optimizer: part for part in record.parts_of(ClippedSteps)}
+    clipped = {part.optimizer: part for part in record.parts_of(report_parts.ClippedSteps)}
     figures = []
     for key in sorted(key for key in keys if key.endswith("/pre_clip")):
         prefix = key.removesuffix("pre_clip")
@@ -185,16 +177,16 @@ def _gradient_figures(record: RunRecord) -> list[Figure]:
     return figures
 
 
-def _clip_note(record: RunRecord, part: ClippedSteps) -> str:
+def _clip_note(record: RunRecord, part: report_parts.ClippedSteps) -> str:
     words = f"{part.clipped:,} of {record.describe_steps(part)} clipped"
     return words + (f", {part.skipped:,} skipped." if part.skipped else ".")
 
 
 def _classes(record: RunRecord) -> list[tuple[str, list[Figure], list[Figure]]]:
     """Return stage, confusion matrices, and reliability and values of single classes of each stage."""
-    matrices, of_classes = record.parts_of(ConfusionMatrix), record.parts_of(ClassValues)
+    matrices, of_classes = record.parts_of(report_parts.ConfusionMatrix), record.parts_of(report_parts.ClassValues)
     drawn = [(part.stage, _matrix(part)) for part in matrices]
-    others = [(part.stage, _reliability(part)) for part in record.parts_of(Reliability)]
+    others = [(part.stage, _reliability(part)) for part in record.parts_of(report_parts.Reliability)]
     known = {part.stage for part in of_classes}
     others += [(part.stage, _class_values(part)) for part in of_classes]
     others += [(part.stage, _recalls(part)) for part in matrices if part.stage not in known]
@@ -204,12 +196,12 @@ def _classes(record: RunRecord) -> list[tuple[str, list[Figure], list[Figure]]]:
     ]
 
 
-def _epoch(part: ConfusionMatrix | Reliability | ClassValues) -> str:
+def _epoch(part: report_parts.ConfusionMatrix | report_parts.Reliability | report_parts.ClassValues) -> str:
     """Return the epoch of an evaluation; a test is in none."""
     return "" if part.stage.endswith("test") else f", epoch {part.epoch}"
 
 
-def _matrix(part: ConfusionMatrix) -> Figure:
+def _matrix(part: report_parts.ConfusionMatrix) -> Figure:
     if len(part.counts) <= _MOST_MATRIX and part.is_square:
         return Figure("confusion matrix" + _epoch(part), matrix_chart(part.counts, part.classes))
     wrong = [
@@ -226,19 +218,19 @@ def _matrix(part: ConfusionMatrix) -> Figure:
     return Figure("most frequent confusions", columns=("target", "prediction", "count"), rows=rows, texts=2)
 
 
-def _reliability(part: Reliability) -> Figure:
+def _reliability(part: report_parts.Reliability) -> Figure:
     picture = reliability_chart(part.confidence, part.share, part.weight, part.label)
     note = f"Expected calibration error {part.calibration_error:.3f}. Bars: the share of the samples."
     return Figure("reliability" + _epoch(part), picture, note=note)
 
 
-def _class_values(part: ClassValues) -> Figure:
+def _class_values(part: report_parts.ClassValues) -> Figure:
     of_classes = zip(part.classes, part.values, strict=False)
     rows = [(name, *map(format_number, row)) for name, row in of_classes if len(row) == len(part.metrics)]
     return Figure("metrics of each class" + _epoch(part), columns=("class", *part.metrics), rows=rows)
 
 
-def _recalls(part: ConfusionMatrix) -> Figure:
+def _recalls(part: report_parts.ConfusionMatrix) -> Figure:
     """Return a table with recall and precision of each class, from a confusion matrix."""
     transposed = replace(part, counts=list(zip(*part.counts, strict=False)))  # its recalls are the precisions
     rows = [
@@ -248,7 +240,7 @@ def _recalls(part: ConfusionMatrix) -> Figure:
     return Figure("classes" + _epoch(part), columns=("class", "samples", "recall", "precision"), rows=rows)
 
 
-def throughput(record: RunRecord) -> Facts:
+def throughput(record: RunRecord) -> report_parts.Facts:
     """Return how fast a run trained and what it waited for, as far as it is known."""
     facts: dict[str, str] = {}
     rate = record.samples_per_second
@@ -261,7 +253,7 @@ def throughput(record: RunRecord) -> Facts:
     if record.batches and record.seconds > 0:
         facts[f"batches a second{whose}"] = format_number(record.batches / record.seconds)
         facts["share of the time in validation"] = format_percent(record.validation_seconds / record.seconds)
-    uses = record.parts_of(DeviceUse)
+    uses = record.parts_of(report_parts.DeviceUse)
     for use in uses:
         if use.data_wait is not None:
             rank = f" of rank {use.rank}" if len(uses) > 1 else ""
@@ -269,10 +261,10 @@ def throughput(record: RunRecord) -> Facts:
     verdicts = [f"Rank {use.rank}: {said}" if len(uses) > 1 else said for use in uses for said in use.verdict]
     if facts and not uses:
         verdicts = ["With a DeviceMonitor, it is said here what training waited for."]
-    return Facts(title="Throughput", facts=list(facts.items()), sentences=verdicts)
+    return report_parts.Facts(title="Throughput", facts=list(facts.items()), sentences=verdicts)
 
 
-def _png_files(part: Pictures) -> list[tuple[str, str]]:
+def _png_files(part: report_parts.Pictures) -> list[tuple[str, str]]:
     """Return captions and pictures; what is no picture is left out."""
     return [
         (caption, picture)
@@ -283,5 +275,5 @@ def _png_files(part: Pictures) -> list[tuple[str, str]]:
 
 def _device_uses(record: RunRecord) -> list[tuple[str, ...]]:
     """Return rank, device, quantity, mean and maximum of what each rank's devices did; no rank where there is one."""
-    uses = sorted(record.parts_of(DeviceUse), key=lambda use: use.rank)
+    uses = sorted(record.parts_of(report_parts.DeviceUse), key=lambda use: use.rank)
     return [(*([str(use.rank)] if len(uses) > 1 else []), *row) for use in uses for row in use.rows]

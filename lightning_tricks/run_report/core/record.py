@@ -165,6 +165,7 @@ class RunRecord:
         data: Name and text of facts about the data.
         versions: Name and version of libraries.
         settings: Name and text of all other settings, such as the arguments of callbacks.
+        defaults: The names of the settings and hyper-parameters that have the default of their argument, or None.
         not_recorded: Settings that may differ between runs and were not recorded, in words.
         git: The git checkout, or None.
         resumes: The resumes of the run.
@@ -193,6 +194,7 @@ class RunRecord:
     data: list[tuple[str, str]] = field(default_factory=list)
     versions: list[tuple[str, str]] = field(default_factory=list)
     settings: list[tuple[str, str]] = field(default_factory=list)
+    defaults: list[str] = field(default_factory=list)
     not_recorded: list[str] = field(default_factory=list)
     git: GitState | None = None
     resumes: list[Resume] = field(default_factory=list)
