@@ -20,8 +20,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import SoftGradientBoostingClassifier, VotingClassifier, calibrate
+from lightning_tricks import calibrate
 from lightning_tricks.calibration import calibration_scores
+from lightning_tricks.ensembles import SoftGradientBoostingClassifier, VotingClassifier
 
 METHODS = ("temperature", "vector", "isotonic")
 ADAM = ("Adam", {"lr": 0.01})

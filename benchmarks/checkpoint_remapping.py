@@ -21,7 +21,8 @@ from _ratios import arguments, measure, ratios, report
 from torch import nn
 from torchvision.models import resnet152
 
-from lightning_tricks import TricksMixin, align, load_weights, read_checkpoint, save_weights
+from lightning_tricks import TricksMixin, load_weights, read_checkpoint, save_weights
+from lightning_tricks.checkpoint_remapping import align
 
 SCRIPT = Path(__file__).absolute()
 LAYERS, WIDTH = 60, 2048  # 960 MiB in float32

@@ -24,9 +24,9 @@ from lightning_tricks import (
     ModelReport,
     RunReport,
     SeedEverything,
-    multiclass_metrics,
     seed_everything,
 )
+from lightning_tricks.metrics import multiclass_metrics
 
 MAKE: dict[str, Callable[[str], Callback]] = {
     "SeedEverything": lambda folder: SeedEverything(1),

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import ConformalClassifier, ConformalRegressor, VotingRegressor
+from lightning_tricks.conformal import ConformalClassifier, ConformalRegressor
+from lightning_tricks.ensembles import VotingRegressor
 
 FITS, SPLITS = 10, 20
 SETS: dict[str, dict[str, Any]] = {

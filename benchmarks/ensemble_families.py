@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_tricks
+import lightning_tricks.ensembles
 
 FAMILIES = (
     "Voting", "Bagging", "Fusion", "SnapshotEnsemble", "GradientBoosting", "SoftGradientBoosting", "FastGeometric",
@@ -73,7 +73,7 @@ def fit_ours(
     family: str, net: type[nn.Module], n: int, data: TensorDataset, epochs: int, lr: float = 5e-3, classes: int = 10
 ) -> tuple[Any, float]:
     """Fit our class with the same epochs of each member, the Trainer included; return it and the CPU time."""
-    kind = getattr(lightning_tricks, f"{family}Classifier")
+    kind = getattr(lightning_tricks.ensembles, f"{family}Classifier")
     members = {"n_outputs": classes} if family == "NeuralForest" else {"estimator": net}
     own = {"FastGeometric": {"cycle": CYCLE, "base_epochs": epochs}}
     model = kind(**members, n_estimators=n, optimizer=("Adam", {"lr": lr}), **own.get(family, {}))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import VotingClassifier
+from lightning_tricks.ensembles import VotingClassifier
 
 
 class DigitsMLP(nn.Module):

@@ -99,7 +99,7 @@ def trainers(shapes: list[torch.Size]) -> dict[str, Callable[[], float]]:
     return {
         "Trainer(gradient_clip_val=1.0)": lambda: fit([], gradient_clip_val=1.0),
         "GradientClipping(1.0)": lambda: fit([GradientClipping(1.0)]),
-        "GradientClipping(1.0, log=False)": lambda: fit([GradientClipping(1.0, log=False)]),
+        "GradientClipping(1.0, log_norm=False)": lambda: fit([GradientClipping(1.0, log_norm=False)]),
         'on_nonfinite="skip"': lambda: fit([GradientClipping(1.0, on_nonfinite="skip")]),
         "no clipping": lambda: fit([]),
     }

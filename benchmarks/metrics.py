@@ -79,7 +79,7 @@ class TimedMonitor(MetricsMonitor):
     """Adds up the time inside its own hooks, which the machine's other work disturbs less than whole epochs."""
 
     def __init__(self, metrics: dict[str, Metric]) -> None:
-        super().__init__(metrics, plots=False)
+        super().__init__(metrics, log_plots=False)
         self.inside = 0.0
 
     def on_train_batch_end(self, *args: Any) -> None:

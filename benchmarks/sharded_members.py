@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import VotingClassifier
+from lightning_tricks.ensembles import VotingClassifier
 
 ONE = "1 process, one by one"
 RANKS = {"strategy": "ddp_fork", "devices": 2}

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from lightning_tricks import CalibratedClassifier, ConformalClassifier, calibrate
-from lightning_tricks.calibration import calibration_scores
+from lightning_tricks import calibrate
+from lightning_tricks.calibration import CalibratedClassifier, calibration_scores
+from lightning_tricks.conformal import ConformalClassifier
 
 ENSEMBLES = {"VotingClassifier": "Voting", "FusionClassifier": "Fusion"}
 LEFT_OUT = list(combinations(range(10), 2))

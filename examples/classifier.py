@@ -12,4 +12,5 @@ class Classifier(TricksMixin, lightning.LightningModule):
     validation_step = training_step
 metrics = {"task": "multiclass", "num_classes": 10}
 trainer = lightning.Trainer(max_epochs=3, logger=False, enable_checkpointing=False)
-trainer.fit(Classifier(Tricks(seeding=42, gradient_clipping=1.0, metrics=metrics, optimizer=True)), Digits())
+tricks = Tricks(seed_everything=42, gradient_clipping=1.0, metrics_monitor=metrics, optimizer=True)
+trainer.fit(Classifier(tricks), Digits())

@@ -1,6 +1,7 @@
 import lightning
 import torch
-from lightning_tricks import VotingClassifier, seed_everything
+from lightning_tricks import seed_everything
+from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.demo import Digits, DigitsNet  # your data and your net
 seed_everything(42)
 data = Digits()

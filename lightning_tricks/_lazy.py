@@ -11,6 +11,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+def public_packages() -> list[str]:
+    """Return the names of the packages with public names of their own, such as `lightning_tricks.ensembles`."""
+    from pkgutil import iter_modules
+
+    import lightning_tricks
+
+    found = iter_modules(lightning_tricks.__path__, "lightning_tricks.")
+    return [module.name for module in found if module.ispkg and "._" not in module.name]
+
+
+def packages_with(name: str) -> list[str]:
+    """Return those of `public_packages()` that have a public name."""
+    return [package for package in public_packages() if name in import_module(package).__all__]
+
+
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make the `__getattr__`, `__dir__` and `__all__` of the package that calls.
 
@@ -36,8 +51,12 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     public = sorted(name for name in home if not name.startswith("_"))
 
     def __getattr__(name: str) -> Any:  # noqa: N807
-        if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(public)}")
-        return getattr(import_module(home[name]), name)
+        if name in home:
+            return getattr(import_module(home[name]), name)
+        elsewhere = [] if name.startswith("_") or "." in package else packages_with(name)
+        remedy = f"write `from {elsewhere[0]} import {name}`" if elsewhere else f"it has {', '.join(public)}"
+        # `from package import name` asks here first, and would replace an AttributeError by a message of its own
+        kind = ImportError if sys._getframe(1).f_code.co_name == "_handle_fromlist" and elsewhere else AttributeError
+        raise kind(f"module {package!r} has no attribute {name!r}; {remedy}")
 
     return __getattr__, lambda: public, public

@@ -44,9 +44,9 @@ class TricksMixin(_Base):
     """Switch tricks on inside a LightningModule, so that every Trainer that runs the module uses them.
 
     Write `class LitNet(TricksMixin, lightning.LightningModule)` and call `super().__init__(tricks=tricks)` before the
-    submodules are created: with `seeding` on, their initial weights are seeded (two modules with the same seed have
-    equal weights). `configure_callbacks` adds the callbacks to the module's own; a callback of the same type that the
-    module or the Trainer has already is kept instead, and so is the module's own `configure_optimizers` instead of
+    submodules are created: with `seed_everything` on, their initial weights are seeded (two modules with the same seed
+    have equal weights). `configure_callbacks` adds the callbacks to the module's own; a callback of the same type that
+    the module or the Trainer has already is kept instead, and so is the module's own `configure_optimizers` instead of
     `Tricks(optimizer=..., schedule=...)`. `save_hyperparameters()` stores the tricks as plain dicts, so that
     checkpoints load with `weights_only=True`.
 

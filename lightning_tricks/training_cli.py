@@ -13,8 +13,8 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
 
-import lightning_tricks
 from lightning_tricks._guards import LIGHTNING_PACKAGES
+from lightning_tricks._lazy import public_packages
 from lightning_tricks._lightning_compat.cli import ConfigurationOnlyCLI
 from lightning_tricks._lightning_compat.flavor import (
     LIGHTNING,
@@ -129,8 +129,9 @@ class TricksCLI(ConfigurationOnlyCLI):
         datamodule_class: Any = None,
         **options: Any,
     ) -> None:
-        for name in dir(lightning_tricks):
-            getattr(lightning_tricks, name)  # jsonargparse knows the short names of classes that are imported
+        for package in map(import_module, public_packages()):
+            for name in dir(package):
+                getattr(package, name)  # jsonargparse knows the short names of classes that are imported
         defaults = {
             "save_config_callback": SaveConfigOnce,
             "seed_everything_default": False,
@@ -182,7 +183,7 @@ class TricksCLI(ConfigurationOnlyCLI):
         if isinstance(self.model, TricksMixin):
             for callback in self.model.tricks.callbacks():
                 if isinstance(callback, SeedEverything):
-                    self._check_seed(callback, "Tricks(seeding=...) of the model")
+                    self._check_seed(callback, "Tricks(seed_everything=...) of the model")
 
     @contextmanager
     def _errors_in_one_line(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -22,22 +22,22 @@ from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "classification": {"seeding": 42, "gradient_clipping": 1.0, "flops": True, "model_report": True},
+    "classification": {"seed_everything": 42, "gradient_clipping": 1.0, "flops_report": True, "model_report": True},
     "regression": {
-        "seeding": 42,
+        "seed_everything": 42,
         "gradient_clipping": 1.0,
-        "metrics": {"metrics": {"task": "regression"}},
-        "flops": True,
+        "metrics_monitor": {"metrics": {"task": "regression"}},
+        "flops_report": True,
         "model_report": True,
     },
     "finetune": {
-        "seeding": 42,
+        "seed_everything": 42,
         "gradient_clipping": 1.0,
         "lora": 8,
         "trainable_checkpoint": True,
         "model_report": True,
     },
-    "reproducible": {"seeding": {"seed": 42, "deterministic": "warn"}},
+    "reproducible": {"seed_everything": {"seed": 42, "deterministic": "warn"}},
 }
 
 
@@ -49,10 +49,10 @@ class Tricks:
     The field of a callback takes a dict of the callback's arguments, or the value of its first argument alone.
     `optimizer` and `schedule` take an `OptimizerSpec` and a `ScheduleSpec`, or a dict of their arguments. True means
     all defaults, if no argument is required, and False means None. In YAML, an object such as `AGC(...)` is written as
-    `{class_path: lightning_tricks.AGC, init_args: {...}}`.
+    `{class_path: lightning_tricks.gradient_clipping.AGC, init_args: {...}}`.
 
     Args:
-        seeding: `SeedEverything`: the seed, from which the initial weights and all other random numbers come.
+        seed_everything: `SeedEverything`: the seed, from which the initial weights and all other random numbers come.
         auto_resume: `AutoResume`: the directory from which a run is resumed that was killed.
         run_fingerprint: `RunFingerprint`: the file that tells later where two runs diverge.
         run_report: `RunReport`: the folder of a page that shows the run.
@@ -65,11 +65,11 @@ class Tricks:
         adapters: `Adapters`: the width of the small networks that are trained instead of the weights.
         prefix_tuning: `PrefixTuning`: the number of keys and values that are trained instead of the weights.
         trainable_checkpoint: `TrainableCheckpoint`: checkpoints that hold only what trained.
-        flops: `FlopsReport`: the FLOPs of each module, and the utilization of the device.
+        flops_report: `FlopsReport`: the FLOPs of each module, and the utilization of the device.
         model_report: `ModelReport`: parameters, layers and memory, with the suffixes of the files of a graph.
-        metrics: `MetricsMonitor`: the metrics of what the steps return, as `{"task": "multiclass", "num_classes": 10}`.
-        images: `ImageLogger`: the number of images that are logged, the most confident mistakes first.
-        predictions: `PredictionWriter`: the file with the predictions of all ranks and loaders.
+        metrics_monitor: `MetricsMonitor`: the metrics of what the steps return, as `{"task": "binary"}`.
+        image_logger: `ImageLogger`: the number of images that are logged, the most confident mistakes first.
+        prediction_writer: `PredictionWriter`: the file with the predictions of all ranks and loaders.
         device_monitor: `DeviceMonitor`: the number of steps between two readings of GPUs, CPU and loaders.
         cuda_memory: `CudaMemory`: the peak of the GPU memory, and a report when memory runs out.
         nvtx_ranges: `NvtxRanges`: marks of the parts of a step for Nsight Systems.
@@ -85,41 +85,33 @@ class Tricks:
         ValueError: If a callback refuses a value, or a schedule is given without an optimizer.
 
     Examples:
-        >>> Tricks(seeding=42, gradient_clipping={"max_norm": 1.0, "log_layers": True}).gradient_clipping
+        >>> Tricks(seed_everything=42, gradient_clipping={"max_norm": 1.0, "log_layers": True}).gradient_clipping
         {'max_norm': 1.0, 'log_layers': True}
     """
 
-    seeding: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
-    auto_resume: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "AutoResume"})
-    run_fingerprint: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "RunFingerprint"})
-    run_report: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "RunReport"})
-    gradient_clipping: float | bool | dict[str, Any] | None = field(
-        default=None, metadata={"callback": "GradientClipping"}
-    )
-    microbatching: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "Microbatching"})
-    spike_guard: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "SpikeGuard"})
-    checkpoint_remapping: str | bool | dict[str, Any] | None = field(
-        default=None, metadata={"callback": "CheckpointRemapping"}
-    )
-    gradual_unfreezing: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "GradualUnfreezing"})
-    lora: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "LoRA"})
-    adapters: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "Adapters"})
-    prefix_tuning: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PrefixTuning"})
-    trainable_checkpoint: bool | dict[str, Any] | None = field(
-        default=None, metadata={"callback": "TrainableCheckpoint"}
-    )
-    flops: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
-    model_report: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "ModelReport"})
-    metrics: dict[str, Any] | bool | Metric | MetricCollection | None = field(
-        default=None, metadata={"callback": "MetricsMonitor"}
-    )
-    images: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "ImageLogger"})
-    predictions: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PredictionWriter"})
-    device_monitor: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "DeviceMonitor"})
-    cuda_memory: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "CudaMemory"})
-    nvtx_ranges: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "NvtxRanges"})
-    restore_best: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "RestoreBest"})
-    hang_watch: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "HangWatch"})
+    seed_everything: int | bool | dict[str, Any] | None = None
+    auto_resume: str | bool | dict[str, Any] | None = None
+    run_fingerprint: str | bool | dict[str, Any] | None = None
+    run_report: str | bool | dict[str, Any] | None = None
+    gradient_clipping: float | bool | dict[str, Any] | None = None
+    microbatching: int | bool | dict[str, Any] | None = None
+    spike_guard: str | bool | dict[str, Any] | None = None
+    checkpoint_remapping: str | bool | dict[str, Any] | None = None
+    gradual_unfreezing: bool | dict[str, Any] | None = None
+    lora: int | bool | dict[str, Any] | None = None
+    adapters: int | bool | dict[str, Any] | None = None
+    prefix_tuning: int | bool | dict[str, Any] | None = None
+    trainable_checkpoint: bool | dict[str, Any] | None = None
+    flops_report: bool | dict[str, Any] | None = None
+    model_report: str | bool | dict[str, Any] | None = None
+    metrics_monitor: dict[str, Any] | bool | Metric | MetricCollection | None = None
+    image_logger: int | bool | dict[str, Any] | None = None
+    prediction_writer: str | bool | dict[str, Any] | None = None
+    device_monitor: int | bool | dict[str, Any] | None = None
+    cuda_memory: int | bool | dict[str, Any] | None = None
+    nvtx_ranges: bool | dict[str, Any] | None = None
+    restore_best: str | bool | dict[str, Any] | None = None
+    hang_watch: str | bool | dict[str, Any] | None = None
     optimizer: OptimizerSpec | bool | dict[str, Any] | None = None
     schedule: ScheduleSpec | bool | dict[str, Any] | None = None
     verbose: bool | None = None
@@ -148,7 +140,7 @@ class Tricks:
         off = []
         for trick in fields(self):
             value = getattr(self, trick.name)
-            callback = getattr(lightning_tricks, trick.metadata.get("callback", ""), None)
+            callback = callback_of(trick.name)
             if value is None or callback is None:
                 continue
             given, parameters = arguments_of(callback, value), inspect.signature(callback).parameters
@@ -192,7 +184,7 @@ class Tricks:
             ValueError: If there is no such preset, or a value is wrong.
 
         Examples:
-            >>> Tricks.preset("regression", seeding=7).callbacks()[0].seed
+            >>> Tricks.preset("regression", seed_everything=7).callbacks()[0].seed
             7
         """
         check_choice("preset", name, _PRESETS)
@@ -204,7 +196,7 @@ class Tricks:
             )
         chosen = dict(_PRESETS[name])
         if name == "classification" or num_classes is not None:
-            chosen["metrics"] = {"metrics": {"task": "multiclass", "num_classes": num_classes}}
+            chosen["metrics_monitor"] = {"metrics": {"task": "multiclass", "num_classes": num_classes}}
         if dirpath is not None:
             chosen["auto_resume"] = {"dirpath": os.fspath(check_path("dirpath", dirpath, "a folder"))}
             if name == "reproducible":
@@ -214,9 +206,9 @@ class Tricks:
     def callbacks(self) -> list[TrickCallback]:
         """Return a new callback for each field that is not None."""
         callbacks = [
-            _build_callback(trick.name, getattr(lightning_tricks, trick.metadata["callback"]), value)
+            _build_callback(trick.name, kind, value)
             for trick in fields(self)
-            if "callback" in trick.metadata and (value := getattr(self, trick.name)) is not None
+            if (kind := callback_of(trick.name)) and (value := getattr(self, trick.name)) is not None
         ]
         for callback in callbacks:
             if callback.verbose is None:
@@ -227,12 +219,19 @@ class Tricks:
         """Return the fields as plain values; `Tricks(**values)` is equal to this object."""
         specs = {name: getattr(self, name) for name in ("optimizer", "schedule")}
         values = {trick.name: getattr(self, trick.name) for trick in fields(self) if trick.name not in specs}
-        if isinstance(values["metrics"], torch.nn.Module):
-            values["metrics"] = {"metrics": values["metrics"]}
+        if isinstance(values["metrics_monitor"], torch.nn.Module):
+            values["metrics_monitor"] = {"metrics": values["metrics_monitor"]}
         return {name: _to_plain(value) for name, value in values.items()} | {
             name: spec and {part.name: _to_plain(getattr(spec, part.name)) for part in fields(spec)}
             for name, spec in specs.items()
         }
+
+
+def callback_of(field: str) -> type[TrickCallback] | None:
+    """Return the callback that a field of `Tricks` switches on, whose name it is in snake case; None for the others."""
+    names = {name.lower(): name for name in dir(lightning_tricks)}
+    name = names.get(field.replace("_", ""))
+    return getattr(lightning_tricks, name) if name else None
 
 
 def _checked_arguments(trick: Field[Any], value: Any) -> Any:
@@ -240,7 +239,7 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
     if value is None or value is False:
         return None
     specs = {"optimizer": OptimizerSpec, "schedule": ScheduleSpec}
-    takes = specs.get(trick.name) or getattr(lightning_tricks, trick.metadata["callback"])
+    takes: Any = specs.get(trick.name) or callback_of(trick.name)
     parameters = inspect.signature(takes).parameters
     if value is True:
         required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
@@ -305,14 +304,14 @@ def _to_plain(value: Any) -> Any:
                 f"only {', '.join(METHODS)} can. Pass the callback that takes this object to the Trainer instead."
             )
         arguments = {part.name: _to_plain(getattr(value, part.name)) for part in fields(value)}
-        return {"class_path": f"lightning_tricks.{type(value).__name__}", "init_args": arguments}
+        return {"class_path": f"lightning_tricks.gradient_clipping.{type(value).__name__}", "init_args": arguments}
     if isinstance(value, Mapping):
         return {name: _to_plain(part) for name, part in value.items()}
     if isinstance(value, torch.nn.Module):
         if not hasattr(value, "spec"):
             raise TypeError(
-                f"Tricks(metrics=...) holds a {type(value).__name__}, which cannot be saved as plain values in a "
-                "checkpoint: name a preset, such as {'task': 'binary'}, or pass MetricsMonitor to the Trainer."
+                f"Tricks(metrics_monitor=...) holds a {type(value).__name__}, which cannot be saved as plain values in "
+                "a checkpoint: name a preset, such as {'task': 'binary'}, or pass MetricsMonitor to the Trainer."
             )
         return _to_plain(value.spec)
     if isinstance(value, timedelta):
@@ -329,7 +328,7 @@ def _from_plain(value: Any) -> Any:
     if "class_path" not in value:
         return {name: _from_plain(part) for name, part in value.items()}
     check_names("an object with a class_path", value, ("class_path", "init_args"))
-    known = {f"lightning_tricks.{name}": method for name, method in METHODS.items()}
+    known = {f"lightning_tricks.gradient_clipping.{name}": method for name, method in METHODS.items()}
     method = known[check_choice("class_path", value["class_path"], known)]
     arguments = value.get("init_args") or {}
     check_names(method.__name__, arguments, inspect.signature(method).parameters)

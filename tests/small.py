@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cache
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +20,11 @@ from torch.multiprocessing import ProcessExitedException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_tricks._lazy import public_packages
 from tests.contract.processes import free_port
 
 BATCHES = 10
+PUBLIC = {name: getattr(home, name) for home in map(import_module, public_packages()) for name in dir(home)}
 QUIET = {
     "accelerator": "cpu",
     "logger": False,

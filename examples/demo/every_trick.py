@@ -30,11 +30,11 @@ def tricks(out: Path) -> Tricks:
         auto_resume={"dirpath": str(out / "resume")},
         checkpoint_remapping={"clean_on_save": True},
         device_monitor={"every_n_train_steps": 20} if find_spec("psutil") else None,
-        flops={"backward": True, "depth": 2},
-        gradient_clipping={"max_norm": 2.0, "log": "all", "log_layers": True},
+        flops_report={"backward": True, "depth": 2},
+        gradient_clipping={"max_norm": 2.0, "log_norm": "all", "log_layers": True},
         hang_watch={"timeout": "10 minutes", "dirpath": str(out / "hang")},
-        images={"n": 16, "every_n_epochs": 5},
-        metrics={
+        image_logger={"n": 16, "every_n_epochs": 5},
+        metrics_monitor={
             "metrics": {"task": "multiclass", "num_classes": 10},
             "class_names": CLASSES,
             "best": {"val/f1": "max"},
@@ -46,7 +46,7 @@ def tricks(out: Path) -> Tricks:
         run_fingerprint=str(out / "fingerprint.jsonl"),
         run_report=str(out / "run"),
         schedule={"kind": "warmup_cosine", "warmup": 0.1},
-        seeding=42,
+        seed_everything=42,
         spike_guard="skip",
     )
 

@@ -32,7 +32,7 @@ def train(folder):
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     resume = {"dirpath": folder, "every_n_train_steps": 10}
-    model = DigitsClassifier(Tricks(seeding=42, optimizer=True, auto_resume=resume))
+    model = DigitsClassifier(Tricks(seed_everything=42, optimizer=True, auto_resume=resume))
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(max_epochs=2, accelerator="cpu", callbacks=[Watches()], **off)
     trainer.fit(model, Digits())

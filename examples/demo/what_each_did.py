@@ -23,12 +23,12 @@ from lightning_tricks import (
     RestoreBest,
     SeedEverything,
     SpikeGuard,
-    VotingClassifier,
-    align,
     read_checkpoint,
     save_weights,
 )
 from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.checkpoint_remapping import align
+from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 
 # Of the Trainers that rows have for themselves

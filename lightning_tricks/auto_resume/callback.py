@@ -97,16 +97,15 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         train_time_interval: Time between two saves, as a timedelta or a dict of its arguments such as
             `{"minutes": 10}`; the first step after it is saved. None for no such saves.
         keep_last: Number of checkpoints that are kept, at least 1.
-        signals: Names of the signals at which the run finishes its step, saves and exits with `exit_code`. The default
-            ones are those that the system has (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be handled: the
+        signals: Names of the signals at which the run finishes its step, saves and exits with `exit_code`; at SIGHUP it
+            continues without its terminal, and appends its output to `train.log` in `dirpath`. The default ones are
+            those that the system has (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be handled: the
             run resumes from its last save. A second SIGINT stops at once. SLURM's requeue signal is left to
             Lightning where Lightning requeues the job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal
             in a validation takes effect after it. Before the first batch, from the construction of this callback in
             the main thread of a script on, signals other than SIGINT are noted: the run exits with `exit_code` where
             its fit starts, and a second signal stops it at once. In a job of Slurm, one that nothing handles, such as
             SIGUSR1, is left alone until then.
-        on_hangup: What SIGHUP does, if it is among the signals: with "detach" training continues without its terminal,
-            and the output is appended to `train.log` in `dirpath`; with "stop" the run saves and exits.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again,
             which goes on from the last complete save. A refused start, an error and a second Ctrl+C exit with 1.
             Under `ddp_fork` and `ddp_spawn` the main process exits with it as well; torchrun exits with 1.
@@ -153,7 +152,6 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         train_time_interval: timedelta | dict[str, float] | None = None,
         keep_last: int = 2,
         signals: Sequence[str] = DEFAULT_SIGNALS,
-        on_hangup: Literal["detach", "stop"] = "detach",
         exit_code: int = 75,
         on_change: Literal["raise", "new"] = "raise",
         ignore: Sequence[str] = (),
@@ -176,7 +174,6 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         self.train_time_interval = train_time_interval
         self.keep_last = check_count("keep_last", keep_last)
         self.signals = signals
-        self.on_hangup = check_choice("on_hangup", on_hangup, ("detach", "stop"))
         self.exit_code = exit_code
         self.on_change = check_choice("on_change", on_change, ("raise", "new"))
         as_patterns("ignore", ignore)
@@ -213,8 +210,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
 
     def _new_stop_request(self, signals: Sequence[str]) -> StopRequest:
         log = CheckpointFolder(self.dirpath).path / "train.log"
-        detach = partial(redirect_output, log) if self.on_hangup == "detach" else None
-        return StopRequest(signals, detach, self.exit_code)
+        return StopRequest(signals, partial(redirect_output, log), self.exit_code)
 
     def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
         """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""

@@ -50,7 +50,7 @@ class DeviceMonitor(TrickCallback):
 
     Args:
         every_n_train_steps: Log every n-th optimizer step, at the end of its batch; at least 1.
-        keys: "default", or a list of names that are logged and shown: those above, written "gpu/utilization", and
+        log_keys: "default", or a list of names that are logged and shown: those above, written "gpu/utilization", and
             "gpu/data_wait" (% of the time in which the GPU was idle for want of data), "gpu/throttled" (% of the time),
             "gpu/memory_utilization", "gpu/sm_clock_mhz", "gpu/fan" and "host/process_ram_gib".
         warn_temperature: Warn once about each GPU that reaches so many degrees Celsius; None never warns.
@@ -68,22 +68,22 @@ class DeviceMonitor(TrickCallback):
 
     Examples:
         >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(callbacks=[DeviceMonitor(keys=["gpu/power_w", "host/data_wait"])], accelerator="cpu")
+        >>> trainer = Trainer(callbacks=[DeviceMonitor(log_keys=["gpu/power_w", "host/data_wait"])], accelerator="cpu")
     """
 
     def __init__(
         self,
         every_n_train_steps: int = 50,
         *,
-        keys: Literal["default"] | list[str] = "default",
+        log_keys: Literal["default"] | list[str] = "default",
         warn_temperature: float | None = 85,
         interval: float = 1.0,
         stages: Sequence[str] = ("train",),
         verbose: bool | None = None,
     ) -> None:
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
-        self.keys = keys
-        check_keys(keys)
+        self.log_keys = log_keys
+        check_keys(log_keys)
         self.warn_temperature = warn_temperature
         if warn_temperature is not None:
             check_number("warn_temperature", warn_temperature, above=0)
@@ -101,7 +101,7 @@ class DeviceMonitor(TrickCallback):
         """Start measuring."""
         super().setup(trainer, pl_module, stage)
         self.summary = None
-        self._run = MonitoredRun(trainer, check_keys(self.keys), self.interval, self.warn_temperature)
+        self._run = MonitoredRun(trainer, check_keys(self.log_keys), self.interval, self.warn_temperature)
         self._installed.callback(self._run.close)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,7 +173,7 @@ class DeviceMonitor(TrickCallback):
         return self._run
 
     def _log(self, trainer: Trainer, stage: str) -> None:
-        logged = LOGGED_KEYS if self.keys == "default" else self.keys
+        logged = LOGGED_KEYS if self.log_keys == "default" else self.log_keys
         values = {key: value for key, value in self._running.take(stage).items() if generic_key(key) in logged}
         if stage not in self.stages:
             return

@@ -82,7 +82,7 @@ def cross_validate(
         >>> import warnings
         >>> from functools import partial
         >>> from torch import nn
-        >>> from lightning_tricks import VotingRegressor
+        >>> from lightning_tricks.ensembles import VotingRegressor
         >>> x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
         >>> make = partial(VotingRegressor, nn.Linear, 2, {"in_features": 4, "out_features": 1})
         >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}

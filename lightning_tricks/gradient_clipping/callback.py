@@ -52,8 +52,8 @@ class GradientClipping(TrickCallback):
     own `on_before_optimizer_step` runs later and receives the clipped gradients.
 
     Logs `grad_norm/pre_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in which something was
-    clipped), with `log="all"` also `grad_norm/post_clip`, and with `on_nonfinite="skip"` `grad_norm/skipped_steps`;
-    with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
+    clipped), with `log_norm="all"` also `grad_norm/post_clip`, and with `on_nonfinite="skip"`
+    `grad_norm/skipped_steps`; with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
 
     Args:
         max_norm: The largest norm allowed, > 0; None is 1.0, unless `method` is given. `float("inf")` logs the norms
@@ -74,7 +74,7 @@ class GradientClipping(TrickCallback):
             steps.
         hold_lr_on_skip: With "skip": do not step the learning rate schedulers of an optimizer whose step is skipped.
             Lightning's `global_step` advances all the same, and so do schedulers that count epochs.
-        log: Whether to log the norm before clipping and the share of clipped steps, without a host read beyond the
+        log_norm: Whether to log the norm before clipping and the share of clipped steps, without a host read beyond the
             logger's own; "all" logs the norm after clipping as well.
         log_layers: Whether to log `grad_norm/<qualified name>` of each parameter tensor as well, every
             `log_every_n_steps`; the norms come from the pass that clips.
@@ -106,7 +106,7 @@ class GradientClipping(TrickCallback):
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         max_consecutive_skips: int | None = None,
         hold_lr_on_skip: bool = False,
-        log: bool | Literal["all"] = True,
+        log_norm: bool | Literal["all"] = True,
         log_layers: bool = False,
     ) -> None:
         self.max_norm = 1.0 if max_norm is None else check_bound("max_norm", max_norm)
@@ -116,7 +116,7 @@ class GradientClipping(TrickCallback):
         self.on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ("ignore", "skip", "raise"))
         self.max_consecutive_skips = max_consecutive_skips
         self.hold_lr_on_skip = hold_lr_on_skip
-        self._log = log  # not `self.log`: Lightning binds the module's `log` method to that name
+        self.log_norm = log_norm
         self.log_layers = log_layers
 
         if max_consecutive_skips is not None:
@@ -291,11 +291,11 @@ class GradientClipping(TrickCallback):
         names: Callable[[], list[str]],
     ) -> None:
         # a batch size means nothing for the value of a step, and Lightning asks for it under `dataloader_iter`
-        if self._log and not trainer.barebones:
+        if self.log_norm and not trainer.barebones:
             counts = self._states[index].counts
             prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"
             values = {"pre_clip": norms.total, "clipped_fraction": counts.clipped / counts.steps}
-            if self._log == "all":
+            if self.log_norm == "all":
                 values["post_clip"] = norm_after
             if self.on_nonfinite == "skip":
                 values["skipped_steps"] = counts.skipped

@@ -59,11 +59,10 @@ class MetricsMonitor(StepsCallback):
         metrics: A preset such as `multiclass_metrics(10)`, its plain values (`{"task": "multiclass", "num_classes":
             10}`), a torchmetrics Metric or MetricCollection, or a dict of them. They are copied.
         class_names: The names of the classes, labels or outputs. With them, averages over classes come for each class.
-        plots: Whether to plot the confusion matrix, curves and bars by class for loggers that take images (TensorBoard,
-            W&B, MLflow, Comet; PNG files beside a CSVLogger): True, at the end of a fit, validation or test; a number
-            n, after each n-th epoch as well. It needs the extra `reports`.
+        log_plots: Whether to plot the confusion matrix, curves and bars by class for loggers that take images
+            (TensorBoard, W&B, MLflow, Comet; PNG files beside a CSVLogger): True, at the end of a fit, validation or
+            test; a number n, after each n-th epoch as well. It needs the extra `reports`.
         best: The keys whose best value is kept: logged key -> "min" or "max".
-        exact: Whether to leave out samples that a DistributedSampler repeats.
         stages: Which of "train", "val" and "test" to measure.
         output_transform: A function of a step's outputs, the batch and the stage that returns the dict, for modules
             whose steps return something else.
@@ -88,7 +87,7 @@ class MetricsMonitor(StepsCallback):
 
     Examples:
         >>> from lightning.pytorch import Trainer
-        >>> from lightning_tricks import multiclass_metrics
+        >>> from lightning_tricks.metrics import multiclass_metrics
         >>> monitor = MetricsMonitor(multiclass_metrics(10), best={"val/f1": "max"})
         >>> trainer = Trainer(callbacks=[monitor], accelerator="cpu", logger=False)
     """
@@ -100,9 +99,8 @@ class MetricsMonitor(StepsCallback):
         metrics: Metric | dict[str, str | int | float | bool | None] | dict[str, Metric] | MetricCollection,
         *,
         class_names: Sequence[str] | None = None,
-        plots: bool | int = True,
+        log_plots: bool | int = True,
         best: dict[str, str] | None = None,
-        exact: bool = True,
         stages: Sequence[str] = key_checks.STAGES,
         output_transform: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
         prefix: str | None = None,
@@ -112,8 +110,7 @@ class MetricsMonitor(StepsCallback):
     ) -> None:
         self.metrics = metrics
         self.class_names = class_names
-        self.plots = plots
-        self.exact = exact
+        self.log_plots = log_plots
         self.stages = check_choices("stages", stages, key_checks.STAGES)
         self.output_transform = output_transform
         self.prefix = prefix
@@ -122,8 +119,8 @@ class MetricsMonitor(StepsCallback):
         self.verbose = verbose
         self._best = best
         key_checks.check_prefix(prefix)
-        if not isinstance(plots, bool):
-            check_count("plots", plots)
+        if not isinstance(log_plots, bool):
+            check_count("log_plots", log_plots)
         check_output_transform(output_transform)
         self._seldom_plotted = seldom_plotted_keys(metrics)
         self._parts = class_names or output_numbers(metrics)  # classes, or outputs, that have values of their own
@@ -139,7 +136,7 @@ class MetricsMonitor(StepsCallback):
 
     def _reset(self) -> None:
         self._epoch = EpochMetrics(self.metrics, self.class_names, curves=self._are_shown)
-        every = 0 if isinstance(self.plots, bool) else self.plots
+        every = 0 if isinstance(self.log_plots, bool) else self.log_plots
         self._plots = EvaluationPlots(self._history, self._keys, self._parts, every, are_logged=self._are_plotted)
         self._collisions = key_checks.Collisions(self._name)
         self._own_samples = OwnSamples(self._name)
@@ -188,7 +185,7 @@ class MetricsMonitor(StepsCallback):
         if stage == "fit":
             key_checks.warn_of_no_validation(trainer, self._name, self._best_keys.of_stage("val"))
             self._history, self.results = History(), {}
-        self._are_plotted = self.plots is not False and self.has_image_logger(trainer)
+        self._are_plotted = self.log_plots is not False and self.has_image_logger(trainer)
         self._are_shown = self._are_plotted or is_reported(trainer)
         self._reset()
         self._outer_exception = id(sys.exc_info()[1])
@@ -232,7 +229,7 @@ class MetricsMonitor(StepsCallback):
         if self._is_sanity_checking:
             return
         inputs, num_rows = returned if isinstance(returned, Mapping) else {}, None
-        if stage != "train" and self.exact:
+        if stage != "train":
             inputs, num_rows = self._own_samples.take(trainer, stage, dataloader_idx, batch_idx, inputs)
         # with automatic optimization, Lightning has divided the loss of training and made a copy of it
         is_divided = stage == "train" and pl_module.automatic_optimization

@@ -31,12 +31,12 @@ class ModelReport(TrickCallback):
     A line names the trainable parameters that got no gradient until then. Training stays bit-identical. The report is
     also written as text to TensorBoard, if that is a logger.
 
-    The report itself is that of `lightning_tricks.summarize_model`. It needs the extra `reports` for layers and graph,
-    and graphviz's `dot` for the pictures; the report names what is missing.
+    The report itself is that of `lightning_tricks.model_report.summarize_model`. It needs the extra `reports` for
+    layers and graph, and graphviz's `dot` for the pictures; the report names what is missing.
 
     Args:
-        path: A folder for `parameters.csv`, `report.json`, `layers.txt`, `graph.dot`, `graph.svg` and `graph.png`. None
-            writes no files.
+        dirpath: A folder for `parameters.csv`, `report.json`, `layers.txt`, `graph.dot`, `graph.svg` and `graph.png`.
+            None writes no files.
         graph: Whether to make the graph: True, False, or options for torchviz's `make_dot`, such as
             `{"show_attrs": True}`.
         depth: The depth of the deepest modules in the summary of the layers, >= 1.
@@ -54,19 +54,19 @@ class ModelReport(TrickCallback):
         >>> trainer = Trainer(callbacks=[ModelReport("report")], accelerator="cpu", logger=False)
     """
 
-    path_arguments = ("path",)
+    path_arguments = ("dirpath",)
 
     def __init__(
         self,
-        path: str | Path | None = None,
+        dirpath: str | Path | None = None,
         *,
         graph: bool | dict[str, Any] = True,
         depth: int = 3,
         verbose: bool | None = None,
     ) -> None:
-        if path is not None:
-            check_path("path", path, "a folder")
-        self.path = path
+        if dirpath is not None:
+            check_path("dirpath", dirpath, "a folder")
+        self.dirpath = dirpath
         self.graph = graph
         self.depth = check_count("depth", depth)
         self.verbose = verbose
@@ -147,15 +147,15 @@ class ModelReport(TrickCallback):
             self.say("after the first step: " + ", ".join(f"{name} {size}" for name, size in part.facts))
             for sentence in part.sentences:
                 self.say(sentence)
-        if self.path is not None:
+        if self.dirpath is not None:
             try:
-                written = self.summary.write(self.path)
+                written = self.summary.write(self.dirpath)
             except Exception as error:  # graphviz raises errors of its own
                 rank_zero_warn(
-                    f"ModelReport did not write all files to path={str(self.path)!r}: {describe_error(error)}"
+                    f"ModelReport did not write all files to dirpath={str(self.dirpath)!r}: {describe_error(error)}"
                 )
             else:
-                self.say(f"{', '.join(path.name for path in written)} in {self.path}")
+                self.say(f"{', '.join(path.name for path in written)} in {self.dirpath}")
         for logger in trainer.loggers:
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):

@@ -34,7 +34,7 @@ class RunReport(TrickCallback):
     Sections without data are left out. Sentences with numbers come first, such as "62 % of 1,200 steps were clipped". A
     `trainer.test` after the fit, in the same process, adds what it finds.
 
-    In the folder `path` are the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
+    The folder `dirpath` has the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
     `lightning-tricks report DIR` makes the page anew, and `lightning-tricks report A B` one that compares two runs. A
     fit that is resumed by `ckpt_path` or `AutoResume` continues the record from where the checkpoint was saved. Where
     the folder has the record of another fit, or rows of this one that it will not log again, the files are moved to
@@ -48,21 +48,21 @@ class RunReport(TrickCallback):
     addresses are left out, in texts too; a secret that nothing names stays: read the page before you publish it.
 
     Args:
-        path: The folder of the report; it is created if it does not exist.
+        dirpath: The folder of the report; it is created if it does not exist.
 
     Raises:
-        TypeError: If `path` is not a path.
+        TypeError: If `dirpath` is not a path.
 
     Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[RunReport("runs/a")], accelerator="cpu", logger=False)
     """
 
-    path_arguments = ("path",)
+    path_arguments = ("dirpath",)
     takes_report_parts = True
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = check_path("path", path, "a folder")
+    def __init__(self, dirpath: str | os.PathLike[str]) -> None:
+        self.dirpath = check_path("dirpath", dirpath, "a folder")
         self._position = Position()
         self._position_to_keep: Position | None = None  # of the record that a resumed fit continues
         # The folder of its record, the id of its rows, and the names of its parts
@@ -81,8 +81,10 @@ class RunReport(TrickCallback):
             return
         self._position_to_keep, self._position, self._last_fit = None, Position(), None
         writes = trainer.is_global_zero and not is_fast_dev_run(trainer)
-        if writes and (problem := find_write_problem(Path(self.path), is_folder=True)):
-            raise MisconfigurationException(f"RunReport cannot write to {self.path}: {problem}. Choose another path.")
+        if writes and (problem := find_write_problem(Path(self.dirpath), is_folder=True)):
+            raise MisconfigurationException(
+                f"RunReport cannot write to {self.dirpath}: {problem}. Choose another dirpath."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the record, or continue it after a resume, and observe what is logged."""
@@ -97,7 +99,7 @@ class RunReport(TrickCallback):
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._stops_on_error():
             record = describe_run(trainer, pl_module)
-            writer = self._writer = RunWriter(Path(self.path), record, trainer.train_dataloader)
+            writer = self._writer = RunWriter(Path(self.dirpath), record, trainer.train_dataloader)
             self._installed.callback(writer.close)
             if self._position_to_keep is None:
                 writer.start()
@@ -241,7 +243,7 @@ class RunReport(TrickCallback):
         try:
             yield
         except Exception as error:
-            warnings.warn(f"RunReport stops writing {self.path}: {describe_error(error)}", stacklevel=2)
+            warnings.warn(f"RunReport stops writing {self.dirpath}: {describe_error(error)}", stacklevel=2)
             self._close()
 
     def _note_fit(self) -> None:

@@ -97,7 +97,8 @@ def spawned_workers(folder: Path) -> None:
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
-    from lightning_tricks import AutoResume, isolated_rng
+    from lightning_tricks import AutoResume
+    from lightning_tricks.seeding import isolated_rng
     from tests.contract.checks import Interrupts
     from tests.small import QUIET, Net, same
 

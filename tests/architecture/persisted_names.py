@@ -39,28 +39,22 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
-import lightning_tricks
-from lightning_tricks import (
-    AGC,
-    AutoResume,
-    GradientClipping,
-    TrainableCheckpoint,
-    Tricks,
-    align,
-    count_flops,
-    isolated_rng,
-    summarize_model,
-)
+from lightning_tricks import AutoResume, GradientClipping, TrainableCheckpoint, Tricks, count_flops
 from lightning_tricks.auto_resume.core.tensor_block import unpack
+from lightning_tricks.checkpoint_remapping import align
 from lightning_tricks.cli import main
 from lightning_tricks.devices import Gpu
 from lightning_tricks.devices.core.device_summary import QUANTITIES
 from lightning_tricks.finetuning import LoRASettings, add_lora, save_adapter
+from lightning_tricks.gradient_clipping import AGC, PercentileClip, ZScoreClip
+from lightning_tricks.model_report import summarize_model
+from lightning_tricks.seeding import isolated_rng
 from lightning_tricks.training_cli import TricksCLI, TricksParser
+from lightning_tricks.tricks import callback_of
 from tests.contract.cases import CASES
 from tests.contract.checks import Interrupts
 from tests.contract.lab import Lab
-from tests.small import QUIET, Net, loader
+from tests.small import PUBLIC, QUIET, Net, loader
 
 ROOT = Path(__file__).parents[2]
 LISTING = Path(__file__).with_suffix(".txt")
@@ -130,9 +124,7 @@ def files_in(folder: Path) -> Iterator[str]:
 
 def _fields_of_tricks(folder: Path) -> Iterator[str]:
     of_callbacks = {case.callback.__name__: dict(case.arguments) for case in CASES.values()}
-    given = {
-        field.name: of_callbacks[field.metadata["callback"]] for field in fields(Tricks) if "callback" in field.metadata
-    }
+    given = {field.name: of_callbacks[kind.__name__] for field in fields(Tricks) if (kind := callback_of(field.name))}
     tricks = Tricks(**given, optimizer=True, schedule=True)
     yield from (f"Tricks.{field.name}" for field in fields(Tricks))
     yield from paths_in(tricks.as_dict(), "Tricks.as_dict()")
@@ -141,12 +133,8 @@ def _fields_of_tricks(folder: Path) -> Iterator[str]:
 
 def _arguments(folder: Path) -> Iterator[str]:
     """What YAML and hyper-parameters name: arguments and, where they are words, their values."""
-    modules = [name for name in lightning_tricks.__all__ if name.endswith(("Classifier", "Regressor"))]
-    from lightning_tricks.checkpoint_remapping import RemapRule
-
-    described = {name: getattr(lightning_tricks, name) for name in (*CASES, *_SPECS, *modules)} | {
-        "RemapRule": RemapRule
-    }
+    described = {name: kind for name, kind in PUBLIC.items() if name.endswith(("Classifier", "Regressor"))}
+    described |= {name: PUBLIC[name] for name in (*CASES, *_SPECS, "RemapRule")}
     for name, kind in described.items():
         hints = typing.get_type_hints(kind.__init__)
         for argument in _arguments_of(kind):
@@ -307,7 +295,7 @@ def _added_to(checkpoint: Path) -> Iterator[str]:
 def _state_of_callbacks(folder: Path) -> Iterator[str]:
     """What each callback adds to a checkpoint in the middle of an epoch, and to that of AutoResume."""
     lab = Lab(folder / "states")
-    methods = (lightning_tricks.AGC(0.1), lightning_tricks.PercentileClip(), lightning_tricks.ZScoreClip())
+    methods = (AGC(0.1), PercentileClip(), ZScoreClip())
     makers: list[Any] = [(case.make, case.net) for name, case in CASES.items() if name != "AutoResume"]
     makers += [(lambda method=method: GradientClipping(method=method), {}) for method in methods]
     for make, lab.net in makers:
@@ -342,14 +330,14 @@ def _small_checkpoint(folder: Path) -> Iterator[str]:
 
 def _ensembles(folder: Path) -> Iterator[str]:
     """What a checkpoint of an ensemble holds beside that of another module."""
-    for name in lightning_tricks.__all__:
-        if name.startswith("Conformal"):
-            conformal = getattr(lightning_tricks, name)(nn.Linear(2, 2))
+    for name, kind in PUBLIC.items():
+        if name in ("ConformalClassifier", "ConformalRegressor"):
+            conformal = kind(nn.Linear(2, 2))
             yield from (f"{name}: state_dict.{key}" for key in conformal.state_dict() if not key.startswith("module."))
             yield from (f"{name}: hyper_parameters.{key}" for key in conformal.hparams)
             yield f"{name}: calibrated_as {bytes(conformal.calibrated_as.tolist()).decode()}"
         elif name.endswith(("Classifier", "Regressor")) and name != "CalibratedClassifier":
-            kind, outputs = getattr(lightning_tricks, name), 10 if name.endswith("Classifier") else 1
+            outputs = 10 if name.endswith("Classifier") else 1
             x, y = torch.rand(8, 64), torch.arange(8) % 2
             data = DataLoader(TensorDataset(x, y if outputs > 1 else y.unsqueeze(1) / 2), batch_size=4)
             for options in ({"vectorize": True}, {"vectorize": False}) if "vectorize" in _arguments_of(kind) else ({},):
@@ -378,7 +366,7 @@ def _files(folder: Path) -> Iterator[str]:
     os.chdir(folder / "written")
     logger = CSVLogger(folder / "written" / "logs", name="", version=0)
     options = {**QUIET, "logger": logger, "log_every_n_steps": 1, "max_epochs": 1, "limit_train_batches": 2}
-    changed = {"ImageLogger": {"every_n_epochs": 1}, "MetricsMonitor": {"plots": True}}
+    changed = {"ImageLogger": {"every_n_epochs": 1}, "MetricsMonitor": {"log_plots": True}}
     changed["GradualUnfreezing"] = {"schedule": {0: "*"}}
     for name, case in CASES.items():
         if name != "AutoResume":

@@ -91,6 +91,18 @@ def test_public_names_are_there_and_typed(name):
         package.nothing  # noqa: B018
 
 
+def test_a_name_of_a_room_is_pointed_out():
+    assert len(lightning_tricks.__all__) <= 45
+    words = "'VotingClassifier'; write `from lightning_tricks.ensembles import VotingClassifier`"
+    with pytest.raises(AttributeError, match=words):
+        lightning_tricks.VotingClassifier  # noqa: B018
+    with pytest.raises(ImportError, match=words):
+        from lightning_tricks import VotingClassifier  # noqa: F401
+    assert not hasattr(lightning_tricks, "AGC")
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from lightning_tricks import Nothing  # noqa: F401
+
+
 def test_a_program_without_sources_knows_the_names(tmp_path):
     """As PyInstaller makes it: a zip of bytecode."""
     sources = shutil.copytree(_PACKAGE, tmp_path / "sources" / "lightning_tricks")

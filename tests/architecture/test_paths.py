@@ -14,29 +14,22 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 import lightning_tricks
-from lightning_tricks import (
-    ConformalRegressor,
-    Tricks,
-    TricksMixin,
-    VotingClassifier,
-    align,
-    count_flops,
-    load_weights,
-    read_checkpoint,
-    save_weights,
-    summarize_model,
-)
+from lightning_tricks import Tricks, TricksMixin, count_flops, load_weights, read_checkpoint, save_weights
 from lightning_tricks._shared.checks import check_path, file_argument, is_address, path_argument
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, save_durably, write_durably
-from lightning_tricks.checkpoint_remapping import read_rules
+from lightning_tricks.checkpoint_remapping import align, read_rules
 from lightning_tricks.cli import main
+from lightning_tricks.conformal import ConformalRegressor
 from lightning_tricks.devices import GpuLockError
 from lightning_tricks.devices.core.gpu_locks import FOLDER_VARIABLE, existing_lock_folder
+from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.finetuning import add_lora, load_adapter, load_trainable, save_adapter
 from lightning_tricks.finetuning.core.trainable_weights import base_fingerprints, leave_out_base
 from lightning_tricks.hang_watch import compare_ranks
+from lightning_tricks.model_report import summarize_model
 from lightning_tricks.run_fingerprint import read_ranks
 from lightning_tricks.run_report import read_record
+from lightning_tricks.tricks import callback_of
 from tests.architecture.persisted_names import command_actions, subcommands
 
 _NAMED = re.compile("path|dir|file|folder")
@@ -279,7 +272,7 @@ def test_the_remedy_is_that_of_the_address(given, remedy):
 def test_the_paths_that_no_checkpoint_may_set_are_all_that_tricks_have_and_are_listed():
     looks_like_one, are_dropped = set(), set()
     for trick in fields(Tricks):
-        callback = getattr(lightning_tricks, trick.metadata.get("callback", ""), None)
+        callback = callback_of(trick.name)
         if callback is None:
             continue
         for name, parameter in inspect.signature(callback).parameters.items():

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import lightning_tricks
+from lightning_tricks._lazy import packages_with
 from tests.documents.blocks import PAGES, blocks_of
+from tests.small import PUBLIC
 
 _PACKAGE = Path(lightning_tricks.__file__).parent
 
@@ -32,17 +34,19 @@ _FORMS = """
 import torch
 import lightning_tricks
 from lightning_tricks import *
-from lightning_tricks import OptimizerSpec, ScheduleSpec, Tricks, TricksMixin, binary_metrics, count_flops
+from lightning_tricks import OptimizerSpec, ScheduleSpec, Tricks, TricksMixin, count_flops
+from lightning_tricks.metrics import binary_metrics
 from lightning_tricks.lr_schedules import build_optimizer
 
 version: str = lightning_tricks.__version__
 by_star: SeedEverything = SeedEverything(42)
 
-Tricks(optimizer={"name": "SGD", "lr": 0.1}, flops=True, metrics={"metrics": {"task": "binary"}})
+Tricks(optimizer={"name": "SGD", "lr": 0.1}, flops_report=True, metrics_monitor={"metrics": {"task": "binary"}})
 Tricks(optimizer=OptimizerSpec("AdamW"), schedule=ScheduleSpec("wsd", warmup="500 steps", decay=0.1))
-Tricks(optimizer=True, schedule={"kind": "wsd", "warmup": "500 steps"}, seeding=False, metrics=binary_metrics())
-Tricks(seeding=42, gradient_clipping=0.5, auto_resume="runs", run_fingerprint="a.csv", images=16, model_report="out")
-Tricks(seeding=None, gradient_clipping={"method": {"class_path": "lightning_tricks.AGC"}}, checkpoint_remapping=True)
+Tricks(optimizer=True, schedule={"kind": "wsd", "warmup": "500 steps"}, metrics_monitor=binary_metrics())
+Tricks(seed_everything=42, gradient_clipping=0.5, auto_resume="runs", run_fingerprint="a.csv", image_logger=16)
+Tricks(gradient_clipping={"method": {"class_path": "lightning_tricks.gradient_clipping.AGC"}}, seed_everything=None)
+Tricks(checkpoint_remapping=True, model_report="out", seed_everything=False)
 count_flops(torch.nn.Linear(2, 2), torch.zeros(1, 2)).flops
 """
 
@@ -56,7 +60,7 @@ _MISTAKES = {
         for room in sorted(_PACKAGE.glob("[a-z]*/__init__.py"))
     },
     "from lightning_tricks import Tricks; Tricks(gradient_cliping=1.0)": 'argument "gradient_cliping"',
-    "from lightning_tricks import Tricks; Tricks(seeding='42')": 'Argument "seeding" to "Tricks" has incompatible type',
+    "from lightning_tricks import Tricks; Tricks(seed_everything='1')": '"seed_everything" to "Tricks" has incompat',
     "from lightning_tricks import OptimizerSpec; OptimizerSpec(nme='SGD')": 'keyword argument "nme"',
     "from lightning_tricks import ScheduleSpec; ScheduleSpec(knd='wsd')": 'keyword argument "knd"',
     "from lightning_tricks import GradientClipping; GradientClipping(max_nrm=1.0)": 'keyword argument "max_nrm"',
@@ -66,18 +70,19 @@ _MISTAKES = {
 def _examples():
     """The examples of all docstrings in the package, each after the imports of its module, by the object's name."""
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in lightning_tricks.__all__:
-        public = getattr(lightning_tricks, name)
-        module = inspect.getmodule(public)
+    public = PUBLIC | {name: getattr(lightning_tricks, name) for name in lightning_tricks.__all__}
+    for name, kind in public.items():
+        module = inspect.getmodule(kind)
         source = ast.parse(inspect.getsource(module))
         imports = [ast.unparse(node) for node in source.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        for test in finder.find(public, name, module=module):
+        for test in finder.find(kind, name, module=module):
             code = "".join(example.source for example in test.examples)
             nodes = list(ast.walk(ast.parse(code)))
             imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-            used = {node.id for node in nodes if isinstance(node, ast.Name)} & {*lightning_tricks.__all__} - imported
+            used = {node.id for node in nodes if isinstance(node, ast.Name)} & {*public} - imported
+            homes = [f"from {packages_with(each)[0]} import {each}" for each in {name, *used} & {*PUBLIC}]
             if code:
-                yield name, "\n".join([*imports, f"from lightning_tricks import {', '.join({name, *used})}", code])
+                yield name, "\n".join([*imports, *homes, code])
 
 
 @pytest.fixture(scope="module")

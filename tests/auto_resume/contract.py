@@ -64,7 +64,6 @@ CASES = (
             "train_time_interval": {"minutes": 30},
             "keep_last": 3,
             "signals": ["SIGTERM"],
-            "on_hangup": "stop",
             "exit_code": 99,
             "on_change": "new",
             "ignore": ["seed"],

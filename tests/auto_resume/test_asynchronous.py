@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from packaging.version import Version
 
-from lightning_tricks import AutoResume, TrainableCheckpoint, isolated_rng
+from lightning_tricks import AutoResume, TrainableCheckpoint
 from lightning_tricks._shared.host_copies import HostCopies
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.tensor_block import unpack
+from lightning_tricks.seeding import isolated_rng
 from tests.auto_resume.killing import differences, kill_at, run
 from tests.auto_resume.training import ON_FILES
 from tests.small import QUIET, Net, loader, same

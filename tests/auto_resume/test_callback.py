@@ -71,7 +71,6 @@ def weights(trainer):
         ({"signals": "SIGTERM"}, "signals must be a list of names, got 'SIGTERM'"),
         ({"signals": ["TERM"]}, "signals must be one of SIG.*, got 'TERM'.*SIGTERM"),
         ({"signals": ["SIGKILL"]}, "signals must be one of SIG.*, got 'SIGKILL'"),
-        ({"on_hangup": "ignore"}, "on_hangup must be one of detach, stop, got 'ignore'"),
         ({"exit_code": 256}, r"exit_code must be in \[0, 255\], got 256"),
         ({"on_failed_save": "retry"}, "on_failed_save must be one of warn, raise"),
     ],

@@ -24,12 +24,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_tricks import AutoResume, capture_rng_state, isolated_rng, restore_rng_state
+from lightning_tricks import AutoResume
 from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws, as_rng_state, raw_rng_state
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, position_of, why_not_trackable
 from lightning_tricks.auto_resume.core.data.workers import WorkerInit
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
+from lightning_tricks.seeding import capture_rng_state, isolated_rng, restore_rng_state
 from tests.contract.checks import Interrupts
 from tests.small import QUIET, Net, same
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_tricks import AutoResume, isolated_rng
+from lightning_tricks import AutoResume
+from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, EvaluatedNet, loader
 
 

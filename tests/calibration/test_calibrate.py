@@ -14,13 +14,9 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import lightning_tricks
-from lightning_tricks import (
-    CalibratedClassifier,
-    Calibration,
-    VotingClassifier,
-    calibrate,
-)
-from lightning_tricks.calibration import calibration_scores
+from lightning_tricks import calibrate, ensembles
+from lightning_tricks.calibration import CalibratedClassifier, Calibration, calibration_scores
+from lightning_tricks.ensembles import VotingClassifier
 from tests.ensembles.nets import MLP, digits, few, fit, values
 from tests.small import QUIET, fork
 
@@ -65,7 +61,7 @@ def test_an_ensemble_is_calibrated_as_a_whole_and_nothing_else_changes(family, m
     options = {"n_estimators": 2, "optimizer": ADAM, "seed": 0}
     of_others = {"NeuralForest": {"n_outputs": 10, "depth": 3}, "Stacking": {"estimators": MLP, "cv": 2}}
     members = of_others.get(family, {"estimator": MLP})
-    ensemble = getattr(lightning_tricks, f"{family}Classifier")(**members, **options)
+    ensemble = getattr(ensembles, f"{family}Classifier")(**members, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(ensemble, few(digits()[0], 300), max_epochs=4)
@@ -120,7 +116,7 @@ def test_votes_and_regressors_are_refused():
     hard = VotingClassifier(MLP, 2, voting_strategy="hard", seed=0)
     with pytest.raises(ValueError, match='voting_strategy="hard"'):
         calibrate(hard, loader_of(x, y))
-    regressor = lightning_tricks.VotingRegressor(nn.Linear, 2, {"in_features": 64, "out_features": 1})
+    regressor = lightning_tricks.ensembles.VotingRegressor(nn.Linear, 2, {"in_features": 64, "out_features": 1})
     with pytest.raises(TypeError, match="VotingRegressor is no classifier"):
         calibrate(regressor, loader_of(x, y.float()[:, None]))
     with pytest.raises(TypeError, match="VotingRegressor is no classifier"):

@@ -6,8 +6,7 @@ import ast
 import re
 from typing import Any
 
-from lightning_tricks import align, remap_keys
-from lightning_tricks.checkpoint_remapping import CheckpointError
+from lightning_tricks.checkpoint_remapping import CheckpointError, align, remap_keys
 from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
 from tests.checkpoint_remapping.models import module_of
 from tests.checkpoint_remapping.perturbations import Architecture, File

@@ -3,7 +3,8 @@
 import torch
 from lightning.pytorch import Callback
 
-from lightning_tricks import CheckpointRemapping, isolated_rng
+from lightning_tricks import CheckpointRemapping
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting, full
 from tests.small import Net

@@ -26,8 +26,7 @@ import torch
 import torchvision
 import transformers
 
-from lightning_tricks import align
-from lightning_tricks.checkpoint_remapping import Alignment, AmbiguousAlignmentError
+from lightning_tricks.checkpoint_remapping import Alignment, AmbiguousAlignmentError, align
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match
 from tests.checkpoint_remapping.advice import ENDS, LOOPS, MOST_STEPS, STUCK, follow
 from tests.checkpoint_remapping.architectures import NotBuiltError, architectures

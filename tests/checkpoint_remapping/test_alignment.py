@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision import models
 
-from lightning_tricks import align, load_weights, read_checkpoint, remap_keys
+from lightning_tricks import load_weights, read_checkpoint
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.checkpoint_remapping import (
     AmbiguousAlignmentError,
     CheckpointError,
+    align,
     max_output_difference,
     read_rules,
+    remap_keys,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.justification import Evidence, Justification
 from lightning_tricks.checkpoint_remapping.core.matching.layers import (

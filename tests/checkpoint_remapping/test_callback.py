@@ -346,7 +346,7 @@ def saved(module, path="own.ckpt", **more):
 
 
 def test_own_checkpoints_load_with_their_hyperparameters(lightning_log):
-    module = Lit(width=5, tricks=Tricks(seeding=3))
+    module = Lit(width=5, tricks=Tricks(seed_everything=3))
     loaded = Lit.load_from_checkpoint(saved(module))
     assert loaded.hparams.width == 5
     assert weights_equal(module, loaded)
@@ -466,9 +466,9 @@ def test_values_of_the_caller_win():
 
 
 def test_what_lies_in_itself_is_saved_as_it_is():
-    loop = [Tricks(seeding=1)]
+    loop = [Tricks(seed_everything=1)]
     loop.append(loop)
-    assert Objects({"loop": loop, "x": [1]}, 1, 2).hparams.config["loop"][0] == Tricks(seeding=1).as_dict()
+    assert Objects({"loop": loop, "x": [1]}, 1, 2).hparams.config["loop"][0] == Tricks(seed_everything=1).as_dict()
 
 
 def test_loading_hooks():

@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_tricks import remap_keys
-from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, RemapRule
+from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, RemapRule, remap_keys
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.conversion_tables import FAMILIES
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed

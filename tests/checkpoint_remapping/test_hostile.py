@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_tricks import load_weights, read_checkpoint, remap_keys
+from lightning_tricks import load_weights, read_checkpoint
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
@@ -20,6 +20,7 @@ from lightning_tricks.checkpoint_remapping import (
     NotACheckpointError,
     UnsafeCheckpointError,
     read_rules,
+    remap_keys,
 )
 from lightning_tricks.checkpoint_remapping.core.files import reading
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_tricks import align, load_weights, read_checkpoint, save_weights
+from lightning_tricks import load_weights, read_checkpoint, save_weights
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping import (
     AmbiguousAlignmentError,
     CheckpointError,
     NotACheckpointError,
     NothingLoadedError,
+    align,
     max_output_difference,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import suggested_patterns

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_tricks import load_weights, remap_keys
-from lightning_tricks.checkpoint_remapping import CheckpointError, RemapRule, read_rules
+from lightning_tricks import load_weights
+from lightning_tricks.checkpoint_remapping import CheckpointError, RemapRule, read_rules, remap_keys
 
 
 def ones(*names):

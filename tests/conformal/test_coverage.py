@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks import ConformalClassifier, ConformalRegressor
+from lightning_tricks.conformal import ConformalClassifier, ConformalRegressor
 
 SPLITS, N, M = 1000, 57, 80
 LIMITS = (4.0, 1.95)  # standard errors; the 99.9 % point of the Kolmogorov distribution

@@ -12,7 +12,7 @@ from mapie.regression import ConformalizedQuantileRegressor, SplitConformalRegre
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from torch import nn
 
-from lightning_tricks import ConformalClassifier, ConformalRegressor
+from lightning_tricks.conformal import ConformalClassifier, ConformalRegressor
 from lightning_tricks.conformal.functional import conformal_quantile, ranked_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # MAPIE's own

@@ -14,13 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lightning_tricks
-from lightning_tricks import (
-    CalibratedClassifier,
-    ConformalClassifier,
-    ConformalRegressor,
-    VotingClassifier,
-    VotingRegressor,
-)
+from lightning_tricks.calibration import CalibratedClassifier
+from lightning_tricks.conformal import ConformalClassifier, ConformalRegressor
+from lightning_tricks.ensembles import VotingClassifier, VotingRegressor
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.ensembles.nets import MLP, diabetes, digits
 from tests.small import QUIET, HostReads
@@ -77,7 +73,7 @@ class LitNet(LightningModule):
 
 
 def _seeded(make, seed=0):
-    with lightning_tricks.isolated_rng(seed):
+    with lightning_tricks.seeding.isolated_rng(seed):
         return make()
 
 

@@ -26,7 +26,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_tricks import AutoResume, isolated_rng
+from lightning_tricks import AutoResume
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting, attributes, identical_copies, traces, traces_on_trainer
 from tests.small import EvaluatedNet, HostReads, Net, loader, same

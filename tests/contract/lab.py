@@ -22,7 +22,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from lightning_tricks import isolated_rng
+from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, EvaluatedNet, Net, fork, loader, real_fp16
 
 

@@ -89,7 +89,7 @@ def test_what_it_says_is_what_the_run_has_recorded(two_runs):
     (checkpoint,) = (out / "logs" / "version_0" / "checkpoints").iterdir()
     with pytest.warns(UserWarning, match="These tricks are off, as a checkpoint must not decide"):
         loaded = demo.DigitsClassifier.load_from_checkpoint(checkpoint, weights_only=True)
-    assert loaded.tricks.seeding == 42
+    assert loaded.tricks.seed_everything == 42
 
 
 @pytest.mark.thorough

@@ -76,7 +76,7 @@ def test_a_fit_that_resumes_in_the_middle_of_an_epoch(tmp_path):
 
 def test_nothing_measured_logs_nothing(tmp_path):
     logger = CSVLogger(tmp_path)
-    fit(DeviceMonitor(1, keys=["gpu/fan"]), logger=logger)
+    fit(DeviceMonitor(1, log_keys=["gpu/fan"]), logger=logger)
     assert not (Path(logger.log_dir) / "metrics.csv").exists()
 
 
@@ -84,7 +84,7 @@ def test_nothing_measured_logs_nothing(tmp_path):
 def test_validation_has_keys_of_its_own(tmp_path):
     logger = CSVLogger(tmp_path)
     fit(
-        DeviceMonitor(100, keys=HOST, stages=["val"]),
+        DeviceMonitor(100, log_keys=HOST, stages=["val"]),
         module=EvaluatedNet(),
         logger=logger,
         num_sanity_val_steps=2,
@@ -198,7 +198,7 @@ class NeverIdle:
 @pytest.mark.trap("devices: DeviceStatsMonitor has no utilization, temperature or power")
 def test_gpus(on_gpus, tmp_path, capsys):
     logger = CSVLogger(tmp_path)
-    monitor = DeviceMonitor(10, keys=list(DEFAULT_KEYS), verbose=True)
+    monitor = DeviceMonitor(10, log_keys=list(DEFAULT_KEYS), verbose=True)
     fit(monitor, logger=logger)
     row = next(row for row in rows(logger) if "gpu0/utilization" in row)
     names = ("utilization", "memory_used_gib", "temperature", "power_w")
@@ -456,7 +456,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="every_n_train_steps must be a whole number >= 1, got 0"):
         DeviceMonitor(0)
     with pytest.raises(ValueError, match=r"keys must be one of .*Did you mean 'host/data_wait'\?"):
-        DeviceMonitor(keys=["host/data_wat"])
+        DeviceMonitor(log_keys=["host/data_wat"])
     with pytest.raises(ValueError, match="warn_temperature must be a number > 0, got -1"):
         DeviceMonitor(warn_temperature=-1)
     with pytest.raises(ValueError, match="interval must be a number > 0 and <= 3600, got 0"):
@@ -467,7 +467,7 @@ def test_bad_arguments():
 def test_on_a_gpu(tmp_path, capsys):
     logger = CSVLogger(tmp_path)
     names = ("utilization", "peak_memory_gib", "memory_used_gib", "data_wait")
-    monitor = DeviceMonitor(5, interval=0.05, keys=[f"gpu/{name}" for name in names])
+    monitor = DeviceMonitor(5, interval=0.05, log_keys=[f"gpu/{name}" for name in names])
     fit(monitor, logger=logger, accelerator="cuda", devices=1, max_epochs=20)
     assert any("gpu0/utilization" in row for row in rows(logger))
     (summary,) = monitor.summary

@@ -6,25 +6,21 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import lightning_tricks
 from lightning_tricks import (
-    adaptive_clip_grad_,
-    align,
-    capture_rng_state,
-    clip_grad_norm_,
     count_flops,
-    isolated_rng,
+    ensembles,
     load_weights,
-    memory_report,
     read_checkpoint,
     replace_head,
-    restore_rng_state,
     save_weights,
     seed_everything,
-    summarize_model,
-    to_pil,
-    to_tensor,
 )
+from lightning_tricks.checkpoint_remapping import align
+from lightning_tricks.devices import memory_report
+from lightning_tricks.gradient_clipping import adaptive_clip_grad_, clip_grad_norm_
+from lightning_tricks.images import to_pil, to_tensor
+from lightning_tricks.model_report import summarize_model
+from lightning_tricks.seeding import capture_rng_state, isolated_rng, restore_rng_state
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.ensembles.nets import MLP
 from tests.ensembles.test_families import ADAM, FAMILIES, made
@@ -98,9 +94,7 @@ def test_ensembles_are_made_on_the_device(name):
     if name in FAMILIES:
         ensemble = made(name, **({"n_inputs": 64} if name == "NeuralForest" else {}))
     else:
-        ensemble = getattr(lightning_tricks, f"{name}Classifier")(
-            MLP, n_estimators=2, n_outputs=10, optimizer=ADAM, seed=0
-        )
+        ensemble = getattr(ensembles, f"{name}Classifier")(MLP, n_estimators=2, n_outputs=10, optimizer=ADAM, seed=0)
     assert {str(value.device) for value in ensemble.parameters()} == {"cuda:0"}
     assert ensemble.predict(torch.zeros(2, 64)).shape == (2, 10)
 

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-import lightning_tricks
-from lightning_tricks import AutoResume, Tricks, TricksMixin, isolated_rng
+from lightning_tricks import AutoResume, Tricks, TricksMixin, ensembles
+from lightning_tricks.seeding import isolated_rng
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.emulated_cuda.test_callbacks import After, Before
 from tests.ensembles.nets import CNN, MLP, Stops, diabetes, few, fit
@@ -29,7 +29,7 @@ def _make(name, kind="Classifier", make=CNN):
         return made(name, kind, make=make if kind == "Classifier" else MLP)
     arguments = {"inputs": 10, "outputs": 1} if kind == "Regressor" else None
     members = {"n_estimators": 2, "estimator_args": arguments, **_OTHERS[name]}
-    maker = getattr(lightning_tricks, name + kind)
+    maker = getattr(ensembles, name + kind)
     return maker(MLP if kind == "Regressor" else make, **members, optimizer=ADAM, seed=0)
 
 

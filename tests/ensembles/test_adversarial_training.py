@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import AdversarialTrainingClassifier, AdversarialTrainingRegressor
+from lightning_tricks.ensembles import AdversarialTrainingClassifier, AdversarialTrainingRegressor
 from lightning_tricks.ensembles.adversarial_training import (
     extended_extremes,
 )

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_tricks import (
+from lightning_tricks import ScheduleSpec
+from lightning_tricks.ensembles import (
     GradientBoostingClassifier,
     GradientBoostingRegressor,
-    ScheduleSpec,
     SoftGradientBoostingClassifier,
     SoftGradientBoostingRegressor,
 )

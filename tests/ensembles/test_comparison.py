@@ -14,14 +14,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import (
-    AutoResume,
+from lightning_tricks import AutoResume
+from lightning_tricks._shared.tensors import gather_objects
+from lightning_tricks.ensembles import (
     FusionClassifier,
     GradientBoostingClassifier,
     SoftGradientBoostingClassifier,
     VotingClassifier,
 )
-from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks.ensembles.core import comparison
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members

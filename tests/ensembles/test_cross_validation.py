@@ -13,7 +13,7 @@ from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_tricks import VotingClassifier, cross_validate
+from lightning_tricks.ensembles import VotingClassifier, cross_validate
 from tests.ensembles.nets import LBFGS, MLP, digits
 from tests.small import QUIET
 

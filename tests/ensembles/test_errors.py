@@ -8,11 +8,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_tricks import (
+from lightning_tricks import OptimizerSpec
+from lightning_tricks.ensembles import (
     FastGeometricClassifier,
     FusionClassifier,
     GradientBoostingClassifier,
-    OptimizerSpec,
     SnapshotEnsembleClassifier,
     SoftGradientBoostingClassifier,
     SoftGradientBoostingRegressor,

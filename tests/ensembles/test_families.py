@@ -5,8 +5,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-import lightning_tricks
-from lightning_tricks import AutoResume, OptimizerSpec
+from lightning_tricks import AutoResume, OptimizerSpec, ensembles
 from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, few, fit, same, some, values
 from tests.small import QUIET, real_fp16
 
@@ -37,7 +36,7 @@ def made(family, kind="Classifier", n=2, make=MLP, **options):
     members = {"estimator": make, "n_estimators": n, "estimator_args": arguments}
     if family == "NeuralForest":
         members = {"n_estimators": n, "n_outputs": 1 if kind == "Regressor" else 10}
-    return getattr(lightning_tricks, family + kind)(
+    return getattr(ensembles, family + kind)(
         **members, **{"optimizer": ADAM, "seed": 0, **FAMILIES.get(family, {}), **options}
     )
 
@@ -271,7 +270,7 @@ def test_a_run_that_only_tries_whether_all_works(name, kind):
     """Too short for what the ensemble is to be: a warning, and a model that predicts."""
     family, options, words, members = SHORT[name]
     make, arguments = MLP, {"inputs": 10, "outputs": 1} if kind == "Regressor" else None
-    ensemble = getattr(lightning_tricks, family + kind)(make, 3, arguments, **options, seed=0)
+    ensemble = getattr(ensembles, family + kind)(make, 3, arguments, **options, seed=0)
     with pytest.warns(UserWarning, match=words):
         fit(ensemble, some(kind=kind), some(kind=kind, shuffle=False), max_epochs=1)
     assert ensemble.n_members == members

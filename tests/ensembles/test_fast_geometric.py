@@ -6,7 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_tricks import FastGeometricClassifier, FastGeometricRegressor, OptimizerSpec
+from lightning_tricks import OptimizerSpec
+from lightning_tricks.ensembles import FastGeometricClassifier, FastGeometricRegressor
 from tests.ensembles.nets import CNN, MLP, digits, fit, same, some, trained_alone, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_tricks import VotingClassifier
+from lightning_tricks.ensembles import VotingClassifier
 from tests.ensembles.nets import MLP, LitMLP, digits, few, fit, trained_alone, values
 
 pytestmark = [

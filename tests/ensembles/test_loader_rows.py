@@ -26,8 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import lightning_tricks
-from lightning_tricks import AutoResume, BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
+from lightning_tricks import AutoResume, ensembles
+from lightning_tricks.ensembles import BaggingRegressor, StackingRegressor, VotingRegressor, cross_validate
 from tests.ensembles.nets import Stops, fit
 from tests.small import QUIET
 
@@ -217,7 +217,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_no_other_ensemble_sees_other_rows(kind, name):
     made, rows = (ONCE | DRAWN)[name]
-    ensemble = getattr(lightning_tricks, f"{kind}Regressor")(Row, 2, seed=0, **OTHERS[kind])
+    ensemble = getattr(ensembles, f"{kind}Regressor")(Row, 2, seed=0, **OTHERS[kind])
     fit(ensemble, made(), max_epochs=2)
     seen = [set(part.seen) for part in ensemble.modules() if isinstance(part, Row) and part.seen]
     assert seen

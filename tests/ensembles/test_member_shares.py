@@ -13,13 +13,11 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_tricks import (
+from lightning_tricks import AutoResume, GradientClipping, SpikeGuard
+from lightning_tricks.ensembles import (
     AdversarialTrainingClassifier,
-    AutoResume,
     BaggingClassifier,
-    GradientClipping,
     NeuralForestClassifier,
-    SpikeGuard,
     VotingClassifier,
 )
 from tests.ensembles.nets import CNN, MLP, LitMLP, digits, few, fit, values

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchensemble._base import BaseTree
 
-from lightning_tricks import NeuralForestClassifier
+from lightning_tricks.ensembles import NeuralForestClassifier
 from lightning_tricks.ensembles.neural_forest import SoftDecisionTree, balance_penalty
 from tests.ensembles.nets import digits, fit, some, values
 from tests.small import QUIET

@@ -10,15 +10,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from lightning_tricks import (
-    AGC,
-    ClipValue,
-    FusionClassifier,
-    GradientClipping,
-    OptimizerSpec,
-    VotingClassifier,
-)
+from lightning_tricks import GradientClipping, OptimizerSpec
+from lightning_tricks.ensembles import FusionClassifier, VotingClassifier
 from lightning_tricks.ensembles.core.members import SequentialMembers
+from lightning_tricks.gradient_clipping import AGC, ClipValue
 from lightning_tricks.lr_schedules import build_optimizer
 from tests.ensembles.nets import CNN, MLP, digits, few, fit, trained_alone
 

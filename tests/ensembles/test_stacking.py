@@ -19,7 +19,8 @@ from sklearn.preprocessing import FunctionTransformer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from lightning_tricks import AutoResume, ScheduleSpec, StackingClassifier, StackingRegressor
+from lightning_tricks import AutoResume, ScheduleSpec
+from lightning_tricks.ensembles import StackingClassifier, StackingRegressor
 from lightning_tricks.ensembles.core.folds import make_folds
 from lightning_tricks.ensembles.meta_learner import REGRESSORS, LinearFinal, check_linear_model, fit_linear_model
 from tests.ensembles.nets import CNN, LBFGS, MLP, LitMLP, Stops, accuracy, digits, few, fit, same, trained_alone, values

@@ -11,8 +11,9 @@ import torchensemble
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks
-from lightning_tricks import SnapshotEnsembleClassifier, VotingClassifier, VotingRegressor
+from lightning_tricks import ensembles
 from lightning_tricks.checkpoint_remapping import CheckpointError
+from lightning_tricks.ensembles import SnapshotEnsembleClassifier, VotingClassifier, VotingRegressor
 from tests.ensembles.nets import CNN, MLP, diabetes, digits, few, fit, values
 
 pytestmark = [
@@ -70,7 +71,7 @@ def _ours(name, **options):
         options["n_outputs"] = 10
     if "BoostingC" in name or "BoostingR" in name:
         options["shrinkage_rate"] = 0.5
-    ensemble = getattr(lightning_tricks, name)(**_members(name), seed=0, **options)
+    ensemble = getattr(ensembles, name)(**_members(name), seed=0, **options)
     fit(ensemble, few(_data(name)[0], 64), max_epochs=2)
     return ensemble
 
@@ -104,7 +105,7 @@ def test_ours_as_theirs(name, tmp_path):
 def test_theirs_as_ours(name, tmp_path):
     theirs = _theirs(name, str(tmp_path))
     x = _data(name)[1].tensors[0]
-    kind = getattr(lightning_tricks, name)
+    kind = getattr(ensembles, name)
     of_object = kind.from_torchensemble(theirs)
     (path,) = tmp_path.glob(f"{name}_*_2_ckpt.pth")
     estimator = () if name.startswith("NeuralForest") else (MLP, _arguments(name))
@@ -173,7 +174,7 @@ def test_what_cannot_be_exported_says_why():
         VotingClassifier(MLP, 2, weights=[1, 2]).to_torchensemble()
     VotingClassifier(MLP, 2, weights=[2, 2]).to_torchensemble()
     with pytest.raises(ValueError, match="BaggingClassifier of torchensemble has no voting_strategy"):
-        lightning_tricks.BaggingClassifier(MLP, 2, voting_strategy="hard").to_torchensemble()
+        lightning_tricks.ensembles.BaggingClassifier(MLP, 2, voting_strategy="hard").to_torchensemble()
     with pytest.raises(ValueError, match="has no snapshots yet"):
         SnapshotEnsembleClassifier(MLP, 2).to_torchensemble()
 
@@ -192,7 +193,7 @@ OF_A_TRAINER = {"train_loader", "epochs", "log_interval", "test_loader", "save_m
 
 def test_what_the_page_calls_the_same_is_there():
     for name, method, arguments in _public_methods():
-        ours = getattr(lightning_tricks, name)
+        ours = getattr(ensembles, name)
         own = set(inspect.signature(ours if method in ("__init__", "fit") else getattr(ours, method)).parameters)
         gone = {"estimator", "estimator_args"} if name.startswith("NeuralForest") else set()  # it makes its trees
         assert arguments - OF_A_TRAINER - gone <= own, (name, method)
@@ -202,6 +203,6 @@ def test_what_the_page_calls_the_same_is_there():
 @pytest.mark.parametrize("scheduler", [("ReduceLROnPlateau", {"patience": 0}), ("StepLR", {"step_size": 1})], ids=str)
 def test_schedules_by_name(name, scheduler):
     sizes = {"n_outputs": 10} if name == "NeuralForestClassifier" else {}
-    ensemble = getattr(lightning_tricks, name)(**_members(name), **sizes)
+    ensemble = getattr(ensembles, name)(**_members(name), **sizes)
     ensemble.set_scheduler(scheduler[0], **scheduler[1])
     fit(ensemble, few(_data(name)[0], 64), few(_data(name)[0], 32, shuffle=False), max_epochs=2)

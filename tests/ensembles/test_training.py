@@ -12,24 +12,20 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import (
-    AGC,
+from lightning_tricks import GradientClipping, MetricsMonitor, OptimizerSpec, ScheduleSpec
+from lightning_tricks.ensembles import (
     BaggingClassifier,
     FusionClassifier,
-    GradientClipping,
-    MetricsMonitor,
-    OptimizerSpec,
-    ScheduleSpec,
     SnapshotEnsembleClassifier,
     SnapshotEnsembleRegressor,
     SoftGradientBoostingClassifier,
     VotingClassifier,
     VotingRegressor,
-    adaptive_clip_grad_,
-    multiclass_metrics,
 )
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.gradient_clipping import AGC, adaptive_clip_grad_
+from lightning_tricks.metrics import multiclass_metrics
 from tests.ensembles.nets import (
     CNN,
     MLP,
@@ -60,7 +56,7 @@ ADAM = ("Adam", {"lr": 5e-3})
 CONFIG = """
 trainer: {max_epochs: 1, accelerator: cpu, logger: false}
 model:
-  class_path: lightning_tricks.BaggingClassifier
+  class_path: lightning_tricks.ensembles.BaggingClassifier
   init_args:
     estimator: tests.ensembles.nets.MLP
     n_estimators: 3
@@ -342,7 +338,7 @@ def test_shared_batches_are_the_loaders():
 
 
 def test_metrics_of_the_collection():
-    monitor = MetricsMonitor(multiclass_metrics(10), plots=False)
+    monitor = MetricsMonitor(multiclass_metrics(10), log_plots=False)
     ensemble = VotingClassifier(MLP, 2, optimizer=ADAM, seed=0)
     trainer = fit(ensemble, some(), _unshuffled(), max_epochs=2, callbacks=[monitor, GradientClipping(1.0)])
     x, y = some().dataset.tensors

@@ -190,7 +190,7 @@ _VALUES = {
     "--lr 0.1": ("model.init_args.tricks.optimizer.lr", 0.1),
     "--amp": ("trainer.precision", "bf16-mixed"),
     "--clip-grad 1.0": ("model.init_args.tricks.gradient_clipping", 1.0),
-    "--seed 1": ("model.init_args.tricks.seeding", 1),
+    "--seed 1": ("model.init_args.tricks.seed_everything", 1),
     "--seed 1, where the model has no tricks": ("seed_everything", 1),
     "--resume last.ckpt": ("ckpt_path", "last.ckpt"),
 }
@@ -216,7 +216,7 @@ def test_an_older_option_is_what_the_readme_says(old, monkeypatch, here, capsys)
 def test_the_model_of_the_configuration_is_that_of_a_script(monkeypatch, here, capsys):
     """The weights that `digits.yaml` begins with are those of a script with the same tricks."""
     config = yaml.safe_load((_EXAMPLES / "digits.yaml").read_text())
-    seeding = Tricks(**config["model"]["init_args"]["tricks"]).seeding
+    seeding = Tricks(**config["model"]["init_args"]["tricks"]).seed_everything
     seed_everything(seeding, verbose=False)
     expected = DigitsNet().state_dict()
     seen = []

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from lightning_tricks import Adapters, LoRA, PrefixTuning, isolated_rng
+from lightning_tricks import Adapters, LoRA, PrefixTuning
 from lightning_tricks.finetuning import PrefixSettings, add_prefixes
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting
 from tests.small import Net

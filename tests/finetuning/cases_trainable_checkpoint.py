@@ -4,8 +4,8 @@ import torch
 from lightning.pytorch import Callback
 from torch.distributed.checkpoint import FileSystemReader
 
-from lightning_tricks import isolated_rng
 from lightning_tricks.finetuning import TrainableCheckpoint
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting
 from tests.finetuning.cases_adaptation import plain

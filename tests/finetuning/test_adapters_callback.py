@@ -6,7 +6,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_tricks import Adapters, LoRA, PrefixTuning, isolated_rng
+from lightning_tricks import Adapters, LoRA, PrefixTuning
+from lightning_tricks.seeding import isolated_rng
 from tests.finetuning.models import ReadsWeights
 from tests.small import QUIET, loader
 

@@ -9,15 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_tricks import (
-    Adapters,
-    AutoResume,
-    CheckpointRemapping,
-    LoRA,
-    TrainableCheckpoint,
-    isolated_rng,
-    load_weights,
-)
+from lightning_tricks import Adapters, AutoResume, CheckpointRemapping, LoRA, TrainableCheckpoint, load_weights
 from lightning_tricks.finetuning import (
     AdapterSettings,
     LoRASettings,
@@ -29,6 +21,7 @@ from lightning_tricks.finetuning import (
     merge,
     save_adapter,
 )
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.checks import Interrupts
 from tests.small import QUIET, EvaluatedNet, loader
 

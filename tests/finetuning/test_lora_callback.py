@@ -13,16 +13,10 @@ from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks import (
-    CheckpointRemapping,
-    LoRA,
-    OptimizerSpec,
-    Tricks,
-    TricksMixin,
-    VotingClassifier,
-    isolated_rng,
-)
+from lightning_tricks import CheckpointRemapping, LoRA, OptimizerSpec, Tricks, TricksMixin
+from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.finetuning import LoRASettings, add_lora
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.lab import full
 from tests.finetuning.models import encoder_layer
 from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, fork, loader

@@ -3,16 +3,11 @@
 import pytest
 from torch import nn
 
-from lightning_tricks import (
-    OptimizerSpec,
-    count_flops,
-    load_weights,
-    replace_head,
-    summarize_model,
-)
+from lightning_tricks import OptimizerSpec, count_flops, load_weights, replace_head
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from lightning_tricks.lr_schedules import build_optimizer
+from lightning_tricks.model_report import summarize_model
 from tests.finetuning.models import IMAGES, disturb, timm_vit
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks import GradualUnfreezing, LoRA, TrainableCheckpoint, isolated_rng
+from lightning_tricks import GradualUnfreezing, LoRA, TrainableCheckpoint
 from lightning_tricks.finetuning import BaseMismatchError, LoRASettings, add_lora, load_trainable, merge
+from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, EvaluatedNet, loader
 
 

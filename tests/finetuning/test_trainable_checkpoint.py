@@ -14,9 +14,10 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_tricks import AutoResume, CheckpointRemapping, Tricks, TricksMixin, isolated_rng, load_weights
+from lightning_tricks import AutoResume, CheckpointRemapping, Tricks, TricksMixin, load_weights
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.finetuning import BaseMismatchError, GradualUnfreezing, TrainableCheckpoint, load_trainable
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.checks import Interrupts
 from tests.contract.lab import traces_on_trainer
 from tests.small import QUIET, EvaluatedNet, loader, same

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_tricks import isolated_rng
 from lightning_tricks.finetuning.core.trainable_weights import (
     BaseMismatchError,
     base_fingerprints,
@@ -21,6 +20,7 @@ from lightning_tricks.finetuning.core.trainable_weights import (
     recorded_base,
     trainable_names,
 )
+from lightning_tricks.seeding import isolated_rng
 from tests.small import HostReads, same
 
 

@@ -8,8 +8,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
-from lightning_tricks import CheckpointRemapping, GradualUnfreezing, LoRA, TricksMixin, isolated_rng
+from lightning_tricks import CheckpointRemapping, GradualUnfreezing, LoRA, TricksMixin
 from lightning_tricks.finetuning import BaseMismatchError, TrainableCheckpoint
+from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, EvaluatedNet, loader, same
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")

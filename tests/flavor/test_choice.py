@@ -25,7 +25,8 @@ import sys
 import torch
 {imports}
 import lightning_tricks
-from lightning_tricks import GradientClipping, MetricsMonitor, Tricks, TricksMixin, VotingRegressor
+from lightning_tricks import GradientClipping, MetricsMonitor, Tricks, TricksMixin
+from lightning_tricks.ensembles import VotingRegressor
 
 class Net(TricksMixin, pl.LightningModule):
     def __init__(self, **kwargs):
@@ -38,7 +39,7 @@ class Net(TricksMixin, pl.LightningModule):
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
 
 data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.zeros(8, 1))
-for model in (Net(tricks=Tricks(seeding=1)), VotingRegressor(torch.nn.Linear(4, 1), 2)):
+for model in (Net(tricks=Tricks(seed_everything=1)), VotingRegressor(torch.nn.Linear(4, 1), 2)):
     callbacks = [GradientClipping(max_norm=1.0)] + [MetricsMonitor({{"task": "regression"}})] * isinstance(model, Net)
     trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, callbacks=callbacks, accelerator="cpu")
     trainer.fit(model, torch.utils.data.DataLoader(data, 4))

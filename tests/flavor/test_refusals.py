@@ -6,8 +6,9 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks import FusionRegressor, ScheduleSpec, TricksMixin, VotingClassifier, count_flops
+from lightning_tricks import ScheduleSpec, TricksMixin, count_flops
 from lightning_tricks._lightning_compat.flavor import other_flavor
+from lightning_tricks.ensembles import FusionRegressor, VotingClassifier
 from lightning_tricks.lr_schedules import build_schedule, total_steps
 from tests.contract.cases import CASES
 from tests.small import QUIET

@@ -11,12 +11,8 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_tricks import (
-    FlopsReport,
-    FusionClassifier,
-    SoftGradientBoostingClassifier,
-    VotingClassifier,
-)
+from lightning_tricks import FlopsReport
+from lightning_tricks.ensembles import FusionClassifier, SoftGradientBoostingClassifier, VotingClassifier
 from tests.contract.lab import SETTINGS
 from tests.flops.contract import BACKWARD_MACS, FORWARD_MACS
 from tests.small import QUIET, EvaluatedNet, Hooks, Net, loader

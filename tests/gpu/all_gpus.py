@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_tricks import AutoResume, GradientClipping, MetricsMonitor, isolated_rng
+from lightning_tricks import AutoResume, GradientClipping, MetricsMonitor
+from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, EvaluatedNet, loader
 
 

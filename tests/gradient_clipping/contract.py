@@ -45,7 +45,7 @@ CASES = (
             "max_norm": _MAX_NORM,
             "norm_type": 3.0,
             "groups": {"net.0.*": 0.2},
-            "log": "all",
+            "log_norm": "all",
             "log_layers": True,
         },
         kind="changer",

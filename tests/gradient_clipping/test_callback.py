@@ -178,7 +178,7 @@ def test_works_with_a_module_that_fetches_its_own_batches(lab):
             batch, batch_idx, _ = next(dataloader_iter)
             return super().training_step(batch, batch_idx)
 
-    (facts,) = lab.fit([GradientClipping(0.5, log="all")], module=Fetches())
+    (facts,) = lab.fit([GradientClipping(0.5, log_norm="all")], module=Fetches())
     assert len(facts.steps) == 20
     assert facts.metrics["grad_norm/post_clip"] <= 0.5 + 1e-4
 
@@ -246,7 +246,7 @@ class _Logging:
 def test_logs_layers_at_the_loggers_interval():
     net = Net()
     net.net = torch.compile(net.net, backend="eager")
-    rows = _Logging([GradientClipping(0.5, log="all", log_layers=True)], net).fit()
+    rows = _Logging([GradientClipping(0.5, log_norm="all", log_layers=True)], net).fit()
     assert [row["step"] for row in rows] == [4, 9, 14, 19]
     names = [f"net.{layer}.{kind}" for layer in (0, 1, 4) for kind in ("weight", "bias")]
     for row in rows:

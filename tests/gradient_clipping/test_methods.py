@@ -11,8 +11,15 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from timm.utils.agc import adaptive_clip_grad as timm_agc
 
-from lightning_tricks import AGC, ClipValue, GradientClipping, PercentileClip, ZScoreClip
-from lightning_tricks.gradient_clipping import PercentileThreshold, ZScoreThreshold
+from lightning_tricks import GradientClipping
+from lightning_tricks.gradient_clipping import (
+    AGC,
+    ClipValue,
+    PercentileClip,
+    PercentileThreshold,
+    ZScoreClip,
+    ZScoreThreshold,
+)
 from tests.contract.checks import assert_same_run
 from tests.contract.lab import SETTINGS, full, gradient_norm
 from tests.small import HostReads, Net, same
@@ -237,10 +244,10 @@ def test_methods_in_yaml(monkeypatch, tmp_path):
       callbacks:
         - class_path: lightning_tricks.GradientClipping
           init_args:
-            method: {class_path: lightning_tricks.ZScoreClip, init_args: {z: 3.0}}
+            method: {class_path: lightning_tricks.gradient_clipping.ZScoreClip, init_args: {z: 3.0}}
             groups:
               net.0.*: 0.5
-              re:bias$: {class_path: lightning_tricks.AGC, init_args: {exclude: [net.4.*]}}
+              re:bias$: {class_path: lightning_tricks.gradient_clipping.AGC, init_args: {exclude: [net.4.*]}}
             on_nonfinite: skip
             max_consecutive_skips: 5
     """

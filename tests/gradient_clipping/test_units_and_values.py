@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from timm.utils.agc import adaptive_clip_grad as timm_agc
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from lightning_tricks import AGC, ClipValue
 from lightning_tricks.gradient_clipping import (
+    AGC,
     ClipNorm,
+    ClipValue,
     adaptive_clip_grad_,
     clip_grad_norm_,
     clip_grad_value_,

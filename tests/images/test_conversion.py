@@ -7,7 +7,7 @@ from PIL import Image
 from torchvision.transforms import Normalize
 from torchvision.transforms.functional import pil_to_tensor
 
-from lightning_tricks import denormalize, image_grid, to_numpy, to_pil, to_tensor
+from lightning_tricks.images import denormalize, image_grid, to_numpy, to_pil, to_tensor
 from lightning_tricks.images.functional import concat_samples, rank_predictions
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)

@@ -8,7 +8,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 
-from lightning_tricks import ImageLogger, RunReport, overlay_masks
+from lightning_tricks import ImageLogger, RunReport
+from lightning_tricks.images import overlay_masks
 from lightning_tricks.images.functional import class_colors
 from tests.images.test_callback import Images, loader, trainer
 from tests.small import QUIET

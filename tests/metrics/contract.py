@@ -51,7 +51,7 @@ CASES = (
         callback=MetricsMonitor,
         arguments={
             "metrics": METRICS,
-            "plots": False,
+            "log_plots": False,
             "best": {"lab/train/f1": "max"},
             "stages": ["train"],
             "prefix": "lab",

@@ -18,9 +18,9 @@ from torchmetrics.retrieval import RetrievalMAP
 from torchmetrics.text import EditDistance
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
+from lightning_tricks import MetricsMonitor, Tricks, TricksMixin
 from lightning_tricks._shared.console import make_console
-from lightning_tricks.metrics import MetricsError
+from lightning_tricks.metrics import MetricsError, binary_metrics, multiclass_metrics
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from tests.metrics.tables import OneLoader, Table, Trained, loader_of, numbers, table, trainer, truth
 from tests.small import EvaluatedNet, Net, digits, fork
@@ -145,9 +145,9 @@ class _Keeper(Callback):
     on_test_end = on_validation_end
 
 
-def two_ranks(folder, metrics, exact=True, **options):
+def two_ranks(folder, metrics, **options):
     """A Trainer of two ranks, which write what they see into a folder."""
-    return trainer(MetricsMonitor(metrics, exact=exact), _Keeper(folder), strategy="ddp_fork", devices=2, **options)
+    return trainer(MetricsMonitor(metrics), _Keeper(folder), strategy="ddp_fork", devices=2, **options)
 
 
 def of_ranks(folder):
@@ -199,15 +199,6 @@ def test_fitting_and_testing_on_several_ranks_are_exact_too(tmp_path, function):
     _, values = of_ranks(tmp_path)
     stage = {"fit": "val", "test": "test"}[function]
     assert values[f"{stage}/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), scores, target))
-
-
-def test_exact_false_counts_the_repeated_samples(tmp_path):
-    scores, target, _ = table(7)
-    fitter = two_ranks(tmp_path, {"f1": tm.MulticlassF1Score(4)}, exact=False)
-    fitter.validate(OneLoader(), loader_of(scores, target), verbose=False)
-    padded = truth(tm.MulticlassF1Score(4), torch.cat([scores, scores[:1]]), torch.cat([target, target[:1]]))
-    assert of_ranks(tmp_path)[1]["val/f1"] == pytest.approx(padded)
-    assert padded != truth(tm.MulticlassF1Score(4), scores, target)
 
 
 def test_two_loaders_of_which_one_rank_sees_one_only(tmp_path):
@@ -687,7 +678,7 @@ def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
             ValueError,
             "the values 'f1' and 'f1/x', which loggers with a file per value cannot both keep",
         ),
-        ({"metrics": SIX, "plots": 0.5}, TypeError, "plots must be a whole number"),
+        ({"metrics": SIX, "log_plots": 0.5}, TypeError, "log_plots must be a whole number"),
         ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, but the metric"),
         ({"metrics": SIX, "output_transform": "preds"}, TypeError, "output_transform must be a function"),
     ],
@@ -707,14 +698,14 @@ def test_from_inside_the_module(tmp_path):
     preset = multiclass_metrics(10, top_k=2)
     for given in ({"metrics": preset.spec}, {"metrics": preset}, preset):
         fitter = trainer()
-        fitter.fit(Inside(Tricks(metrics=given)), loader, loader)
+        fitter.fit(Inside(Tricks(metrics_monitor=given)), loader, loader)
         assert "val/acc_top2" in fitter.callback_metrics
         fitter.save_checkpoint(tmp_path / "it.ckpt")
         hparams = torch.load(tmp_path / "it.ckpt", weights_only=True)["hyper_parameters"]
         assert hparams["tricks"]["metrics"] == {"metrics": preset.spec}
         assert Inside.load_from_checkpoint(tmp_path / "it.ckpt").tricks.metrics == {"metrics": preset.spec}
     with pytest.raises(TypeError, match="holds a MulticlassF1Score, which cannot be saved as plain values"):
-        Inside(Tricks(metrics={"metrics": tm.MulticlassF1Score(10)}))
+        Inside(Tricks(metrics_monitor={"metrics": tm.MulticlassF1Score(10)}))
 
 
 def test_rows_that_cannot_be_told_apart_are_named(tmp_path):

@@ -5,13 +5,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_tricks import MetricsMonitor, MetricSuite
-from lightning_tricks.metrics import MetricsError, preset
+from lightning_tricks import MetricsMonitor
+from lightning_tricks.metrics import MetricsError, MetricSuite, preset
 from tests.metrics.tables import numbers, trainer
 
 pytest.importorskip("pycocotools", reason="the extra 'detection' is not installed")
 
-from lightning_tricks import detection_metrics
+from lightning_tricks.metrics import detection_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 

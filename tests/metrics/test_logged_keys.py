@@ -15,16 +15,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import (
-    FlopsReport,
-    GradientClipping,
-    MetricsMonitor,
-    RunReport,
-    multiclass_metrics,
-    regression_metrics,
-)
+from lightning_tricks import FlopsReport, GradientClipping, MetricsMonitor, RunReport
 from lightning_tricks._shared.report_parts import ClassValues
-from lightning_tricks.metrics import MetricsError
+from lightning_tricks.metrics import MetricsError, multiclass_metrics, regression_metrics
 from lightning_tricks.metrics.core.metric_table import find_name_conflict, per_class_names
 from lightning_tricks.run_report import read_record
 from tests.metrics.tables import trainer
@@ -205,9 +198,9 @@ class _Mine(MetricsMonitor):
 def two():
     names = ["a", "b", "c", "d"]
     return [
-        MetricsMonitor(ACC, best={"val/acc": "max"}, plots=False),
+        MetricsMonitor(ACC, best={"val/acc": "max"}, log_plots=False),
         MetricsMonitor(
-            multiclass_metrics(4), class_names=names, prefix="ema", best={"ema/val/f1": "max"}, plots=False,
+            multiclass_metrics(4), class_names=names, prefix="ema", best={"ema/val/f1": "max"}, log_plots=False,
             output_transform=lambda outputs, batch, stage: {**outputs, "preds": -outputs["preds"]},
         ),
     ]  # fmt: skip
@@ -437,9 +430,9 @@ def test_no_key_of_the_collection_is_a_folder_of_another():
     keys = set()
     for optimization in ("adamw", "manual"):
         clipping = GradientClipping(1.0, log_layers=True, on_nonfinite="skip")
-        classes = MetricsMonitor(multiclass_metrics(10, top_k=2), class_names=names, plots=False)
+        classes = MetricsMonitor(multiclass_metrics(10, top_k=2), class_names=names, log_plots=False)
         values = MetricsMonitor(
-            regression_metrics(2), prefix="values", plots=False,
+            regression_metrics(2), prefix="values", log_plots=False,
             output_transform=lambda outputs, batch, stage: {
                 "preds": outputs["values"], "target": outputs["values"] * 2
             },

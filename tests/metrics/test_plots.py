@@ -12,15 +12,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import (
-    ImageLogger,
-    MetricsMonitor,
-    binary_metrics,
-    multiclass_metrics,
-    multilabel_metrics,
-    regression_metrics,
-)
+from lightning_tricks import ImageLogger, MetricsMonitor
 from lightning_tricks._shared.pictures import can_log_images, log_image
+from lightning_tricks.metrics import binary_metrics, multiclass_metrics, multilabel_metrics, regression_metrics
 from lightning_tricks.metrics.core.plots import as_array, classes_figure, confusion_figure, curves_figure
 from tests.metrics.tables import OneLoader, loader_of, table
 from tests.small import QUIET
@@ -51,7 +45,7 @@ def test_png_files_lie_beside_a_csv_logger_at_the_end(tmp_path):
 
 
 def test_tensorboard_gets_pictures_of_each_second_epoch_and_the_last(tmp_path):
-    fitter = fit(MetricsMonitor(multiclass_metrics(4), plots=2), TensorBoardLogger(tmp_path), table(20)[:2])
+    fitter = fit(MetricsMonitor(multiclass_metrics(4), log_plots=2), TensorBoardLogger(tmp_path), table(20)[:2])
     events = EventAccumulator(fitter.logger.log_dir, size_guidance={"images": 0})
     events.Reload()
     assert events.Tags()["images"] == ["val/confusion_matrix", "val/curves"]
@@ -73,7 +67,7 @@ def test_what_makes_no_sense_is_not_drawn(tmp_path, metrics, columns, expected):
 
 
 def test_plots_can_be_off(tmp_path):
-    fit(MetricsMonitor(multiclass_metrics(4), plots=False), CSVLogger(tmp_path), table(20)[:2], epochs=1)
+    fit(MetricsMonitor(multiclass_metrics(4), log_plots=False), CSVLogger(tmp_path), table(20)[:2], epochs=1)
     assert names_of(tmp_path) == []
 
 

@@ -9,18 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_tricks import (
+from lightning_tricks.metrics import (
     MetricSuite,
     binary_metrics,
     calibration_metrics,
     multiclass_metrics,
     multilabel_metrics,
     ood_metrics,
+    preset,
     regression_metrics,
     retrieval_metrics,
     segmentation_metrics,
 )
-from lightning_tricks.metrics import preset
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**20)

@@ -10,16 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
 
-from lightning_tricks import (
-    MetricsMonitor,
-    MetricSuite,
-    RunReport,
-    calibration_metrics,
-    multiclass_metrics,
-    ood_metrics,
-)
+from lightning_tricks import MetricsMonitor, RunReport
 from lightning_tricks._shared.report_parts import ClassValues, Reliability
-from lightning_tricks.metrics import MetricsError
+from lightning_tricks.metrics import MetricsError, MetricSuite, calibration_metrics, multiclass_metrics, ood_metrics
 from tests.metrics.tables import Table, loader_of, trainer
 from tests.metrics.test_presets import measured
 from tests.small import fork
@@ -178,10 +171,10 @@ def test_two_ranks_measure_what_one_process_does(kind, rows, tmp_path):
     """Of 53, 3 and 1 rows in batches of 4: uneven, repeated by the sampler, and none of its own on the second rank."""
     metrics, preds, target = tables(53)[kind]
     loader = loader_of(preds[:rows], target[:rows])
-    alone = trainer(MetricsMonitor(metrics, plots=False)).validate(Table(), loader, verbose=False)[0]
+    alone = trainer(MetricsMonitor(metrics, log_plots=False)).validate(Table(), loader, verbose=False)[0]
 
     def run(rank):
-        ranks = trainer(MetricsMonitor(metrics, plots=False), devices=2, strategy="ddp")
+        ranks = trainer(MetricsMonitor(metrics, log_plots=False), devices=2, strategy="ddp")
         torch.save(ranks.validate(Table(), loader, verbose=False)[0], tmp_path / f"{rank}.pt")
 
     fork(run, 2)

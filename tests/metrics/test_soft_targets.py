@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, one_hot
 
-from lightning_tricks import MetricsMonitor, MetricSuite, multiclass_metrics
-from lightning_tricks.metrics import preset
+from lightning_tricks import MetricsMonitor
+from lightning_tricks.metrics import MetricSuite, multiclass_metrics, preset
 from tests.metrics.tables import Table, loader_of, trainer
 from tests.metrics.test_presets import FEW, SEEDS, assert_same, measured
 

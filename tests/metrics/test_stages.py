@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
 
-from lightning_tricks import (
-    MetricsMonitor,
+from lightning_tricks import MetricsMonitor
+from lightning_tricks.metrics import (
     MetricSuite,
     binary_metrics,
     multiclass_metrics,
@@ -90,7 +90,7 @@ def test_each_preset_in_each_stage_alone(preset, inference_mode):
         suite.update(**{name: column[start : start + 6] for name, column in DATA[kind].items()})
     expected = {name: value.item() for name, value in suite.compute().items()}
     for function, stage in (("validate", "val"), ("test", "test"), ("fit", "train"), ("fit", "val"), ("predict", "")):
-        monitor = MetricsMonitor(make(), plots=False, stages=[stage] if stage else ["train", "val", "test"])
+        monitor = MetricsMonitor(make(), log_plots=False, stages=[stage] if stage else ["train", "val", "test"])
         seen = run(monitor, DATA[kind], function, inference_mode=inference_mode)
         if stage:
             assert {name: seen[stage][name] for name in expected} == pytest.approx(expected, nan_ok=True), stage
@@ -100,7 +100,7 @@ def test_each_preset_in_each_stage_alone(preset, inference_mode):
 def test_one_monitor_in_one_stage_after_the_other(inference_mode):
     functions = ("validate", "validate", "fit", "validate", "test", "fit", "test")
     metrics = {"own": Writes(), "hinge": tm.MulticlassHingeLoss(4), "auroc": tm.MulticlassAUROC(4, thresholds=5)}
-    monitor = MetricsMonitor(metrics, plots=False)
+    monitor = MetricsMonitor(metrics, log_plots=False)
     seen = run(monitor, DATA["multiclass"], *functions, inference_mode=inference_mode)
     seen["train"].pop("loss")
     assert seen["train"] == pytest.approx(seen["val"])
@@ -149,7 +149,7 @@ def test_a_metric_that_writes_into_its_arguments_writes_into_no_steps(step):
     data, module = DATA["multiclass"], Looks(["preds", "target"])
     loader = DataLoader(TensorDataset(*data.values()), batch_size=ROWS)
     loaders = [loader, loader] if step == "training_step" else [loader]
-    trainer = Trainer(callbacks=[MetricsMonitor({"own": Writes()}, plots=False)], max_epochs=1, **QUIET)
+    trainer = Trainer(callbacks=[MetricsMonitor({"own": Writes()}, log_plots=False)], max_epochs=1, **QUIET)
     if step == "training_step":
         trainer.fit(module, *loaders)
     else:
@@ -243,7 +243,7 @@ def test_every_metric_of_torchmetrics_in_validation_alone_whatever_the_cuts():
     for kind, metrics in kinds.items():
         seen = []
         for batch_size, inference_mode in ((1, True), (7, False), (ROWS, True)):
-            monitor = MetricsMonitor(metrics, plots=False, stages=["val"])
+            monitor = MetricsMonitor(metrics, log_plots=False, stages=["val"])
             options = {"batch_size": batch_size, "inference_mode": inference_mode}
             seen.append(run(monitor, DATA[kind], "validate", **options)["val"])
             named = [name for name in metrics if any(key.startswith(f"val/{name}") for key in monitor.results)]
@@ -258,11 +258,11 @@ def test_every_metric_of_torchmetrics_in_validation_alone_whatever_the_cuts():
 
 def test_what_is_no_number_is_kept_and_not_logged():
     metrics = {"roc": tm.BinaryROC(), "matrix": tm.BinaryConfusionMatrix(), "at": tm.BinaryRecallAtFixedPrecision(0.5)}
-    monitor = MetricsMonitor(metrics, plots=False)
+    monitor = MetricsMonitor(metrics, log_plots=False)
     assert run(monitor, DATA["binary"], "validate")["val"].keys() == {"at_0", "at_1"}  # the recall and the threshold
     assert len(monitor.results["val/roc"]) == 3
     assert monitor.results["val/matrix"].sum() == ROWS
-    alone = MetricsMonitor({"roc": tm.BinaryROC()}, plots=False)
+    alone = MetricsMonitor({"roc": tm.BinaryROC()}, log_plots=False)
     assert run(alone, DATA["binary"], "validate") == {}
     assert run(alone, DATA["binary"], "fit").keys() == {"train"}
     assert "val/roc" in alone.results
@@ -275,7 +275,7 @@ def test_loaders_in_a_dict_keep_their_names(function, combined):
     module, loader = Table(list(data)), DataLoader(TensorDataset(*data.values()), batch_size=6)
     given = {"easy": loader, "hard": loader}
     loaders = CombinedLoader(given, "sequential") if combined else given
-    monitor = MetricsMonitor({"task": "multiclass", "num_classes": 3}, plots=False, best={"val/hard/acc": "max"})
+    monitor = MetricsMonitor({"task": "multiclass", "num_classes": 3}, log_plots=False, best={"val/hard/acc": "max"})
     trainer = Trainer(max_epochs=1, callbacks=[monitor], **QUIET)
     if function == "fit":
         trainer.fit(module, loader, loaders)

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_tricks import MetricSuite
 from lightning_tricks._lightning_compat.own_samples import SamplerShard, get_sampler_shard
-from lightning_tricks.metrics import MeanLoss
+from lightning_tricks.metrics import MeanLoss, MetricSuite
 from lightning_tricks.metrics.core.counts import (
     binary_cells,
     cells_to_matrix,

@@ -9,7 +9,8 @@ import torchmetrics.regression as tmr
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
 
-from lightning_tricks import (
+from lightning_tricks.metrics import (
+    MeanLoss,
     MetricSuite,
     binary_metrics,
     calibration_metrics,
@@ -17,7 +18,6 @@ from lightning_tricks import (
     ood_metrics,
     regression_metrics,
 )
-from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.metric_groups import ScoreHistogram
 from lightning_tricks.metrics.core.metric_table import Task, stack_numbers
 from tests.small import HostReads

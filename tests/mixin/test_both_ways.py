@@ -7,15 +7,16 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_tricks import Tricks, TricksMixin, seed_everything
+from lightning_tricks.tricks import callback_of
 from tests.contract.cases import CASES
 from tests.contract.lab import FP32
 from tests.small import QUIET, EvaluatedNet, Net, loader, same
 
-FIELDS = {field.metadata["callback"]: field.name for field in dataclasses.fields(Tricks) if field.metadata}
+FIELDS = {kind.__name__: field.name for field in dataclasses.fields(Tricks) if (kind := callback_of(field.name))}
 _CASES = {case.callback.__name__: case for case in CASES.values()}
 _PRESETS = {
     "classification": {"num_classes": 10},
-    "regression": {"metrics": None},
+    "regression": {"metrics_monitor": None},
     "finetune": {"num_classes": 10},
     "reproducible": {},
 }
@@ -75,8 +76,8 @@ def test_a_preset_is_its_callbacks(tmp_path, name):
 
 def test_a_preset_needs_no_argument_and_any_field_replaces_its_own():
     for name in _PRESETS:
-        tricks = Tricks.preset(name, seeding=7, flops=None, run_fingerprint="steps.jsonl")
-        assert (tricks.seeding, tricks.flops, tricks.run_fingerprint) == (7, None, "steps.jsonl")
+        tricks = Tricks.preset(name, seed_everything=7, flops_report=None, run_fingerprint="steps.jsonl")
+        assert (tricks.seed_everything, tricks.flops_report, tricks.run_fingerprint) == (7, None, "steps.jsonl")
         assert Tricks(**Tricks.preset(name).as_dict()) == Tricks.preset(name)
     assert "acc" in Tricks.preset("classification").callbacks()[-1].logged_keys("val").pop()
     with pytest.raises(ValueError, match=r"got .clasification.\. Did you mean .classification.\?"):
@@ -94,10 +95,10 @@ def test_a_preset_needs_no_argument_and_any_field_replaces_its_own():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("metrics", {"task": "multiclass", "num_classes": 3}), ("gradual_unfreezing", {0: "fc.*", 5: "*"})],
+    [("metrics_monitor", {"task": "multiclass", "num_classes": 3}), ("gradual_unfreezing", {0: "fc.*", 5: "*"})],
 )
 def test_a_field_takes_a_dict_that_is_the_first_argument(name, value):
     tricks = Tricks(**{name: value})
     (callback,) = tricks.callbacks()
-    assert getattr(callback, "metrics" if name == "metrics" else "schedule") == value
+    assert getattr(callback, "metrics" if name == "metrics_monitor" else "schedule") == value
     assert Tricks(**tricks.as_dict()) == tricks

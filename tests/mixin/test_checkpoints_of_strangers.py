@@ -14,10 +14,12 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 
 import lightning_tricks
-from lightning_tricks import AGC, ClipValue, PercentileClip, Tricks, TricksMixin, VotingClassifier, ZScoreClip
+from lightning_tricks import Tricks, TricksMixin
 from lightning_tricks.checkpoint_remapping import CheckpointError, UnsafeCheckpointError
+from lightning_tricks.ensembles import VotingClassifier
+from lightning_tricks.gradient_clipping import AGC, ClipValue, PercentileClip, ZScoreClip
 from lightning_tricks.gradient_clipping.core.methods import METHODS, ClipNorm
-from tests.small import QUIET, loader
+from tests.small import PUBLIC, QUIET, loader
 
 _OF_CLI = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
 _NAMED = "These tricks are off, as a checkpoint must not decide which files are read or written"
@@ -57,19 +59,21 @@ def file_of(hyper_parameters, module=Net, path="stranger.ckpt"):
 def calls(monkeypatch):
     """What is exported is called: its name is written down, and nothing else happens."""
     made = []
-    for name in lightning_tricks.__all__:
-        if name not in ("Tricks", "TricksMixin", "GradientClipping", *METHODS):
-            monkeypatch.setattr(lightning_tricks, name, lambda *_, name=name, **__: made.append(name), raising=False)
+    for package in (lightning_tricks, lightning_tricks.gradient_clipping):
+        for name in {*package.__all__} - {"Tricks", "TricksMixin", "GradientClipping", *METHODS}:
+            monkeypatch.setattr(package, name, lambda *_, name=name, **__: made.append(name), raising=False)
     return made
 
 
 def test_only_descriptions_of_methods_are_built(calls):
-    for name in {*lightning_tricks.__all__, "cli.main", "os.system"} - METHODS.keys():
+    for name in {*PUBLIC, "cli.main", "os.system"} - METHODS.keys():
         for hidden in (f"lightning_tricks.{name}", name, f"lightning_tricks.gradient_clipping.{name}"):
             for where in ("method", "groups"):
                 described = {"class_path": hidden, "init_args": {}}
                 value = described if where == "method" else {"net.*": described}
-                with pytest.raises(ValueError, match=r"class_path must be one of lightning_tricks.AGC, "):
+                with pytest.raises(
+                    ValueError, match=r"class_path must be one of lightning_tricks.gradient_clipping.AGC, "
+                ):
                     Tricks(gradient_clipping={where: value})
     assert calls == []
 
@@ -93,7 +97,7 @@ def test_every_method_comes_back(method, more):
 
 def test_other_descriptions_are_refused_when_they_are_saved():
     @dataclasses.dataclass(frozen=True)
-    class AGC(lightning_tricks.AGC):
+    class AGC(lightning_tricks.gradient_clipping.AGC):
         """A method of somebody's own, under a name of ours."""
 
     with pytest.raises(TypeError, match="holds a AGC, which cannot be saved as plain values in a checkpoint"):
@@ -104,7 +108,7 @@ _FILES = {
     "auto_resume": "victim",
     "run_fingerprint": {"path": "victim/record.jsonl", "detail": "layer"},
     "checkpoint_remapping": {"path": "victim/weights.pt", "rules": "victim/rules.yaml"},
-    "flops": {"path": "victim/flops.md", "depth": 2},
+    "flops_report": {"path": "victim/flops.md", "depth": 2},
     "model_report": "victim",
 }
 
@@ -122,10 +126,10 @@ def wrapped(way, tricks):
 
 @pytest.mark.parametrize("way", ["by name", "nested", "spread", "by LightningCLI", "of a subclass"])
 def test_tricks_of_a_checkpoint_name_no_files(way):
-    module, hyper_parameters = wrapped(way, {**_FILES, "seeding": 3})
+    module, hyper_parameters = wrapped(way, {**_FILES, "seed_everything": 3})
     with pytest.warns(UserWarning, match=_NAMED) as said:
         tricks = module.load_from_checkpoint(file_of(hyper_parameters)).tricks
-    assert tricks == Tricks(seeding=3)
+    assert tricks == Tricks(seed_everything=3)
     (words,) = [str(warning.message) for warning in said]
     for named in ("auto_resume.dirpath='victim'", "checkpoint_remapping.rules=", "flops.path='victim/flops.md'"):
         assert named in words
@@ -133,7 +137,9 @@ def test_tricks_of_a_checkpoint_name_no_files(way):
 
 class Decided(Net):
     def __init__(self, width=3, config=None, more=None):
-        super().__init__(Tricks(auto_resume=f"{width}/here", seeding=1) if config is None else config.get("tricks"))
+        super().__init__(
+            Tricks(auto_resume=f"{width}/here", seed_everything=1) if config is None else config.get("tricks")
+        )
 
 
 def test_the_caller_may_name_files():
@@ -146,9 +152,11 @@ def test_the_caller_may_name_files():
     path = file_of({"width": "~/victim", "more": 1})
     given = Decided.load_from_checkpoint(path, config={"tricks": Tricks(**_FILES)})
     assert given.tricks == Tricks(**_FILES)
-    assert Decided.load_from_checkpoint(path, width="a", more=2).tricks == Tricks(auto_resume="a/here", seeding=1)
+    assert Decided.load_from_checkpoint(path, width="a", more=2).tricks == Tricks(
+        auto_resume="a/here", seed_everything=1
+    )
     with pytest.warns(UserWarning, match=_NAMED):  # wherever the rest of the path is from
-        assert Decided.load_from_checkpoint(path).tricks == Tricks(seeding=1)
+        assert Decided.load_from_checkpoint(path).tricks == Tricks(seed_everything=1)
     with pytest.warns(UserWarning, match=_NAMED):
         assert Decided.load_from_checkpoint(path, config={"tricks": _FILES}).tricks == Tricks()
 
@@ -274,14 +282,14 @@ def test_plain_values_come_back_and_others_are_given():
         "anything": {"a": [1, "b"]},
         "bare": "os.system",
         "extra": 7,
-        "tricks": {"seeding": 3},
+        "tricks": {"seed_everything": 3},
         "mode": None,
     }
     others = {"mode": "EXACT", "options": {"width": 4}, "sizes": [3, 4], "layers": {"a": ["FAST"]}, "place": "there"}
     loaded = FromCli.load_from_checkpoint(file_of({**_OF_CLI, **plain}))
     more = loaded.arguments.pop("more")
     assert {name: loaded.arguments[name] for name in plain if name != "extra"} | more == plain
-    assert loaded.tricks == Tricks(seeding=3)
+    assert loaded.tricks == Tricks(seed_everything=3)
     path = file_of({**_OF_CLI, **plain, **others})
     with pytest.raises(CheckpointError, match=r"path, mode=..., options=..., sizes=..., layers=..., place=...\)"):
         FromCli.load_from_checkpoint(path)

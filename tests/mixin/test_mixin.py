@@ -14,32 +14,31 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_tricks.seed_everything import capture_rng_state
 
 from lightning_tricks import (
-    AGC,
-    ClipValue,
     GradientClipping,
     OptimizerSpec,
     ScheduleSpec,
     SeedEverything,
     Tricks,
     TricksMixin,
-    capture_rng_state,
     seed_everything,
 )
 from lightning_tricks._torch_compat.modules import loads_as_torch_does
+from lightning_tricks.gradient_clipping import AGC, ClipValue
 from tests.contract.lab import SETTINGS
 from tests.small import QUIET, fit, loader, same
 
 pytestmark = pytest.mark.oldest
 
 _QUIET = {**QUIET, "num_sanity_val_steps": 2}
-_BOTH = {"seeding": 5, "gradient_clipping": {"max_norm": 0.5, "log": "all"}}
+_BOTH = {"seed_everything": 5, "gradient_clipping": {"max_norm": 0.5, "log_norm": "all"}}
 _SGD = {"name": "SGD"}
 
 
 def _object_of(name, **arguments):
-    return {"class_path": f"lightning_tricks.{name}", "init_args": arguments}
+    return {"class_path": f"lightning_tricks.gradient_clipping.{name}", "init_args": arguments}
 
 
 class LitNet(TricksMixin, LightningModule):
@@ -78,9 +77,9 @@ def test_is_no_lightning_module():
 
 
 def test_seeds_before_the_submodules_are_made():
-    one, other = LitNet(tricks=Tricks(seeding=5)), LitNet(tricks=Tricks(seeding=5))
+    one, other = LitNet(tricks=Tricks(seed_everything=5)), LitNet(tricks=Tricks(seed_everything=5))
     assert same(dict(one.state_dict()), dict(other.state_dict()))
-    assert not same(dict(one.state_dict()), dict(LitNet(tricks=Tricks(seeding=6)).state_dict()))
+    assert not same(dict(one.state_dict()), dict(LitNet(tricks=Tricks(seed_everything=6)).state_dict()))
     assert not same(dict(LitNet().state_dict()), dict(LitNet().state_dict()))
 
 
@@ -91,7 +90,7 @@ def test_nothing_is_on_by_default():
 
 
 @pytest.mark.parametrize(
-    "value", [{"max_norm": 0.3, "norm_type": math.inf, "log": False}, 0.3, 1], ids=["arguments", "float", "int"]
+    "value", [{"max_norm": 0.3, "norm_type": math.inf, "log_norm": False}, 0.3, 1], ids=["arguments", "float", "int"]
 )
 def test_a_field_takes_arguments_or_the_first_one_alone(value):
     (callback,) = Tricks(gradient_clipping=value).callbacks()
@@ -102,8 +101,8 @@ def test_a_field_takes_arguments_or_the_first_one_alone(value):
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"seeding": -1}, ValueError, r"Tricks\(seeding=-1\): seed must be .*\[0, 2\*\*32 - 1\]"),
-        ({"seeding": {"sed": 1}}, TypeError, r"SeedEverything takes no 'sed'\. It takes seed, .* mean 'seed'"),
+        ({"seed_everything": -1}, ValueError, r"Tricks\(seed_everything=-1\): seed must be .*\[0, 2\*\*32 - 1\]"),
+        ({"seed_everything": {"sed": 1}}, TypeError, r"SeedEverything takes no 'sed'\. It takes seed, .* mean 'seed'"),
         ({"gradient_clipping": 0}, ValueError, r"Tricks\(gradient_clipping=0\): max_norm must be a number > 0"),
         ({"gradient_cliping": 1.0}, TypeError, "Tricks takes no 'gradient_cliping'.* mean 'gradient_clipping'?"),
         ({"nvtx_ranges": 3}, TypeError, r"\(nvtx_ranges=3\): NvtxRanges takes no arguments: pass True or False\."),
@@ -113,8 +112,16 @@ def test_a_field_takes_arguments_or_the_first_one_alone(value):
         ({"optimizer": {"momentum": 0.9}}, TypeError, r"The optimizer's own arguments go into kwargs=\{\.\.\.\}"),
         ({"optimizer": _SGD, "schedule": {"knd": "wsd"}}, TypeError, "ScheduleSpec takes no 'knd'.* mean 'kind'?"),
         ({"auto_resume": {"dirpath": "x", "train_time_interval": {"minuts": 1}}}, TypeError, "Did you mean 'minutes'?"),
-        ({"metrics": {"metrics": {"task": "binary", "treshold": 1}}}, TypeError, "takes no 'treshold'.* 'threshold'?"),
-        ({"gradient_clipping": {"method": _object_of("ACG")}}, ValueError, "got 'lightning_tricks.ACG'.*tricks.AGC'?"),
+        (
+            {"metrics_monitor": {"metrics": {"task": "binary", "treshold": 1}}},
+            TypeError,
+            "takes no 'treshold'.* 'threshold'?",
+        ),
+        (
+            {"gradient_clipping": {"method": _object_of("ACG")}},
+            ValueError,
+            "got 'lightning_tricks.*ACG'.*clipping.AGC'?",
+        ),
         ({"gradient_clipping": {"groups": {"*": _object_of("AGC", clip_facto=1)}}}, TypeError, "mean 'clip_factor'?"),
         ({"gradient_clipping": {"method": {**_object_of("AGC"), "ini_args": {}}}}, TypeError, "mean 'init_args'?"),
     ],
@@ -127,8 +134,8 @@ def test_bad_tricks_are_refused_when_they_are_made(fields, error, words):
 
 
 def test_what_one_changes_in_its_dicts_reaches_no_other():
-    Tricks.preset("reproducible").seeding["seed"] = 7
-    assert Tricks.preset("reproducible").seeding["seed"] == 42
+    Tricks.preset("reproducible").seed_everything["seed"] = 7
+    assert Tricks.preset("reproducible").seed_everything["seed"] == 42
     given = {"max_norm": 1.0, "groups": {"*": 2.0}}
     tricks = Tricks(gradient_clipping=given)
     given["max_norm"] = given["groups"]["*"] = 9.0
@@ -147,10 +154,11 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
     required = {
         "auto_resume": "dirpath",
         "restore_best": "monitor",
-        "metrics": "metrics",
+        "metrics_monitor": "metrics",
+        "run_report": "dirpath",
         "gradual_unfreezing": "schedule",
     }
-    required |= dict.fromkeys(("run_fingerprint", "run_report", "predictions"), "path")
+    required |= dict.fromkeys(("run_fingerprint", "prediction_writer"), "path")
     if needed := required.get(field.name):
         with pytest.raises(TypeError, match=rf"Tricks\({field.name}=True\): .* has no default for {needed}: pass a"):
             Tricks(**{field.name: True})
@@ -168,7 +176,15 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
 
 @pytest.mark.parametrize("value", [True, False])
 def test_true_and_false_in_yaml(value, monkeypatch, tmp_path):
-    names = ("seeding", "gradient_clipping", "checkpoint_remapping", "flops", "model_report", "images", "optimizer")
+    names = (
+        "seed_everything",
+        "gradient_clipping",
+        "checkpoint_remapping",
+        "flops_report",
+        "model_report",
+        "image_logger",
+        "optimizer",
+    )
     config = tmp_path / "config.yaml"
     config.write_text(f"model: {{tricks: {{{', '.join(f'{name}: {str(value).lower()}' for name in names)}}}}}")
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(config)])
@@ -182,7 +198,7 @@ def test_tricks_of_the_wrong_type_are_refused():
 
 
 def test_verbose_is_that_of_all_callbacks_that_do_not_say():
-    tricks = Tricks(flops={"verbose": False}, model_report=True, seeding=1, verbose=True)
+    tricks = Tricks(flops_report={"verbose": False}, model_report=True, seed_everything=1, verbose=True)
     assert {type(made).__name__: made.verbose for made in tricks.callbacks()} == {
         "FlopsReport": False, "ModelReport": True, "SeedEverything": True
     }  # fmt: skip
@@ -246,9 +262,9 @@ def test_the_users_own_instance_wins_and_so_does_the_modules():
 
     class Own(LitNet):
         def configure_callbacks(self):
-            return [*super().configure_callbacks(), GradientClipping(0.1, log="all")]
+            return [*super().configure_callbacks(), GradientClipping(0.1, log_norm="all")]
 
-    for own in (GradientClipping(0.1, log="all"), Stricter(0.1, log="all")):
+    for own in (GradientClipping(0.1, log_norm="all"), Stricter(0.1, log_norm="all")):
         trainer = _fit(LitNet(tricks=Tricks(**_BOTH)), callbacks=[own])
         clipping = [c for c in trainer.callbacks if isinstance(c, GradientClipping)]
         assert clipping == [own]
@@ -257,16 +273,18 @@ def test_the_users_own_instance_wins_and_so_does_the_modules():
 
 
 def test_a_second_module_brings_its_own_tricks():
-    trainer = _fit(LitNet(tricks=Tricks(seeding=1, gradient_clipping=0.5)))
+    trainer = _fit(LitNet(tricks=Tricks(seed_everything=1, gradient_clipping=0.5)))
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(LitNet(tricks=Tricks(seeding=2, gradient_clipping={"max_norm": 0.01, "log": "all"})), *_loaders())
+    trainer.fit(
+        LitNet(tricks=Tricks(seed_everything=2, gradient_clipping={"max_norm": 0.01, "log_norm": "all"})), *_loaders()
+    )
     assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.01 + 1e-4
     (seeding,) = (c for c in trainer.callbacks if isinstance(c, SeedEverything))
     assert seeding.seed == 2
 
 
 def test_loading_a_checkpoint_leaves_the_process_alone():
-    tricks = Tricks(seeding={"seed": 5, "deterministic": True})
+    tricks = Tricks(seed_everything={"seed": 5, "deterministic": True})
     _fit(LitNet(tricks=tricks)).save_checkpoint("run.ckpt")
     torch.use_deterministic_algorithms(False)
     seed_everything(99, verbose=False)
@@ -315,10 +333,10 @@ def test_instances_are_reused_by_a_second_fit():
 
 @pytest.mark.trap("metrics: a dataclass in save_hyperparameters makes the checkpoint unloadable under weights_only")
 def test_checkpoints_load_with_weights_only(tmp_path):
-    module = LitNet(hidden=4, tricks=Tricks(seeding={"seed": 5, "workers": False}, gradient_clipping=0.5))
+    module = LitNet(hidden=4, tricks=Tricks(seed_everything={"seed": 5, "workers": False}, gradient_clipping=0.5))
     _fit(module).save_checkpoint("run.ckpt")
     plain = dataclasses.asdict(module.tricks)
-    assert plain["seeding"] == {"seed": 5, "workers": False}
+    assert plain["seed_everything"] == {"seed": 5, "workers": False}
     checkpoint = torch.load("run.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"] == {"hidden": 4, "tricks": plain}
 
@@ -345,12 +363,12 @@ def test_tricks_inside_of_another_argument_are_saved_as_plain_values():
             self.save_hyperparameters()
             self.net = torch.nn.Sequential(torch.nn.Linear(64, 10))
 
-    config = {"tricks": Tricks(**_BOTH), "more": [Tricks(seeding=1), (2,)]}
+    config = {"tricks": Tricks(**_BOTH), "more": [Tricks(seed_everything=1), (2,)]}
     module = Configured(config)
     assert config["tricks"] == module.tricks
     _fit(module).save_checkpoint("run.ckpt")
     saved = torch.load("run.ckpt", weights_only=True)["hyper_parameters"]["config"]
-    assert saved == {"tricks": Tricks(**_BOTH).as_dict(), "more": [Tricks(seeding=1).as_dict(), (2,)]}
+    assert saved == {"tricks": Tricks(**_BOTH).as_dict(), "more": [Tricks(seed_everything=1).as_dict(), (2,)]}
     assert Configured.load_from_checkpoint("run.ckpt").tricks == module.tricks
 
 
@@ -370,11 +388,11 @@ def test_save_hyperparameters_takes_what_lightnings_takes():
             super().__init__(**kwargs)
             self.save_hyperparameters()
 
-    plain = dataclasses.asdict(Tricks(seeding=1))
-    assert LitNet(tricks=Tricks(seeding=1)).hparams_initial["tricks"] == plain
-    assert Picky(8, settings=Tricks(seeding=1)).hparams == {"depth": 2, "settings": plain}
-    assert Ignoring(8, tricks=Tricks(seeding=1)).hparams == {"width": 8}
-    grandchild = Grandchild(tricks=Tricks(seeding=1))
+    plain = dataclasses.asdict(Tricks(seed_everything=1))
+    assert LitNet(tricks=Tricks(seed_everything=1)).hparams_initial["tricks"] == plain
+    assert Picky(8, settings=Tricks(seed_everything=1)).hparams == {"depth": 2, "settings": plain}
+    assert Ignoring(8, tricks=Tricks(seed_everything=1)).hparams == {"width": 8}
+    grandchild = Grandchild(tricks=Tricks(seed_everything=1))
     assert grandchild.hparams["tricks"] == plain
     assert (grandchild.hparams["extra"], grandchild.hparams["hidden"]) == (3, 8)
 
@@ -388,30 +406,34 @@ def _cli(monkeypatch, *arguments):
 
 
 def test_lightning_cli_sets_every_field(monkeypatch, tmp_path):
-    model = _cli(monkeypatch, "--model.tricks.seeding", "1", "--model.tricks.gradient_clipping", "0.25").model
-    assert model.tricks == Tricks(seeding=1, gradient_clipping=0.25)
+    model = _cli(monkeypatch, "--model.tricks.seed_everything", "1", "--model.tricks.gradient_clipping", "0.25").model
+    assert model.tricks == Tricks(seed_everything=1, gradient_clipping=0.25)
 
     arguments = "{max_norm: 0.25, norm_type: .inf, log: true}"
-    cli = _cli(monkeypatch, "--model.tricks.gradient_clipping", arguments, "--model.tricks.seeding", "{seed: 2}")
-    expected = Tricks(seeding={"seed": 2}, gradient_clipping={"max_norm": 0.25, "norm_type": math.inf, "log": True})
+    cli = _cli(
+        monkeypatch, "--model.tricks.gradient_clipping", arguments, "--model.tricks.seed_everything", "{seed: 2}"
+    )
+    expected = Tricks(
+        seed_everything={"seed": 2}, gradient_clipping={"max_norm": 0.25, "norm_type": math.inf, "log_norm": True}
+    )
     assert cli.model.tricks == expected
 
     cli.trainer.fit(cli.model, *_loaders())
     cli.trainer.save_checkpoint("cli.ckpt")
-    assert torch.load("cli.ckpt", weights_only=True)["hyper_parameters"]["tricks"]["seeding"] == {"seed": 2}
+    assert torch.load("cli.ckpt", weights_only=True)["hyper_parameters"]["tricks"]["seed_everything"] == {"seed": 2}
     assert LitNet.load_from_checkpoint("cli.ckpt", weights_only=True).tricks == expected
 
     dotted = [f"--model.tricks.gradient_clipping.{pair}" for pair in ("max_norm=0.5", "norm_type=.inf")]
     expected = Tricks(gradient_clipping={"max_norm": 0.5, "norm_type": math.inf})
     assert _cli(monkeypatch, *dotted).model.tricks == expected
 
-    (tmp_path / "config.yaml").write_text("model:\n  tricks:\n    seeding: 3\n    gradient_clipping: 0.5\n")
-    assert _cli(monkeypatch, "--config", "config.yaml").model.tricks == Tricks(seeding=3, gradient_clipping=0.5)
+    (tmp_path / "config.yaml").write_text("model:\n  tricks:\n    seed_everything: 3\n    gradient_clipping: 0.5\n")
+    assert _cli(monkeypatch, "--config", "config.yaml").model.tricks == Tricks(seed_everything=3, gradient_clipping=0.5)
 
 
 def test_lightning_cli_names_a_bad_field(monkeypatch, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:  # jsonargparse 4.50 and later raises
-        _cli(monkeypatch, "--model.tricks.seeding", "-1")
+        _cli(monkeypatch, "--model.tricks.seed_everything", "-1")
     assert "seed must be an integer in [0, 2**32 - 1]" in f"{error.value}{capsys.readouterr().err}"
 
 
@@ -429,7 +451,7 @@ def test_works_in_two_ranks():
 
 
 def test_seeding_through_the_mixin_needs_no_note(lightning_log):
-    _fit(LitNet(tricks=Tricks(seeding=77)))
+    _fit(LitNet(tricks=Tricks(seed_everything=77)))
     assert not [message for _, message in lightning_log if "not covered" in message]
     assert [message for _, message in lightning_log if "seed 77" in message]
 
@@ -517,7 +539,7 @@ def test_specs_in_yaml(monkeypatch, tmp_path):
         optimizer: {name: SGD, lr: 0.1, weight_decay: 5.0e-4, no_decay: [], kwargs: {momentum: 0.9}}
         schedule: {kind: multistep, milestones: [100, 140, 240], interval: epoch}
         gradient_clipping:
-          method: {class_path: lightning_tricks.AGC, init_args: {clip_factor: 0.02}}
+          method: {class_path: lightning_tricks.gradient_clipping.AGC, init_args: {clip_factor: 0.02}}
     """
     (tmp_path / "config.yaml").write_text(text)
     arguments = ["--config", "config.yaml", "--model.tricks.schedule.warmup=2 epochs"]

@@ -26,7 +26,7 @@ def verify(lab: Lab, setting: Setting, callback: type = ModelReport) -> None:
 CASES = (
     Case(
         callback=ModelReport,
-        arguments={"path": "report", "graph": {"show_attrs": True}, "depth": 2},
+        arguments={"dirpath": "report", "graph": {"show_attrs": True}, "depth": 2},
         kind="observer",
         neutral={"graph": False},
         of_one_fit=("summary",),

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_tricks import summarize_model
 from lightning_tricks._shared.extras import install_command
+from lightning_tricks.model_report import summarize_model
 from tests.shared.test_model_copy import NETS, ROWS, Breaks, state_of
 from tests.shared.test_trainer_stub import BATCH, Adversaries, Classifier
 from tests.small import same

@@ -6,7 +6,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from packaging.version import Version
 
-from lightning_tricks import PredictionWriter, isolated_rng
+from lightning_tricks import PredictionWriter
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting
 from tests.small import EvaluatedNet, digits, fork, loader, real_fp16

@@ -19,16 +19,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.version import Version
 from torch import nn
 
-from lightning_tricks import (
-    AutoResume,
-    LoRA,
-    MetricsMonitor,
-    PrefixTuning,
-    RestoreBest,
-    isolated_rng,
-    multiclass_metrics,
-)
+from lightning_tricks import AutoResume, LoRA, MetricsMonitor, PrefixTuning, RestoreBest
 from lightning_tricks.finetuning import merge
+from lightning_tricks.metrics import multiclass_metrics
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.checks import Interrupts
 from tests.restore_best.contract import Validated, Watches, state_of
 from tests.small import QUIET, EvaluatedNet, Hooks, fork, loader, same

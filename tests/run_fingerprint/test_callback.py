@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, isolated_rng
+from lightning_tricks import AutoResume, FlopsReport, RunFingerprint
 from lightning_tricks.run_fingerprint import compare, read_ranks
+from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, Hooks, HostReads, Net, digits
 
 DDP = {"strategy": "ddp_fork", "devices": 2}

@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_tricks import RunFingerprint, SeedEverything, assert_reproducible
+from lightning_tricks import RunFingerprint, SeedEverything
+from lightning_tricks.run_fingerprint import assert_reproducible
 from tests.small import QUIET, Net, digits
 
 

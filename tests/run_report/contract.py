@@ -38,14 +38,14 @@ def verify(lab: Lab, setting: Setting, callback: type = RunReport) -> None:
 CASES = (
     Case(
         callback=RunReport,
-        arguments={"path": "reported"},
+        arguments={"dirpath": "reported"},
         kind="observer",
         neutral=None,
         why_no_neutral="it changes nothing in any setting",
-        of_one_fit=("path", "_position", "_position_to_keep", "_last_fit"),
+        of_one_fit=("dirpath", "_position", "_position_to_keep", "_last_fit"),
         state_of_one_fit=("id",),
         instances=1,
-        writes_to="path",
+        writes_to="dirpath",
         looks_between_epochs=True,
         waits={"on_validation_end": 1, "teardown": 1},
         verify=verify,

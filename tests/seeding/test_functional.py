@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_tricks import capture_rng_state, isolated_rng, restore_rng_state, seed_everything
-from lightning_tricks.seeding import derive_seed, isolated_seeding
+from lightning_tricks import seed_everything
+from lightning_tricks.seeding import capture_rng_state, derive_seed, isolated_rng, isolated_seeding, restore_rng_state
 from tests.small import same
 
 

@@ -7,7 +7,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import FlopsReport, count_flops, summarize_model
+from lightning_tricks import FlopsReport, count_flops
+from lightning_tricks.model_report import summarize_model
 from tests.shared.test_trainer_stub import Classifier
 from tests.small import QUIET, loader
 

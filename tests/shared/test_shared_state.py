@@ -13,8 +13,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks import FlopsReport, ModelReport, count_flops, summarize_model
+from lightning_tricks import FlopsReport, ModelReport, count_flops
 from lightning_tricks._shared.dry_run.shared_state import restored_state
+from lightning_tricks.model_report import summarize_model
 from tests.small import QUIET
 
 _SEEN: list = []

@@ -19,9 +19,9 @@ from rich.text import Text
 from torch import nn
 
 import lightning_tricks
-from lightning_tricks import align
 from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
+from lightning_tricks.checkpoint_remapping import align
 from lightning_tricks.flops.core.flops_count import FlopsCount, FlopsRow
 from lightning_tricks.model_report.core.report_summary import ModelMemory, ModelReportSummary, ParameterRow
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_tricks import FlopsReport, ModelReport, count_flops, summarize_model
+from lightning_tricks import FlopsReport, ModelReport, count_flops
+from lightning_tricks.model_report import summarize_model
 from tests.contract.lab import traces
 from tests.small import fit, same
 

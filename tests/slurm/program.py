@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lightning_tricks import AutoResume, isolated_rng
+from lightning_tricks import AutoResume
+from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, EvaluatedNet, loader
 
 

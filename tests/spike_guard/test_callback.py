@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks import AutoResume, GradientClipping, PercentileClip, SpikeGuard, ZScoreClip
+from lightning_tricks import AutoResume, GradientClipping, SpikeGuard
+from lightning_tricks.gradient_clipping import PercentileClip, ZScoreClip
 from tests.contract.checks import Interrupts
 from tests.contract.lab import Lab
 from tests.small import QUIET, Hooks, HostReads, same

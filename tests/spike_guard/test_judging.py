@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_tricks import MetricsMonitor, SpikeGuard, multiclass_metrics
+from lightning_tricks import MetricsMonitor, SpikeGuard
+from lightning_tricks.metrics import multiclass_metrics
 from tests.spike_guard.oracle import Noisy, Rows, loader, rank, run
 from tests.spike_guard.test_callback import SMALL, guarded
 

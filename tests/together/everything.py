@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from lightning_tricks import isolated_rng
+from lightning_tricks.seeding import isolated_rng
 from tests.contract.cases import CASES
 from tests.small import EvaluatedNet
 

@@ -6,8 +6,9 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_tricks import FlopsReport, MetricsMonitor, ModelReport, SpikeGuard, multiclass_metrics
+from lightning_tricks import FlopsReport, MetricsMonitor, ModelReport, SpikeGuard
 from lightning_tricks._shared.console import is_verbose
+from lightning_tricks.metrics import multiclass_metrics
 from tests.contract.cases import CASES
 from tests.small import QUIET, loader
 from tests.together.everything import TogetherNet

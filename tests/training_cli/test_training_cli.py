@@ -14,7 +14,6 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
-import lightning_tricks
 from lightning_tricks import OptimizerSpec, ScheduleSpec, SeedEverything, seed_everything, training_cli
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
@@ -24,13 +23,12 @@ from lightning_tricks.gradient_clipping.core.methods import METHODS
 from tests.architecture.persisted_names import actions_of
 from tests.contract.cases import CASES
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
-from tests.small import same
+from tests.small import PUBLIC, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 
-_PUBLIC = {name: getattr(lightning_tricks, name) for name in lightning_tricks.__all__}
-_CALLBACKS = [n for n, kind in _PUBLIC.items() if inspect.isclass(kind) and issubclass(kind, Callback)]
-_MODULES = [n for n, kind in _PUBLIC.items() if inspect.isclass(kind) and issubclass(kind, LightningModule)]
+_CALLBACKS = [n for n, kind in PUBLIC.items() if inspect.isclass(kind) and issubclass(kind, Callback)]
+_MODULES = [n for n, kind in PUBLIC.items() if inspect.isclass(kind) and issubclass(kind, LightningModule)]
 _DIGITS = ["--data", "lightning_tricks.demo.Digits"]
 _NET = """
 from torch import nn
@@ -122,7 +120,7 @@ def test_every_ensemble_is_known_by_its_short_name(name, command, capsys):
 
 @pytest.mark.parametrize("name", [*_CALLBACKS, *_MODULES, *METHODS, "OptimizerSpec", "ScheduleSpec"])
 def test_every_argument_has_a_help_text(name):
-    kind = _PUBLIC.get(name) or METHODS[name]
+    kind = PUBLIC.get(name) or METHODS[name]
     parser = ArgumentParser()
     parser.add_class_arguments(kind, "given", fail_untyped=False)
     texts = {action.dest: action.help for action in actions_of(parser) if action.dest.startswith("given.")}
@@ -144,7 +142,7 @@ def test_a_callback_is_appended_on_the_command_line(config):
     given += ["--trainer.callbacks+=FlopsReport"]
     clipping, flops = config("fit", "--model", "my_project.Net", *given)["trainer"]["callbacks"]
     assert clipping["init_args"]["max_norm"] == 0.5
-    assert clipping["init_args"]["method"]["class_path"] == "lightning_tricks.AGC"
+    assert clipping["init_args"]["method"]["class_path"] == "lightning_tricks.gradient_clipping.AGC"
     assert clipping["init_args"]["method"]["init_args"]["clip_factor"] == 0.1
     assert flops["class_path"] == "lightning_tricks.FlopsReport"
 
@@ -321,7 +319,10 @@ _ERRORS = {
         ["--trainer.callbacks+=GradientClipping", "--trainer.callbacks.max_norm=-1"],
         "error: max_norm must be a number > 0 .*, got -1.0.",
     ),
-    "a misspelt trick": (["--model.tricks.seedng=3"], "Tricks takes seeding, .* Did you mean 'seeding'?"),
+    "a misspelt trick": (
+        ["--model.tricks.seed_everythin=3"],
+        "Tricks takes seed_everything, .* Did you mean 'seed_everything'?",
+    ),
     "a wrong value of a trick": (
         ["--model.tricks.gradient_clipping=-1"],
         "Tricks(gradient_clipping=-1.0): max_norm must",
@@ -348,8 +349,8 @@ _ERRORS = {
         "--seed_everything has the seed 1 and SeedEverything has 42: leave out one of them",
     ),
     "two seeds, one in the module": (
-        ["--seed_everything=1", "--model.tricks.seeding=2"],
-        "--seed_everything has the seed 1 and Tricks(seeding=...) of the model has 2",
+        ["--seed_everything=1", "--model.tricks.seed_everything=2"],
+        "--seed_everything has the seed 1 and Tricks(seed_everything=...) of the model has 2",
     ),
     "a misspelt limit": (["--select_gpus={m: 1}"], "select_gpus takes no 'm'. It takes n, "),
     "a value of Lightning": (["--trainer.accelerator=abacus"], "error: You selected an invalid accelerator name"),

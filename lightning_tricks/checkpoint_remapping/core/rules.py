@@ -40,7 +40,7 @@ class RemapRule:
 
     Examples:
         >>> import torch
-        >>> from lightning_tricks import remap_keys
+        >>> from lightning_tricks.checkpoint_remapping import remap_keys
         >>> weights = {"module.fc.weight": torch.zeros(2, 3), "module.fc.total_ops": torch.zeros(1)}
         >>> rules = [RemapRule("module.", ""), RemapRule("*.total_ops", None), RemapRule("fc", "head")]
         >>> list(remap_keys(weights, rules))

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torchmetrics import Accuracy, MetricCollection, MetricTracker, Recall
 
-from lightning_tricks import StackingClassifier
+from lightning_tricks.ensembles import StackingClassifier
 from tests.auto_resume.scenarios.callbacks import KIND
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
