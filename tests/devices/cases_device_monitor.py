@@ -50,7 +50,7 @@ CASE = Case(
     callback=DeviceMonitor,
     arguments={
         "every_n_train_steps": 3,
-        "keys": ["host/cpu_utilization", "gpu/fan"],
+        "log_keys": ["host/cpu_utilization", "gpu/fan"],
         "warn_temperature": 70.0,
         "interval": 0.01,
     },

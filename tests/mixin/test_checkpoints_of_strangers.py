@@ -131,7 +131,7 @@ def test_tricks_of_a_checkpoint_name_no_files(way):
         tricks = module.load_from_checkpoint(file_of(hyper_parameters)).tricks
     assert tricks == Tricks(seed_everything=3)
     (words,) = [str(warning.message) for warning in said]
-    for named in ("auto_resume.dirpath='victim'", "checkpoint_remapping.rules=", "flops.path='victim/flops.md'"):
+    for named in ("auto_resume.dirpath='victim'", "checkpoint_remapping.rules=", "flops_report.path='victim/flops.md'"):
         assert named in words
 
 

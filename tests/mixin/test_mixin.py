@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_tricks.seed_everything import capture_rng_state
+from lightning_tricks.seeding import capture_rng_state
 
 from lightning_tricks import (
     GradientClipping,
@@ -409,7 +409,7 @@ def test_lightning_cli_sets_every_field(monkeypatch, tmp_path):
     model = _cli(monkeypatch, "--model.tricks.seed_everything", "1", "--model.tricks.gradient_clipping", "0.25").model
     assert model.tricks == Tricks(seed_everything=1, gradient_clipping=0.25)
 
-    arguments = "{max_norm: 0.25, norm_type: .inf, log: true}"
+    arguments = "{max_norm: 0.25, norm_type: .inf, log_norm: true}"
     cli = _cli(
         monkeypatch, "--model.tricks.gradient_clipping", arguments, "--model.tricks.seed_everything", "{seed: 2}"
     )
