@@ -10,7 +10,6 @@ class Classifier(TricksMixin, lightning.LightningModule):
         scores = self.net(batch[0])
         return {"loss": cross_entropy(scores, batch[1]), "preds": scores, "target": batch[1]}
     validation_step = training_step
-metrics = {"task": "multiclass", "num_classes": 10}
+task = {"task": "multiclass", "num_classes": 10}
 trainer = lightning.Trainer(max_epochs=3, logger=False, enable_checkpointing=False)
-tricks = Tricks(seed_everything=42, gradient_clipping=1.0, metrics_monitor=metrics, optimizer=True)
-trainer.fit(Classifier(tricks), Digits())
+trainer.fit(Classifier(Tricks(seed_everything=42, gradient_clipping=1, metrics_monitor=task, optimizer=True)), Digits())
