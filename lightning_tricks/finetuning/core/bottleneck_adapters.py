@@ -41,7 +41,7 @@ KINDS = {"houlsby": ("gelu", 1.0), "pfeiffer": ("relu", 1.0), "parallel": ("relu
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The arguments of `add_adapters`, checked.
+    """Arguments of `add_adapters`, checked.
 
     Raises:
         TypeError: If one is of the wrong type.
@@ -80,14 +80,14 @@ def add_adapters(
 ) -> InjectionReport:
     """Freeze a model, and put trainable bottleneck adapters behind, or beside, some of its layers, in place.
 
-    At first the adapters add zero. Base weights keep their identity, names and values; the new ones are named
-    `<layer>.adapter.*`. Layers of `nn.TransformerEncoder` that have one leave torch's fused path in evaluation mode,
-    which would not call them. Adapters cannot be merged into the weights.
+    At first the adapters add zero. Base weights keep their identity, names and values; new parameters are named
+    `<layer>.adapter.*`. Layers of `nn.TransformerEncoder` with an adapter leave torch's fused path in evaluation mode,
+    which would not call it. Adapters cannot be merged into the weights.
 
     Args:
         model: The model; nothing is changed if an error is raised.
-        settings: Where the adapters are put, and of which kind.
-        generator: Draws the initial values; None for a new one, seeded as torch was.
+        settings: The place and kind of the adapters.
+        generator: Draws the initial values; None for a new one with torch's seed.
 
     Returns:
         A report on the added parameters.
