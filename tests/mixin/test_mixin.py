@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_tricks.seeding import capture_rng_state
 
 from lightning_tricks import (
     GradientClipping,
@@ -27,6 +26,7 @@ from lightning_tricks import (
 )
 from lightning_tricks._torch_compat.modules import loads_as_torch_does
 from lightning_tricks.gradient_clipping import AGC, ClipValue
+from lightning_tricks.seeding import capture_rng_state
 from tests.contract.lab import SETTINGS
 from tests.small import QUIET, fit, loader, same
 

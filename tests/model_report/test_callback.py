@@ -94,7 +94,7 @@ def test_an_example_that_does_not_fit_is_a_warning():
 def test_files_that_cannot_be_written_are_a_warning(tmp_path):
     (tmp_path / "file").touch()
     report = ModelReport(tmp_path / "file", graph=False)
-    with pytest.warns(UserWarning, match="ModelReport did not write all files to path='.*file': FileExistsError"):
+    with pytest.warns(UserWarning, match="ModelReport did not write all files to dirpath='.*file': FileExistsError"):
         trainer = fit(None, report)
     assert trainer.global_step == 10
     assert report.summary is not None

@@ -244,7 +244,7 @@ def test_rank_zero_writes_what_is_logged(tmp_path):
 
 def test_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "a").write_text("")
-    with pytest.raises(MisconfigurationException, match="Choose another path"):
+    with pytest.raises(MisconfigurationException, match="Choose another dirpath"):
         train([RunReport(tmp_path / "a")])
 
 
