@@ -158,7 +158,7 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
 
     Examples:
         >>> import tempfile
-        >>> from lightning_tricks.finetuning.core.trainable_weights import base_fingerprints
+        >>> from lightning_tricks.finetuning.core.trainable_weights import base_fingerprints, leave_out_base
         >>> model = nn.Linear(3, 2)
         >>> base = base_fingerprints(model)
         >>> model.bias.data.zero_()
