@@ -184,7 +184,7 @@ class BootstrappedMembers(Ensemble):
     def on_shared_batches(self, reason: str) -> None:
         """Refuse to train on shared batches."""
         raise MisconfigurationException(
-            f"{type(self).__name__} needs a DataLoader whose dataset has a length, and {reason}: use Voting instead."
+            f"{type(self).__name__} needs a dataset with a length in a DataLoader, and {reason}: use Voting instead."
         )
 
 

@@ -213,7 +213,7 @@ def _use_now(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
     if missing:
         raise RankError(
             f"The first rank of this machine has selected {', '.join(missing)}, which this rank does not see."
-            f"{hidden_gpus(machine)} All ranks have to see the same GPUs; where a launcher gives one to each rank, "
+            f"{hidden_gpus(machine)} All ranks must see the same GPUs; if a launcher gives one to each rank, "
             "devices='auto' replaces select_gpus."
         )
     locks: dict[str, int] = {}

@@ -247,7 +247,7 @@ class AdapterInjection(Injection):
         if not feed_forwards:
             raise ValueError(
                 f'target_modules="blocks": none of the {len(self.modules)} modules is a transformer block with an '
-                "attention and a feed-forward network of known names: name the layers whose output gets an adapter, "
+                "attention and a feed-forward network of known names: name the layers that get an adapter, "
                 'such as "*.linear2".'
             )
         wanted = {*feed_forwards, *(attentions if self.settings.kind == "houlsby" else ())}
@@ -268,7 +268,7 @@ class AdapterInjection(Injection):
             if read and reads_weights_of_its_parts(around):
                 raise ValueError(
                     f"target_modules: {read[0]} lies in a {class_below(around).__name__}, which reads its weight and "
-                    f"never calls it, so that an adapter would be ignored: give {names[0]!r}, whose output is the same."
+                    f"never calls it, so an adapter would be ignored: give {names[0]!r}, whose output is the same."
                 )
         return targets
 

@@ -327,8 +327,8 @@ def refuse_own_forward(targets: Mapping[str, nn.Module]) -> None:
     own = [f"{name} ({type(target).__name__})" for name, target in targets.items() if "forward" in vars(target)]
     if own:
         raise ValueError(
-            f"target_modules: what is added to {list_names(own)} would never be called, as it has a `forward` of its "
-            "own, as `layer.forward = torch.compile(layer.forward)` sets one: use `layer.compile()` instead."
+            f"target_modules: what is added to {list_names(own)} would never be called, as it has its own `forward`, "
+            "such as `layer.forward = torch.compile(layer.forward)`: use `layer.compile()` instead."
         )
 
 

@@ -138,7 +138,7 @@ def _explaining_errors(path: Path, name: str) -> Iterator[None]:
     except OverBudgetError as error:
         raise NotACheckpointError(
             f"{name} is too costly to read: {error}, which is far more than its size explains. If you trust "
-            "its source, save its weights alone."
+            "its source, save only its weights."
         ) from error
     except (ImportError, torch.OutOfMemoryError):
         raise
