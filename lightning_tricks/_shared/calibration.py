@@ -20,19 +20,19 @@ _NAMES = [*(name for names in METHODS.values() for name in names), "from_probabi
 
 
 class Calibration(nn.Module):
-    """A map from logits, or probabilities, to calibrated probabilities, which `calibrate` fits.
+    """A map, fitted by `calibrate`, from logits or probabilities to calibrated probabilities.
 
-    As a part of a LightningModule, `self.calibration = Calibration()` in its `__init__`, it is in each checkpoint once
-    it is fitted, and a new module takes it from the checkpoint. Before, it adds nothing to the state dict. Its numbers
-    are in double precision, whatever that of the module.
+    If a LightningModule sets `self.calibration = Calibration()` in its `__init__`, its checkpoints contain the fitted
+    calibration, and a new module loads it from them. Before it is fitted, it adds nothing to the state dict. Its
+    numbers are in double precision, whatever the precision of the module.
 
     Attributes:
         temperature: T, for `softmax(logits / T)`.
         scale: (C,), for `softmax(scale * logits + bias)`.
         bias: (C,).
         thresholds: (C, K), probabilities of each class in ascending order.
-        values: (C, K), the shares of rows that were of the class; a line leads from each to the next.
-        from_probabilities: 1, without dimensions, if it was fitted to probabilities, which it takes then; else None.
+        values: (C, K), the shares of rows of the class, with linear interpolation between them.
+        from_probabilities: 1, without dimensions, if it was fitted to probabilities, which it then takes; else None.
 
     Examples:
         >>> calibration = Calibration()
@@ -55,11 +55,11 @@ class Calibration(nn.Module):
 
     @property
     def method(self) -> str | None:
-        """The method by which it was fitted; None if it was not."""
+        """The method by which it was fitted; None before."""
         return next((method for method, names in METHODS.items() if getattr(self, names[0]) is not None), None)
 
     def set_values(self, **values: Tensor) -> None:
-        """Set the tensors of one method, in place of all others."""
+        """Set the tensors of one method, and clear all others."""
         check_names("set_values", values, _NAMES)
         for name in _NAMES:
             given = values.get(name)

@@ -99,14 +99,14 @@ def _declared(step: Callable[..., Any]) -> tuple[inspect.FullArgSpec, list[str]]
 def parameters_without_gradient(module: nn.Module) -> list[str]:
     """Return the names of the parameters that require a gradient and have none; call it after the first backward pass.
 
-    A parameter that the loss does not depend on never moves, and DistributedDataParallel stops at it with an error
+    A parameter that the loss does not depend on never changes, and DistributedDataParallel fails at it with an error
     that names no parameter. Nothing is read from the device.
 
     Args:
-        module: The module; later backward passes tell nothing where gradients are set to zero instead of None.
+        module: The module. After later backward passes, gradients that were set to zero instead of None hide it.
 
     Returns:
-        The qualified names, without the prefixes of `torch.compile`; of a tied parameter, the first one.
+        The qualified names, without the prefixes of `torch.compile`; for a tied parameter, its first name.
 
     Examples:
         >>> import torch

@@ -51,12 +51,12 @@ def seed_global_rngs(seed: int) -> None:
 
 
 def derive_seed(seed: int, *keys: int) -> int:
-    """Derive an independent seed from a seed and what it is for, such as a rank and a step.
+    """Derive an independent seed from a seed and keys such as a rank and a step.
 
     Args:
         seed: An integer in [0, 2**32 - 1].
-        *keys: Non-negative integers that name what the derived seed is for. Only calls with equally many keys are told
-            apart: (1,) and (1, 0) give the same seed.
+        *keys: Non-negative integers that identify the derived seed. Compare only calls with the same number of keys:
+            (1,) and (1, 0) give the same seed.
 
     Returns:
         A seed in [0, 2**32 - 1], by numpy's `SeedSequence` hash (O'Neill, 2015).
@@ -143,7 +143,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the state of the global random number generators.
 
     Args:
-        state: What `capture_rng_state` returned, possibly saved and loaded meanwhile (on any device).
+        state: The result of `capture_rng_state`, possibly saved and loaded since (on any device).
 
     Raises:
         ValueError: If a generator is missing from `state`; no generator is changed then.
@@ -171,7 +171,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """Run a block, or a decorated function, after which the global random number generators are as before.
+    """Run a block or a decorated function, then restore the global random number generators.
 
     Args:
         seed: The seed inside the block; None keeps the present state. As a decorator it does not work for generator
@@ -209,7 +209,7 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def isolated_seeding() -> Iterator[None]:
-    """Run a block after which generators, determinism and environment variables are as before.
+    """Run a block, then restore generators, determinism and environment variables.
 
     Yields:
         Nothing. Everything is restored on leaving, also after an exception.

@@ -1,14 +1,14 @@
-"""Kill a run anywhere, run the same command again, and get the weights that it would have had, bit for bit.
+"""Kill a run anywhere, run the same command again, and get bit-identical weights.
 
 When to use it: in every run that may be stopped: by a dropped SSH session, a scheduler's time limit, a preempted spot
-instance, Ctrl-C, a crash of the machine.
+instance, Ctrl-C, or a machine crash.
 
-What a checkpoint of Lightning leaves out, and this one holds: the random state of each rank and each DataLoader
-worker, the position in the epoch's order, partial epoch means of `self.log`, states of torchmetrics, buffers that
-differ between ranks, a validation that is due.
+Unlike Lightning's checkpoints, these contain the random state of each rank and each dataloader worker, the position in
+the epoch's order, partial epoch means of `self.log`, states of torchmetrics, buffers that differ between ranks, and a
+validation that is due.
 
 Caveats: a resume is exact on the same machine with the same number of ranks and workers. With other numbers the run
-resumes as well: each sample of the epoch is still read once, and a warning says what is no longer exact. Models may be
+also resumes: each sample of the epoch is still read once, and a warning says what is no longer exact. Models may be
 sharded by `ModelParallelStrategy` (FSDP2 and tensor parallel); FSDP1 and DeepSpeed raise an error.
 
 Source: files are written as databases do it (write beside, flush, rename, flush the directory); exit status 75 is

@@ -50,84 +50,81 @@ _REFUSED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy)
 class AutoResume(ToldBeforeLoggers, TrickCallback):
     """Save a fit while it runs and resume it automatically, bit for bit, when the same command is run again.
 
-    The script stays `trainer.fit(model, datamodule)`. The first process starts the run; a later one resumes from the
-    newest complete checkpoint in `dirpath`. On the same machine, with the same number of ranks and workers, the final
-    weights, buffers, optimizer, scheduler and scaler states, metrics and logged values are those of a run that was
-    never stopped: the order of the batches, the random numbers of each process and each DataLoader worker, partial
-    epoch means and a validation that is due are all resumed. Samples that were seen are skipped at the sampler.
+    Your script stays `trainer.fit(model, datamodule)`. The first process starts the run; later processes resume from
+    the newest complete checkpoint in `dirpath`. On the same machine, with the same number of ranks and workers, the
+    final weights, buffers, optimizer, scheduler and scaler states, metrics and logged values equal those of an
+    uninterrupted run: the order of the batches, the random numbers of each process and dataloader worker, partial epoch
+    means and a validation that is due are all resumed. The sampler skips samples that were already seen.
 
-    Checkpoints are saved between two optimizer steps only, never within accumulation or validation: a kill loses what
-    came after the last save, and the next process repeats it. Saving does not change the run. Under
-    `ModelParallelStrategy` each rank writes its shards by torch.distributed.checkpoint; a checkpoint is a folder then.
+    Checkpoints are only saved between two optimizer steps, never within accumulation or validation: a kill loses the
+    steps after the last save, and the next process repeats them. Saving does not change the run. Under
+    `ModelParallelStrategy`, each rank writes its shards by torch.distributed.checkpoint, into a folder.
 
-    Loggers and ModelCheckpoint are resumed as well. CSVLogger and TensorBoardLogger keep their version, and the rows
-    that they wrote after the save are removed, so that each row is there once. WandbLogger and MLFlowLogger continue
-    the same run on their server, where the rows between the save and the kill stay; a run that was open before the fit
-    stays open. Other loggers start anew. ModelCheckpoint finds its scores and its best files as they were at the save:
-    what it removes and was there at a save is removed after the next one. Each checkpoint that is written in the run
-    names it: a repeated step writes its own file again, and a file of that name that the run did not write is kept.
+    Loggers and ModelCheckpoint resume as well. CSVLogger and TensorBoardLogger keep their version, and rows that they
+    wrote after the save are removed, so each row exists once. WandbLogger and MLFlowLogger continue the same run on
+    their server, where the rows between the save and the kill remain; a run that was open before the fit stays open.
+    Other loggers start again. ModelCheckpoint finds its scores and best files as they were at the save: files that it
+    removes are kept until the next save. Each checkpoint records its run: a repeated step overwrites its own file, and
+    a file of the same name from elsewhere is kept.
 
-    In `dirpath`, only files that AutoResume wrote are removed or renamed; it identifies them by its records and their
-    bytes. Other files may be there, such as those of ModelCheckpoint. Only one process may use the directory at a time;
-    a second one raises an error.
+    AutoResume removes and renames only its own files in `dirpath`, which it identifies by its records and their bytes.
+    Other files may be there, such as those of ModelCheckpoint. Only one process may use the directory at a time; a
+    second one raises an error.
 
     The n-th fit of an instance resumes the n-th fit of the stopped run. A `fast_dev_run` is neither saved nor resumed.
 
-    In an epoch that is resumed, `on_train_epoch_start` of the module and the callbacks is called again, with the same
-    random numbers and without its logging. Then all known state is restored: which parameters require gradients,
-    training modes, parameter groups, pruning masks, buffers of any shape, gradients that manual optimization keeps,
-    metrics, settings of the Trainer, and those attributes of module, datamodule, callbacks, datasets and samplers that
-    changed in the fit and are plain values, tensors, random generators or objects of these. So are the
-    variables of closures and modules that their own functions use. What was restored is compared with what was saved;
-    one warning names the differences, with a remedy. What cannot be saved is named at the first save.
+    In a resumed epoch, `on_train_epoch_start` of the module and the callbacks is called again, with the same random
+    numbers and without its logging. Then all known state is restored: which parameters require gradients, training
+    modes, parameter groups, pruning masks, buffers of any shape, gradients that manual optimization keeps, metrics,
+    settings of the Trainer, and attributes of module, datamodule, callbacks, datasets and samplers that changed in the
+    fit and are plain values, tensors, random generators or objects made of these, as well as the variables of closures
+    and modules that their functions use. The restored state is compared with the saved state; one warning names the
+    differences, with a remedy. The first save names state that cannot be saved.
 
-    A resume is not exact, which a warning says in most cases, with: attributes that are other objects, such as open
-    files, or that have more than 64 MiB in all (64 KiB in a worker; weights of modules do not count); parameters that
-    are created while the fit runs; hooks that are registered, weights that are tied, and schedulers and callbacks that
-    are exchanged or removed while it runs; attributes that are drawn, and data that are created or split, without a
-    seed before the Trainer has them, or data that depend on more than their index, the random state and such
-    attributes; a loader of an unknown type whose order is not the same each time (it is read again up to its position),
-    or one with `in_order=False`. Readings of a clock are not restored. A list or dict that changed is restored as a
-    whole. Effects of hooks outside the process are repeated.
+    A resume is not exact, and usually a warning says so, with: attributes that are other objects, such as open files,
+    or have more than 64 MiB in total (64 KiB in a worker; weights of modules do not count); parameters that are created
+    during the fit; hooks that are registered, weights that are tied, and schedulers and callbacks that are replaced or
+    removed during it; attributes that are drawn, and data that are created or split, without a seed before the Trainer
+    has them, or data that depend on more than their index, the random state and such attributes; a loader of an unknown
+    type that changes its order each time (it is read again up to its position), or with `in_order=False`. Clock values
+    are not restored. A changed list or dict is restored as a whole. Effects of hooks outside the process are repeated.
 
     Args:
-        dirpath: Directory for this run's checkpoints, on a file system that all ranks see; `~` is the home directory.
+        dirpath: Directory for this run's checkpoints, on a file system that all ranks share; `~` is the home directory.
         every_n_train_steps: Number of optimizer steps between two saves, at least 1; None for no such saves.
         every_n_epochs: Number of epochs between two saves, at least 1, validation included; None for no such saves.
         train_time_interval: Time between two saves, as a timedelta or a dict of its arguments such as
             `{"minutes": 10}`; the first step after it is saved. None for no such saves.
-        keep_last: Number of checkpoints that are kept, at least 1.
+        keep_last: Number of checkpoints to keep, at least 1.
         signals: Names of the signals at which the run finishes its step, saves and exits with `exit_code`; at SIGHUP it
-            continues without its terminal, and appends its output to `train.log` in `dirpath`. The default ones are
-            those that the system has (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be handled: the
-            run resumes from its last save. A second SIGINT stops at once. SLURM's requeue signal is left to
-            Lightning where Lightning requeues the job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal
-            in a validation takes effect after it. Before the first batch, from the construction of this callback in
-            the main thread of a script on, signals other than SIGINT are noted: the run exits with `exit_code` where
-            its fit starts, and a second signal stops it at once. In a job of Slurm, one that nothing handles, such as
-            SIGUSR1, is left alone until then.
+            continues without its terminal, and appends its output to `train.log` in `dirpath`. Defaults depend on the
+            system (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be handled: the run resumes from its last
+            save. A second SIGINT stops at once. SLURM's requeue signal is left to Lightning if Lightning requeues the
+            job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal during a validation takes effect after
+            it. From the construction of this callback in the main thread until the first batch, signals other than
+            SIGINT are noted: the run exits with `exit_code` when its fit starts, and a second signal stops it at once.
+            In a Slurm job, a signal without a handler, such as SIGUSR1, is left alone until then.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again,
-            which goes on from the last complete save. A refused start, an error and a second Ctrl+C exit with 1.
-            Under `ddp_fork` and `ddp_spawn` the main process exits with it as well; torchrun exits with 1.
-        on_change: What to do if the script changed what trains since the run was started: optimizers, their groups and
-            schedules, layers and their modes, what is frozen, buffers, training loaders, samplers and datasets,
-            callbacks and their arguments, settings of the Trainer, or the seed. With "raise" an error lists the
-            changes. With "new" the new values take effect from the resume on, while moments, position and random states
-            continue; schedules have the values that they would have had at this step. More epochs or steps alone are
-            not a change: they extend the run. Nor are hyper-parameters, which are named in a line.
+            which resumes from the last complete save. A refused start, an error and a second Ctrl+C exit with 1. Under
+            `ddp_fork` and `ddp_spawn`, the main process exits with it as well; torchrun exits with 1.
+        on_change: What to do if the script changed the training since the run started: optimizers, their groups and
+            schedules, layers and their modes, frozen parameters, buffers, training loaders, samplers and datasets,
+            callbacks and their arguments, settings of the Trainer, or the seed. With "raise", an error lists the
+            changes. With "new", the new values apply from the resume on, while moments, position and random states
+            continue; schedules have the values that they would have had at this step. More epochs or steps extend the
+            run and are not a change. Nor are hyper-parameters, which a line names.
         ignore: Patterns over the names that such an error prints, such as `"MyCallback.run_name"`: a glob that must
-            match the whole name (`"MyCallback.*"`), or `re:` and a regular expression. What they match takes effect
-            without an error, and is named in a line.
-        on_failed_save: With "warn" training continues when a save fails, for example on a full disk; with "raise" an
-            error ends it. The checkpoint before is complete in both cases. A checkpoint that could not be resumed, as
-            hooks put objects into it, counts as a failed save.
-        asynchronous: Whether training goes on while a checkpoint is written: it is copied in the memory of the host
-            first, which takes as much of it as the checkpoint has. What is due while one is written waits for it. At a
-            signal and at the end of the fit the last one is waited for. A kill while one is written leaves the one
-            before.
+            match the whole name (`"MyCallback.*"`), or `re:` and a regular expression. Matching changes take effect
+            without an error, and a line names them.
+        on_failed_save: With "warn", training continues if a save fails, for example on a full disk; with "raise", an
+            error ends it. The previous checkpoint stays complete in both cases. A checkpoint that could not be resumed,
+            because hooks put objects into it, counts as a failed save.
+        asynchronous: Whether training continues while a checkpoint is written: it is copied in host memory first, which
+            takes the size of the checkpoint. The next save waits until it is written; a signal and the end of the fit
+            wait for the last one. A kill during a write leaves the previous checkpoint.
         allow_pickle: Whether objects in a checkpoint that are neither tensors nor plain values are restored, which
-            runs code of the file: then nobody else may write to `dirpath`. Objects among hyper-parameters need no
-            restoring.
+            runs code of the file: only allow it if no other user can write to `dirpath`. Objects among hyper-parameters
+            do not need it.
 
     Raises:
         TypeError: If a number, the signals, the patterns or `asynchronous` have the wrong type.

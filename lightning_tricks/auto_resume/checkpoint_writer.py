@@ -299,9 +299,9 @@ class CheckpointWriter:
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Write checkpoints as `TorchCheckpointIO` does, but atomically: a local file is complete at any moment.
+    """Write checkpoints like `TorchCheckpointIO`, but atomically: a local file is complete at any moment.
 
-    Paths of remote file systems (`s3://...`) are written as `TorchCheckpointIO` does.
+    Paths of remote file systems (`s3://...`) are written as by `TorchCheckpointIO`.
 
     Examples:
         >>> from lightning.pytorch import Trainer

@@ -181,7 +181,7 @@ class LoaderTracker(Part):
                 why = why_not_trackable(loader)
                 self._warn_once(
                     f"a resumed run reads the training loader again up to its position, as {why}. That is exact if its "
-                    "order follows from the global random state alone. Give it a state_dict and a load_state_dict, or "
+                    "order only depends on the global random state. Give it a state_dict and a load_state_dict, or "
                     "use a plain DataLoader."
                 )
         return {

@@ -106,7 +106,7 @@ def _shared_out(
             return _with_positions(state, lambda _, own: _moved(own, done, **follows))
         why = "its order cannot be drawn again" if left is None else "the sampler gives another number of samples"
     rank_zero_warn(
-        f"AutoResume: what is left of the epoch cannot be shared out anew, as {why}: some of its samples come twice or "
+        f"AutoResume: the rest of the epoch cannot be distributed again, as {why}: some samples come twice or "
         "not at all. To see each once, use DataLoader(shuffle=True) and seed_everything, or resume with as many ranks "
         "as before."
     )

@@ -86,7 +86,7 @@ class RunFiles:
         except OSError as error:
             self.problem = (
                 f"AutoResume: the directory {self.folder.path} cannot be written ({error}). Free space, make it "
-                "writable or remove what is no file, and run the same command again: checkpoints that are there are "
+                "writable or remove what is not a file, and run the same command again: existing checkpoints are "
                 "complete, and another dirpath would start a new run."
             )
 

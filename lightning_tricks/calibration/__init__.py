@@ -1,16 +1,16 @@
-"""Calibrated probabilities: of the rows that get 0.8, eight in ten are right; for ensembles and any other classifier.
+"""Calibrated probabilities for ensembles and any other classifier: of the rows that get 0.8, eight in ten are right.
 
-When to use it: wherever somebody acts on a probability, such as a threshold, a cost, or a prediction that is handed to
-a person. Networks are mostly too sure, boosted ensembles too cautious. `calibrate(module, loader)` fits a map to
-held-out data after training; no weight changes.
+When to use it: if somebody acts on a probability: a threshold, a cost, or a prediction that a person reviews. Networks
+are mostly overconfident, boosted ensembles underconfident. `calibrate(module, loader)` fits a map to held-out data
+after training; no weight changes.
 
-Which method: `temperature` first, one number, which never changes the predicted class; `vector` where single classes
-are too likely, with some hundred rows for each; `isotonic` with thousands of rows, where the error is no matter of
-scale.
+Which method: start with `temperature`, one number, which never changes the predicted class; use `vector` if some
+classes are too likely and you have some hundred rows for each; `isotonic` with thousands of rows, if the error is not
+a matter of scale.
 
-Caveats: the rows must not be those of the training, nor those with which the result is judged: the table of
-`calibrate` is of the rows that it was fitted to. Data of another kind, such as noise, are not calibrated by it.
-Training that goes on makes it stale.
+Caveats: use neither rows of the training nor rows on which you judge the result: the table that `calibrate` returns
+is measured on the rows that it was fitted to. Calibration does not extend to other kinds of data, such as noise, and
+further training makes it stale.
 
 Sources: Guo et al., arXiv 1706.04599 (temperature, vector); Zadrozny and Elkan, KDD 2002 (isotonic); scikit-learn's
 `CalibratedClassifierCV`.

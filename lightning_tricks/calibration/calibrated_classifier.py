@@ -33,14 +33,14 @@ _TITLES = {"nll": "NLL", "ece": "ECE, 15 bins", "adaptive_ece": "adaptive ECE, 1
 class CalibratedClassifier(nn.Module):
     """A classifier whose outputs are calibrated probabilities, once `calibrate` was called with it.
 
-    Its state dict holds the module and the calibration; a new `CalibratedClassifier(Net())` loads both. A module that
-    has a `Calibration` of its own keeps it, and this one applies it.
+    Its state dict contains the module and the calibration; a new `CalibratedClassifier(Net())` loads both. If the
+    module has its own `Calibration`, this one is used.
 
     Args:
         module: Any module that returns logits or probabilities, (B, C), or (B,) or (B, 1) for a binary classifier.
 
     Raises:
-        TypeError: If it is no module.
+        TypeError: If it is not a module.
 
     Examples:
         >>> net = CalibratedClassifier(nn.Linear(4, 3))
@@ -62,7 +62,7 @@ class CalibratedClassifier(nn.Module):
             self.calibration = Calibration().to(place.device)
 
     def uncalibrated_logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what `calibrate` maps to probabilities: the logits of the module, or what else it returns."""
+        """Return what `calibrate` maps to probabilities: the outputs of the module, such as logits."""
         return found_logits(getattr(unwrap_model(self.module), "uncalibrated_logits", self.module)(*args, **kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -77,16 +77,16 @@ class CalibratedClassifier(nn.Module):
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """What `calibrate` has changed, measured on the rows that it was fitted to.
+    """The effect of `calibrate`, measured on the rows that it was fitted to.
 
     Attributes:
         method: The method.
         rows: The number of held-out rows.
         before: `nll` (negative log-likelihood, nats), `ece` (expected calibration error, 15 bins), `adaptive_ece` and
             `brier` (Brier score) without the calibration.
-        after: The same with it.
-        module: The calibrated module: the given one if it keeps its calibration, else a `CalibratedClassifier` of it.
-        temperature: What logits are divided by; None for other methods.
+        after: The same scores with the calibration.
+        module: The calibrated module: the given one if it keeps the calibration, else a `CalibratedClassifier`.
+        temperature: The divisor of the logits; None for other methods.
     """
 
     method: str
@@ -122,33 +122,33 @@ def calibrate(
     *,
     outputs: Literal["logits", "probabilities"] | None = None,
 ) -> CalibrationTable:
-    """Fit a map from a classifier's outputs to calibrated probabilities to held-out data.
+    """Fit a map from a classifier's outputs to calibrated probabilities, on held-out data.
 
-    Weights, buffers, modes and random state of the module stay as they are, also after an error. An ensemble keeps the
+    Weights, buffers, modes and random state of the module do not change, even after an error. An ensemble keeps the
     calibration of its combined prediction, and applies it in `predict_uncertainty(x)` and in
-    `ensemble(x, calibrated=True)`. A module with a part `self.calibration = Calibration()` keeps it there. Of any other
-    module, the result has a `CalibratedClassifier` as its `module`. In the state dict, and so in checkpoints, it is a
-    few plain tensors. A calibration that there was is replaced.
+    `ensemble(x, calibrated=True)`. A module with `self.calibration = Calibration()` keeps it there. For any other
+    module, the `module` of the result is a `CalibratedClassifier` around it. In the state dict, and so in checkpoints,
+    the calibration is a few plain tensors. An earlier calibration is replaced, unless an error is raised.
 
     Args:
         module: An ensemble, or a LightningModule or module that returns logits or probabilities, (B, C), or (B,) or
             (B, 1) for a binary classifier.
         loader: Batches (x, y), (x1, x2, ..., y) or a dict with the labels as `target`, `label`, `labels` or `y`, of
             data that the module was not trained on. Labels are class indices (B,), or probabilities (B, C). With a
-            `DistributedSampler`, all ranks have to call it, and get the same.
-        method: "temperature" divides logits by one number, which keeps the predicted class; "vector" multiplies the
-            logit of each class and adds to it; "isotonic" maps the probability of each class by a function that never
-            falls, and gives the classes the sum 1.
-        outputs: What the module returns, "logits" or "probabilities"; the logarithms of probabilities are logits. None
-            for an ensemble, and for a module some of whose outputs are below 0 or above 1, which are logits.
+            `DistributedSampler`, all ranks must call it, and get the same result.
+        method: "temperature" divides logits by one number, which keeps the predicted class; "vector" scales
+            and shifts the logit of each class; "isotonic" maps the probability of each class by a non-decreasing
+            function, and normalizes the result to the sum 1.
+        outputs: What the module returns, "logits" or "probabilities"; the logarithms of probabilities are logits. Leave
+            it None for an ensemble, and for a module with outputs below 0 or above 1, which must be logits.
 
     Returns:
         The scores before and after, and the calibrated module.
 
     Raises:
         TypeError: If the module, a batch or an output is of the wrong kind.
-        ValueError: If there is no such method, the data do not determine a calibration, they are wrong, or all outputs
-            are between 0 and 1 and `outputs` does not say what they are.
+        ValueError: If the method is unknown, the data are wrong or do not determine a calibration, or all outputs are
+            between 0 and 1 and `outputs` is None.
 
     Source: Guo et al., arXiv 1706.04599; Zadrozny and Elkan, KDD 2002.
 
@@ -187,7 +187,7 @@ def calibrate(
 
 
 def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float]:
-    """Measure probabilities, such as those of test data that a calibration has not seen.
+    """Measure probabilities, for example on test data that a calibration has not seen.
 
     Args:
         probabilities: (N, C), or (N,) or (N, 1) for the probability of class 1.
@@ -197,7 +197,7 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
         `nll` (nats), `ece` and `adaptive_ece` (15 bins, 0 to 1) and `brier` (0 to 2; with two classes 0 to 1).
 
     Raises:
-        ValueError: If these are no probabilities, the target does not fit, or there are no rows.
+        ValueError: If the values are not probabilities, the target does not fit, or there are no rows.
 
     Examples:
         >>> calibration_scores(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([1, 0]))["brier"]

@@ -1,17 +1,17 @@
-"""Load the weights of any file into a model, whatever their names and format, without running code of the file.
+"""Load weights from any checkpoint format, matching renamed layers, without running code of the file.
 
-When to use it: the weights come from elsewhere. Their names have a `module.` or `_orig_mod.` or are another project's,
-the file is a .safetensors or a pickled module or comes from the internet, or the model has a new head.
+When to use it: the weights come from elsewhere. Their names start with `module.` or `_orig_mod.` or belong to another
+project, the file is a .safetensors or a pickled module or comes from the internet, or the model has a new head.
 
 Unlike `torch.load` and `load_state_dict(strict=False)`, it reads pickles as data, with an interpreter that imports and
 calls nothing, whatever environment variables say; it finds the mapping between the names of torchvision, timm and
-Hugging Face, or raises an error where the mapping is ambiguous; and it raises an error where nothing, or not
-everything, was loaded. Tensors are mapped from the file: loading needs no memory beyond that of the model.
+Hugging Face, or raises an error if the mapping is ambiguous; and it raises an error if nothing, or not everything, was
+loaded. Tensors are mapped from the file: loading needs no memory beyond the model's own.
 
 Caveats: matching by structure assumes that file and model have the same architecture; what the forward pass computes
-between the layers, such as another epsilon, is not in the weights (`max_output_difference` compares outputs). Tensors
-of `assign=True`, and those of a model on the meta device, stay mapped from the file: never write into that file.
-A resumed fit restores only plain values.
+between the layers, such as another epsilon, is not in the weights (`max_output_difference` compares outputs). With
+`assign=True` or a model on the meta device, tensors stay mapped from the file: never write to that file. A resumed fit
+restores only plain values.
 
 Sources: the formats of torch.save and safetensors; PEP 307 and Python's `pickletools`.
 """

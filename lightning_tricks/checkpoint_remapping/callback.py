@@ -39,15 +39,14 @@ from lightning_tricks.checkpoint_remapping.load_from_checkpoint import ARGUMENT_
 
 
 class CheckpointRemapping(TrickCallback):
-    """Load weights of any file and with any names into the Trainer's module, without running code of the file.
+    """Load weights from any checkpoint format, with any names, into the Trainer's module, without running its code.
 
-    With `path`, the weights are loaded before training starts, by each rank; sharded parameters receive their shards.
-    Nothing is loaded if the fit resumes from a checkpoint (`ckpt_path=`; of a checkpoint that `TrainableCheckpoint`
-    made smaller, the weights are loaded before those of the checkpoint), if the Trainer has trained before, or if the
-    module comes from `load_from_checkpoint` of `TricksMixin`. With and without `path`,
-    `fit/validate/test/predict(ckpt_path=...)` accept weights of other projects, names with prefixes and safetensors
-    files, read as `read_checkpoint` reads them. A fit from a file that is not a checkpoint of the Trainer starts at
-    step 0 with new optimizers, and a log line says so.
+    With `path`, each rank loads the weights before training starts; sharded parameters receive their shards. Nothing is
+    loaded if the fit resumes from a checkpoint (`ckpt_path=`; before a checkpoint that `TrainableCheckpoint` made
+    smaller, the weights are loaded first), if the Trainer has trained before, or if the module comes from
+    `load_from_checkpoint` of `TricksMixin`. With and without `path`, `fit/validate/test/predict(ckpt_path=...)` accept
+    weights of other projects, names with prefixes and safetensors files, read by `read_checkpoint`. A fit from a file
+    that is not a checkpoint of the Trainer starts at step 0 with new optimizers, which a log line reports.
 
     Args:
         path: A file or an address, as in `read_checkpoint`.
@@ -56,13 +55,13 @@ class CheckpointRemapping(TrickCallback):
         submodule: The part of the module that takes the weights of `path`, such as `"backbone"`.
         allow_missing: As in `load_weights`: patterns of names of the module that may be missing.
         allow_unexpected: Patterns of names of the file that may be left over.
-        allow_mismatched: Patterns of names of the module that keep their values where shapes differ.
+        allow_mismatched: Patterns of names of the module that keep their values if shapes differ.
         interpolate: Patterns of position embeddings that are resized.
         accept: Patterns of names of the module whose suggestions are taken, as in `load_weights`.
         clean_on_save: Whether the parts of names that `torch.compile`, DDP and thop add are removed from the
-            checkpoints that the Trainer writes. This does not apply to those of weights alone (`weights_only=True`,
-            call `save_weights` instead), nor to strategies that write files of their own. Loading such a checkpoint
-            into a compiled submodule needs this callback, which finds the names.
+            checkpoints that the Trainer writes. This does not apply to weights-only checkpoints (`weights_only=True`:
+            call `save_weights` instead), nor to strategies that write their own files. Loading such a checkpoint into a
+            compiled submodule needs this callback, which finds the names.
 
     Without a Trainer, call `load_weights`. A callback cannot change `load_from_checkpoint`: use `TricksMixin`, or call
     `load_weights` on the module.

@@ -17,43 +17,43 @@ from lightning_tricks.conformal.predictor import ConformalPredictor
 
 
 class ConformalClassifier(ConformalPredictor):
-    """Predict the set of classes that holds the true one with a probability of at least 1 - alpha.
+    """Predict a set of classes that contains the true one with a probability of at least 1 - alpha.
 
     It is a LightningModule around a trained module. `conformal.predict(x)`, `conformal(x)` and `trainer.predict` return
     boolean masks (N, C), True for the classes of the set; the module always runs in evaluation mode, without gradients.
 
-    A set of "aps" or "raps" holds the most probable classes, the fewest whose probabilities sum to more than the
-    quantile. Without a `generator` it is deterministic and has at least one class, so that it covers more than
-    1 - alpha where the most probable class alone does. With one it is randomized: it may lack the last of its classes,
-    and be empty, so that it covers just 1 - alpha. A row of NaN has all classes.
+    A set of "aps" or "raps" contains the most probable classes: the fewest with probabilities that sum to more than the
+    quantile. Without a `generator`, it is deterministic and has at least one class, so it covers more than 1 - alpha if
+    the most probable class already does. With a `generator`, it is randomized: its last class is left out at random, so
+    it covers exactly 1 - alpha and may be empty. A row with NaN outputs has all classes.
 
     Args:
         module: A trained module that returns logits or probabilities, (N, C), of at least two classes, or a dict or an
             object with them as `logits`.
         loader: Calibration data, which the module was not trained on: batches (x, y) or (x1, x2, ..., y) with class
-            indices y, (N,). None for a module whose state dict is loaded; `calibrate(loader)` calibrates it later.
-        alpha: The share of rows whose set may lack the true class, in (0, 1).
-        score: "lac" for one minus the probability, with the smallest sets on average; "aps" for the sum of the
-            probabilities of the more probable classes, with sets that are larger for difficult rows; "raps" for "aps"
-            with a penalty for unlikely classes, with smaller sets where there are many classes.
-        outputs: What the module returns, "logits" or "probabilities". None for an ensemble or a `CalibratedClassifier`
-            of this package, and for a module some of whose outputs are below 0 or above 1, which are logits.
-        groups: None for one quantile. "class-conditional" for one of each class, so that the promise holds in each;
+            indices y, (N,). None if you load a state dict, or call `calibrate(loader)` later.
+        alpha: The share of sets that may miss the true class, in (0, 1).
+        score: "lac" is one minus the probability, with the smallest sets on average; "aps" is the sum of the
+            probabilities of the more probable classes, with larger sets for difficult rows; "raps" is "aps" with a
+            penalty on unlikely classes, with smaller sets if there are many classes.
+        outputs: What the module returns, "logits" or "probabilities". Leave it None for an ensemble or a
+            `CalibratedClassifier`, and for a module with outputs below 0 or above 1, which must be logits.
+        groups: None for one quantile. "class-conditional" for one per class, so that the guarantee applies to each;
             `coverage` reports it. A function of the inputs of a batch that returns the group of each row, whole numbers
-            (N,), for one of each group; a row of a group without calibration data has all classes.
-        allow_empty: Whether sets may be empty, as those of "lac" and randomized ones are where no class is likely;
-            False puts the most probable class into them.
+            (N,), for one per group; a row of a group without calibration data has all classes.
+        allow_empty: Whether sets may be empty, which happens with "lac" and randomized sets if no class is likely;
+            False adds the most probable class.
         generator: Draws the random numbers of randomized "aps" and "raps", in calibration and in each prediction; None
             for deterministic sets.
-        lambda_reg: The penalty of "raps" for each rank above `k_reg`; None to choose it, on a fifth of the calibration
-            rows, drawn at random, which then do not calibrate. What was chosen is in `penalty`.
+        lambda_reg: The penalty of "raps" for each rank above `k_reg`; None to choose it on a random fifth of the
+            calibration rows, which then do not calibrate. `penalty` contains the choice.
         k_reg: The number of the most probable classes that "raps" does not penalize; None to choose it on these rows.
 
     Raises:
         TypeError: If an argument, or a batch of the loader, is of the wrong kind.
         ValueError: If an argument is out of range, there are too few rows for `alpha` (ceil(1 / alpha) - 1, in each
-            group), labels are not classes, outputs are NaN or not what `outputs` says, or all are between 0 and 1 and
-            it does not say what they are.
+            group), labels are not classes, outputs are NaN or contradict `outputs`, or all are between 0 and 1 and
+            `outputs` is None.
 
     Source: Sadinle, Lei and Wasserman, arXiv 1609.00451 ("lac"); Romano, Sesia and Candes, arXiv 2006.02544 ("aps");
     Angelopoulos et al., arXiv 2009.14193 ("raps"); Vovk, arXiv 1209.2673 (classes and groups).
@@ -99,10 +99,10 @@ class ConformalClassifier(ConformalPredictor):
 
     @outside_inference_mode()
     def coverage(self, loader: Iterable[Any]) -> dict[int, float]:
-        """Return the share of rows whose set holds the true class, for each class or group; under 0 without groups.
+        """Return the share of sets that contain the true class, for each class or group; under 0 without groups.
 
         Args:
-            loader: Batches as `calibrate` takes them, of rows with which it was not calibrated.
+            loader: Batches as for `calibrate`, of rows that did not calibrate it.
         """
 
         def found(inputs: Sequence[Any], target: Tensor) -> tuple[Tensor, ...]:

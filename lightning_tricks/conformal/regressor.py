@@ -14,24 +14,24 @@ from lightning_tricks.conformal.predictor import ConformalPredictor
 
 
 class ConformalRegressor(ConformalPredictor):
-    """Predict the interval that holds the true value with a probability of at least 1 - alpha.
+    """Predict an interval that contains the true value with a probability of at least 1 - alpha.
 
     It is a LightningModule around a trained module. `conformal.predict(x)`, `conformal(x)` and `trainer.predict` return
     lower and upper ends, (N, 2); the module always runs in evaluation mode, without gradients.
 
     Args:
-        module: A trained module with one output for each row, (N,) or (N, 1); of several, each needs a
-            ConformalRegressor of its own.
+        module: A trained module with one output for each row, (N,) or (N, 1). For several outputs, make one
+            ConformalRegressor each.
         loader: Calibration data, which the module was not trained on: batches (x, y) or (x1, x2, ..., y) with values y,
-            (N,) or (N, 1). None for a module whose state dict is loaded; `calibrate(loader)` calibrates it later.
-        alpha: The share of rows whose interval may lack the true value, in (0, 1).
-        score: "absolute" for the residual, with intervals of one width. "normalised" for the residual over the standard
-            deviation of the row, with intervals that are wide where the module is unsure: `predict_uncertainty` of an
-            ensemble gives it (the root of `total`), or the module returns (mean, scale), (N, 2) or a tuple; a row whose
-            scale is not above 0 has the ends NaN. "quantile" for a module that returns a lower and an upper quantile,
-            (N, 2) or a tuple, whose interval is made wider or narrower; one without any value becomes its middle.
+            (N,) or (N, 1). None if you load a state dict, or call `calibrate(loader)` later.
+        alpha: The share of intervals that may miss the true value, in (0, 1).
+        score: "absolute" is the residual, with intervals of one width. "normalised" is the residual divided by the
+            standard deviation of the row, with wider intervals for uncertain rows: it comes from `predict_uncertainty`
+            of an ensemble (the root of `total`), or the module returns (mean, scale), (N, 2) or a tuple; a row with a
+            scale of 0 or less gets NaN ends. "quantile" needs a module that returns a lower and an upper quantile,
+            (N, 2) or a tuple, and widens or narrows that interval; one that would be empty becomes its middle.
         groups: None for one quantile. A function of the inputs of a batch that returns the group of each row, whole
-            numbers (N,), for one of each group; a row of a group without calibration data has an infinite interval.
+            numbers (N,), for one per group; a row of a group without calibration data has an infinite interval.
 
     Raises:
         TypeError: If an argument, or a batch of the loader, is of the wrong kind.

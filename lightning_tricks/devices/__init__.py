@@ -1,15 +1,15 @@
 """Choose idle GPUs, watch them while they train, say why a run is slow or out of memory, and report the environment.
 
-When to use it: on machines that several people or jobs share (`select_gpus`, `lightning-tricks gpus`), and wherever a
-run is slower or takes more memory than it should (`DeviceMonitor`, `CudaMemory`, `NvtxRanges`).
+When to use it: on machines that people or jobs share (`select_gpus`, `lightning-tricks gpus`), and if a run is slower
+or needs more memory than it should (`DeviceMonitor`, `CudaMemory`, `NvtxRanges`).
 
-What it does that nvidia-smi and Lightning do not: a choice takes a lock, so that two jobs that start at once get two
-GPUs; it honours CUDA_VISIBLE_DEVICES and creates no CUDA context on a GPU that is not used; it logs a few keys
-with units, sampled beside the steps, and says at the end what the run waited for.
+Unlike nvidia-smi and Lightning, a selection takes a lock, so two jobs that start together get different GPUs; it
+honors CUDA_VISIBLE_DEVICES and creates no CUDA context on unused GPUs; the monitor logs a few keys with units,
+sampled beside the steps, and reports the bottleneck at the end.
 
-Caveats: NVIDIA GPUs only, as NVML tells of no others. Locks hold between processes that share their folder, which is
-/tmp/lightning-tricks-gpus or what LIGHTNING_TRICKS_LOCK_DIR names: containers have to mount it.
-Persistence and compute mode are set by the administrator of a machine, never by this package.
+Caveats: NVIDIA GPUs only, as NVML reports no others. Locks work between processes that share their folder:
+/tmp/lightning-tricks-gpus, or the path in LIGHTNING_TRICKS_LOCK_DIR. Containers have to mount it.
+This package never changes persistence mode or compute mode.
 """
 
 from typing import TYPE_CHECKING

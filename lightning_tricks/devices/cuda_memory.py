@@ -40,33 +40,32 @@ class CudaMemory(TrickCallback):
 
     At the end of each training epoch it logs, in GiB for the GPU of rank zero, `cuda_memory/train_peak_gib`,
     `cuda_memory/val_peak_gib` (without sanity checking), `cuda_memory/allocated_gib` and `cuda_memory/reserved_gib`;
-    when validation or test runs alone, `cuda_memory/val_peak_gib` or `cuda_memory/test_peak_gib`. For that it resets
-    torch's peak (`torch.cuda.reset_peak_memory_stats`) where a stage begins and ends. If the allocated memory grew in
-    each of the last four epochs, it warns once: something keeps tensors, such as a list of losses that were appended
-    without `.detach()` or `.item()`. Nothing waits for the GPU in a step.
+    if only validation or test runs, `cuda_memory/val_peak_gib` or `cuda_memory/test_peak_gib`. For this it resets
+    torch's peak (`torch.cuda.reset_peak_memory_stats`) when a stage begins and ends. If the allocated memory grew in
+    each of the last four epochs, it warns once: something keeps tensors, such as a list of losses without `.detach()`
+    or `.item()`. No step waits for the GPU.
 
-    When memory runs out, on whichever rank, `out_of_memory-rank<r>.txt` says which step ran, the shapes of its batch,
-    what the memory was used for, the largest tensors with their names, and what to do. The error is raised again with
-    the advice as a note (in the log before Python 3.11). Other ranks may wait for the failed one: their launcher ends
-    them. Do not skip such a batch by returning None from `training_step` on one rank, which lets the others wait
-    forever.
+    When memory runs out on any rank, `out_of_memory-rank<r>.txt` names the step, the shapes of its batch, the use of
+    the memory, the largest tensors, and what to do. The error is raised again with the advice as a note (in the log
+    before Python 3.11). Other ranks may wait for the failed one until their launcher ends them. Do not skip such a
+    batch by returning None from `training_step` on one rank: the other ranks would wait forever.
 
-    The reports are also written on a CPU, where nothing else happens.
+    On a CPU, only the reports are written.
 
     Args:
-        empty_cache_every_n_epochs: Call `torch.cuda.empty_cache` at the end of every n-th training epoch, >= 1. That
+        empty_cache_every_n_epochs: Call `torch.cuda.empty_cache` at the end of every n-th training epoch, >= 1. This
             helps other processes, not this one, and each call makes later allocations slower. None for never.
-        snapshot_on_oom: Whether to write files when memory runs out. Without them there is only the advice.
-        record_history: Whether torch records each allocation with its stack of Python calls, up to 100,000 of them, so
-            that `out_of_memory-rank<r>.pickle` is written too, which https://pytorch.org/memory_viz shows. It makes
+        snapshot_on_oom: Whether to write files when memory runs out. Otherwise there is only the advice.
+        record_history: Whether torch records each allocation with its stack of Python calls, up to 100,000 of them, and
+            writes `out_of_memory-rank<r>.pickle`, which https://pytorch.org/memory_viz shows. It makes
             allocations slower.
-        limit: The share of its GPU's memory that each rank may use, > 0 and <= 1; see `limit_memory`. It stays when the
-            run is over. None sets no limit.
-        dirpath: The folder for the files, created when one is written. None for that of the first logger, or else
-            the Trainer's `default_root_dir`.
+        limit: The share of its GPU's memory that each rank may use, > 0 and <= 1; see `limit_memory`. It remains after
+            the run. None sets no limit.
+        dirpath: The folder for the files, created when one is written. None for the folder of the first logger, or
+            else the Trainer's `default_root_dir`.
 
     Attributes:
-        report: The `MemoryReport` of this rank when the fit ended or memory ran out; None before. Its peak is that of
+        report: The `MemoryReport` of this rank when the fit ended or memory ran out; None before. Its peak covers
             the whole fit.
 
     For other training loops: `lightning_tricks.devices.memory_report` and `limit_memory`.

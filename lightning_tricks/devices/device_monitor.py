@@ -27,39 +27,39 @@ _STAGES = ("train", "val", "test", "predict")
 
 
 class DeviceMonitor(TrickCallback):
-    """Log a few readable numbers about GPUs, CPU and loaders, and say at the end what the run waited for.
+    """Log a few readable values about GPUs, CPU and dataloaders, and report the bottleneck at the end.
 
-    A thread measures the devices every `interval` seconds, so that no step waits for it; the values since the last log
-    are logged every `every_n_train_steps` steps:
+    A thread measures the devices every `interval` seconds, so no step waits for it; the values since the last log are
+    logged every `every_n_train_steps` steps:
 
     * `gpu0/utilization` (%) and `gpu0/memory_used_gib` (all processes), for each GPU of the Trainer on rank zero's
       machine, by CUDA's index;
-    * `host/cpu_utilization` (%) and `host/data_wait`: the share of the time, in %, in which rank zero waited for
-      batches, and for worker processes that start. The wait for the very first batch does not count.
+    * `host/cpu_utilization` (%) and `host/data_wait`: the share of time, in %, in which rank zero waited for batches,
+      except for the very first batch, and for worker processes to start.
 
-    Those of other `stages`, logged at their end, are called `gpu0/val_utilization` and so on. A value that a driver
-    does not report is left out.
+    Values of other `stages` are logged at their end, as `gpu0/val_utilization` and so on. Values that the driver does
+    not report are left out.
 
-    At the end of a fit a line has the energy in kWh and a verdict: whether the loader was the bottleneck, with the
-    number of workers that would keep up, and whether GPUs were slowed down by heat or a power limit. A table, which a
-    `RunReport` shows too, has mean and maximum of each rank, also of `gpu0/peak_memory_gib` (tensors of this process),
-    `gpu0/temperature` (°C), `gpu0/power_w` and `host/ram_used_gib`. On a GPU the verdict counts the time in which the
-    device had nothing to do while the host waited, measured by CUDA events without any synchronization.
+    At the end of a fit, a line gives the energy in kWh and a verdict: whether the loader was the bottleneck, with the
+    number of workers that would keep up, and whether heat or a power limit slowed GPUs down. A table, also shown by
+    `RunReport`, has the mean and maximum of each rank, including `gpu0/peak_memory_gib` (tensors of this process),
+    `gpu0/temperature` (°C), `gpu0/power_w` and `host/ram_used_gib`. On a GPU, the verdict counts the time in which the
+    device was idle while the host waited, measured by CUDA events without synchronization.
 
     Needs the extra `devices`. Without a GPU, only the keys of the host are logged.
 
     Args:
         every_n_train_steps: Log every n-th optimizer step, at the end of its batch; at least 1.
         log_keys: "default", or a list of names that are logged and shown: those above, written "gpu/utilization", and
-            "gpu/data_wait" (% of the time in which the GPU was idle for want of data), "gpu/throttled" (% of the time),
+            "gpu/data_wait" (% of time in which the GPU was idle, waiting for data), "gpu/throttled" (% of the time),
             "gpu/memory_utilization", "gpu/sm_clock_mhz", "gpu/fan" and "host/process_ram_gib".
-        warn_temperature: Warn once about each GPU that reaches so many degrees Celsius; None never warns.
+        warn_temperature: Warn once about each GPU that reaches this temperature in degrees Celsius; None never warns.
         interval: The seconds between two measurements, > 0.
         stages: Which of "train", "val", "test" and "predict" are logged.
-        verbose: Whether to print the table. None leaves that to the variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
+        verbose: Whether to print the table. None uses the environment variable `LIGHTNING_TRICKS_VERBOSE` (1 or 0).
 
     Attributes:
-        summary: The `DeviceSummary` of each rank after a run, on all ranks; that of this rank alone if it was
+        summary: The `DeviceSummary` of each rank after a run, on all ranks; only of this rank if the run was
             interrupted; None before.
 
     Raises:

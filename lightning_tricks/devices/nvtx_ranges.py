@@ -74,10 +74,10 @@ class RangeStack:
 
 
 class NvtxRanges(TrickCallback):
-    """Mark steps and their parts for Nsight Systems, by NVTX ranges; without CUDA this does nothing.
+    """Mark steps and their parts for Nsight Systems with NVTX ranges; without CUDA, it does nothing.
 
-    Record with `nsys profile --trace=cuda,nvtx,osrt python train.py`. The ranges show when the CPU was in a part; what
-    it started on the GPU may run later, and Nsight Systems projects the ranges to the GPU.
+    Record with `nsys profile --trace=cuda,nvtx,osrt python train.py`. The ranges show when the CPU was in a part; its
+    GPU work may run later, and Nsight Systems projects the ranges to the GPU.
 
     * `train data wait`, also `val`, `test`, `predict`: the Trainer waits for the loader. It lies before the step, or in
       it if the step takes a `dataloader_iter`. Copying the batch to the GPU is in none of the ranges.

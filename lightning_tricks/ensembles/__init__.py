@@ -1,25 +1,24 @@
-"""Ensembles as LightningModules: members trained by the Trainer, all at once where that is faster.
+"""Ensembles as LightningModules: the Trainer trains the members, all at once if that is faster.
 
-When to use it: for a last per cent of accuracy, for better probabilities, and to know where a model is uncertain.
-`VotingClassifier(Net, 5)` is a LightningModule like any other, with every precision, strategy, callback and
-checkpoint of the Trainer. `StackingClassifier` trains a meta-learner on out-of-fold predictions, and `cross_validate`
-does the folds for any LightningModule.
+When to use it: to gain the last per cent of accuracy, to get better probabilities, and to find out where a model is
+uncertain. `VotingClassifier(Net, 5)` is a LightningModule like any other, and works with every precision, strategy,
+callback and checkpoint of the Trainer. `StackingClassifier` trains a meta-learner on out-of-fold predictions, and
+`cross_validate` runs any LightningModule in folds.
 
-What it does that torchensemble does not: members of one structure without convolutions are one module with stacked
-parameters, which costs a fraction; the best checkpoint restores the best ensemble, and a run resumes; nothing learns
-from validation data; the loss of an evaluation is that of the combined probabilities; members can be different,
-pretrained, weighted; `predict_uncertainty` separates noise in the data from uncertainty of the model.
+Unlike torchensemble, it stacks the parameters of members of the same structure (except convolutions) in one module,
+which takes a fraction of the time; the best checkpoint restores the best ensemble, and a run resumes; nothing learns
+from validation data; the validation loss is computed from the combined probabilities; members can be different,
+pretrained and weighted; `predict_uncertainty` separates noise in the data from uncertainty of the model.
 
-Which one: `Voting` first; `GradientBoosting` and `SoftGradientBoosting` where accuracy is all, as their uncertainty is
-that of one model; `SnapshotEnsemble` and `FastGeometric` for the price of little more than one model;
-`AdversarialTraining` against small perturbations; `Stacking` where members are of different kinds and one should learn
-whom to trust. `cross_validate` runs any LightningModule in folds.
+Which one: start with `Voting`. Use `GradientBoosting` and `SoftGradientBoosting` if only accuracy matters, as they
+estimate no uncertainty between members; `SnapshotEnsemble` and `FastGeometric` if you can train little more than one
+model; `AdversarialTraining` against small perturbations; `Stacking` to learn how to weigh different kinds of members.
 
-Caveats: each member sees the samples in its own order, so that a batch holds `n_estimators` times as many rows;
-`shared_order=True` trades that diversity for memory. Under fp16 one GradScaler serves all members of a process.
-`Trainer(gradient_clip_val=...)` clips each member by itself, `GradientClipping` the ensemble as one model. A model that
-draws from Python's random module decides once for all members that run at once: `vectorize=False`. Under DDP each rank
-trains all members on its samples, or, by `members="sharded"`, its share of the members on all samples.
+Caveats: each member sees the samples in its own order, so a batch has `n_estimators` times as many rows;
+`shared_order=True` needs less memory and makes members less diverse. Under fp16, all members of a process share one
+GradScaler. `Trainer(gradient_clip_val=...)` clips each member separately, `GradientClipping` the ensemble as one model.
+Set `vectorize=False` if a member draws from Python's random module: members that run at once would share the draw.
+Under DDP, each rank trains all members on its samples or, with `members="sharded"`, some members on all samples.
 
 Sources: Lakshminarayanan et al., arXiv 1612.01474 (voting, adversarial training); Breiman, Machine Learning 24, 1996
 (bagging); Huang et al., arXiv 1704.00109 (snapshots); Garipov et al., arXiv 1802.10026 (fast geometric); Friedman,

@@ -110,11 +110,11 @@ class AdversarialMembers(IndependentMembers):
 
 
 class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
-    """Train classifiers independently on the samples and on adversarial ones, and average their probabilities.
+    """Train classifiers independently on samples and adversarial samples, and average their probabilities.
 
-    The adversarial sample is moved along the sign of the gradient of its member's loss, by `epsilon` times the range of
-    each feature in the training data seen so far. Both losses count alike. A step runs the members twice; the
-    statistics of BatchNorm are those of the given samples.
+    An adversarial sample is moved along the sign of the gradient of its member's loss, by `epsilon` times the range of
+    each feature in the training data seen so far. Both losses have the same weight. A step runs the members twice;
+    BatchNorm updates its statistics from the original samples only.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
@@ -125,14 +125,14 @@ class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
         feature_range: The range of all features, > 0, such as 1.0 for pixels in [0, 1]; by default that of each one in
             the training data.
         optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
         voting_strategy: "soft" averages probabilities, "hard" counts votes.
         weights: Weights of the members, >= 0; equal ones by default.
         n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once: True, False or "auto".
-        shared_order: Whether members share the batches, which hold a member's rows alone: less accurate together.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        shared_order: Whether members share the batches: needs less memory, and makes the ensemble less accurate.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
@@ -144,7 +144,7 @@ class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
 
 
 class AdversarialTrainingRegressor(AdversarialMembers, RegressorEnsemble):
-    """Train regressors independently on the samples and on adversarial ones, and average their predictions.
+    """Train regressors independently on samples and adversarial samples, and average their predictions.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
@@ -154,14 +154,14 @@ class AdversarialTrainingRegressor(AdversarialMembers, RegressorEnsemble):
         epsilon: Length of the step as a share of each feature's range, in (0, 1].
         feature_range: The range of all features, > 0; by default that of each feature.
         optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: See `VotingRegressor`.
-        voting_strategy: "soft": a regressor has no votes to count.
+        voting_strategy: Must be "soft": regressors have no votes to count.
         weights: Weights of the members, >= 0; equal ones by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         vectorize: Whether members run at once.
         shared_order: Whether members share the batches.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:

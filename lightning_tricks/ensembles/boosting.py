@@ -153,9 +153,9 @@ class SoftGradientBoostedMembers(BoostedMembers):
 
 
 class SoftGradientBoostingClassifier(SoftGradientBoostedMembers, ClassifierEnsemble):
-    """Train classifiers at once, each on what the sum of those before it gets wrong in this very batch.
+    """Train classifiers at once, each on the residual of the sum of the members before it, in each batch.
 
-    Like `GradientBoostingClassifier` in the time of one stage, as members of one structure run at once.
+    Similar to `GradientBoostingClassifier`, in the time of one stage, as members of the same structure run at once.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
@@ -163,12 +163,12 @@ class SoftGradientBoostingClassifier(SoftGradientBoostedMembers, ClassifierEnsem
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         shrinkage_rate: Factor of each member's output, in (0, 1].
-        use_reduction_sum: Whether the squared error is summed over a batch, as by torchensemble, so that the size of a
-            step grows with that of the batch; by default it is averaged.
+        use_reduction_sum: Whether the squared error is summed over a batch, as in torchensemble, so that steps grow
+            with the batch size; by default it is averaged.
         optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
-        criterion: Loss of the sum (B, n_outputs) and targets, whose negative gradient the members are fitted to;
-            cross-entropy by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
+        criterion: Loss of the sum (B, n_outputs) and targets; members fit its negative gradient. Cross-entropy by
+            default.
         n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once: True, False or "auto".
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
@@ -182,7 +182,7 @@ class SoftGradientBoostingClassifier(SoftGradientBoostedMembers, ClassifierEnsem
 
 
 class SoftGradientBoostingRegressor(SoftGradientBoostedMembers, RegressorEnsemble):
-    """Train regressors at once, each on what the sum of those before it gets wrong in this very batch.
+    """Train regressors at once, each on the residual of the sum of the members before it, in each batch.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
@@ -194,7 +194,7 @@ class SoftGradientBoostingRegressor(SoftGradientBoostedMembers, RegressorEnsembl
         optimizer: The optimizer; Adam with a learning rate of 1e-3 by default.
         lr_scheduler: The schedule; none by default.
         criterion: Loss of the sum and targets of the same shape; the mean squared error by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         vectorize: Whether members run at once.
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 

@@ -24,13 +24,13 @@ class CrossValidation:
     """The result of `cross_validate`.
 
     Attributes:
-        predictions: The output of `predict_step` for each row, by the module that was not trained on it, (N, ...), on
-            the CPU.
-        scores: For each fold, the values that its module logged in the validation of its held-out rows, by name.
+        predictions: The output of `predict_step` for each row, from the module that was not trained on it, (N, ...),
+            on the CPU.
+        scores: For each fold, what its module logged when it validated the held-out rows, by name.
         mean: The mean of each score over the folds that have it.
-        std: The standard deviation of each score over these folds, that of a population.
+        std: The population standard deviation of each score over these folds.
         folds: (rows to train on, rows held out) of each fold.
-        modules: The trained module of each fold; empty unless they were asked for.
+        modules: The trained module of each fold; empty without `keep_modules`.
     """
 
     predictions: Tensor
@@ -52,29 +52,29 @@ def cross_validate(
     keep_modules: bool = False,
     seed: int = 0,
 ) -> CrossValidation:
-    """Train a new module in each fold, and validate and predict the rows that the fold holds out.
+    """Train a new module in each fold, and validate and predict the rows that the fold leaves out.
 
-    Nothing looks at the held-out rows before the fold's fit has ended: no validation runs while it trains, so that
-    callbacks have none to monitor. A fold draws its random numbers from a seed of its own, so that the result does not
-    depend on the folds before it, and the global random state is as before.
+    No validation runs while a fold trains, so nothing sees the rows left out before its fit has ended, and callbacks
+    have no validation metric to monitor. Each fold has its own seed, so its result does not depend on earlier folds.
+    The global random state is restored afterwards.
 
     Args:
-        make_module: Makes a new LightningModule; a class without arguments, for example. Its validation, if it has one,
-            gives the scores; its `predict_step` gives the predictions, a tensor (B, ...) for each batch.
-        data: A data set with a length; a tuple of tensors (x, ..., y); or a DataLoader, whose settings are kept: the
-            batches to train with are shuffled if it shuffles. It has no sampler of your own: give a `Subset`.
+        make_module: Makes a new LightningModule; for example a class without arguments. Its validation, if any,
+            provides the scores, and its `predict_step` the predictions, a tensor (B, ...) for each batch.
+        data: A dataset with a length; a tuple of tensors (x, ..., y); or a DataLoader, whose settings are kept:
+            training batches are shuffled if it shuffles. Instead of your own sampler, pass a `Subset`.
         trainer_factory: Makes a new Trainer for each fold.
-        cv: The number of folds >= 2, not shuffled; a list of (train, test) indices, whose test parts hold each row
+        cv: The number of folds >= 2, not shuffled; a list of (train, test) indices, whose test parts contain each row
             once; or an object with `split(X, y)`, which gets row numbers as X.
-        batch_size: Rows of a batch, where data is not a DataLoader; 32 by default. Batches to train with are shuffled.
-        stratified: Whether a number of folds means stratified ones; by default if the targets are class indices: whole
-            numbers (N,).
+        batch_size: Rows of a batch, if `data` is not a DataLoader; 32 by default. Training batches are shuffled.
+        stratified: Whether a number of folds means stratified folds; by default, if the targets are class indices:
+            whole numbers (N,).
         keep_modules: Whether the trained modules are returned.
         seed: Seed of the folds' random numbers, in [0, 2**32 - 1].
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `predict_step` does not return a tensor.
-        ValueError: If the folds do not fit the data, or `predict_step` does not give a row for each sample.
+        ValueError: If the folds do not fit the data, or `predict_step` does not return a row for each sample.
 
     Source: scikit-learn's `cross_validate` and `cross_val_predict`.
 

@@ -279,11 +279,11 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
 
 
 class GradientBoostingClassifier(GradientBoostedMembers, ClassifierEnsemble):
-    """Train classifiers one after another, each on what the sum of the earlier ones gets wrong.
+    """Train classifiers one after another, each on the residual of the sum of the earlier ones.
 
-    Each member is fitted, by least squares, to the negative gradient of the loss at the sum of the earlier ones; the
-    prediction are the probabilities of `shrinkage_rate` times the sum. A stage trains one member with a new optimizer
-    and schedule; earlier members are frozen, and their outputs for training data in memory are computed once.
+    Each member fits, by least squares, the negative gradient of the loss at the sum of the earlier members. The
+    probabilities are computed from `shrinkage_rate` times the sum. A stage trains one member with a new
+    optimizer and schedule; earlier members are frozen, and their outputs for data in memory are computed once.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
@@ -291,12 +291,12 @@ class GradientBoostingClassifier(GradientBoostedMembers, ClassifierEnsemble):
         n_estimators: Number of members and of stages, >= 1.
         estimator_args: Arguments of the class or factory.
         shrinkage_rate: Factor of each member's output, in (0, 1].
-        epochs_per_estimator: Epochs of a stage, >= 1; by default the run's `max_epochs` divided by `n_estimators`.
-        early_stopping_rounds: Number of stages without a lower validation loss, >= 1, after which the run ends; the
-            members up to the best stage are then the ensemble, also if the run ends before. None trains all stages and
-            keeps them.
-        use_reduction_sum: Whether the squared error is summed over a batch, as by torchensemble, so that the size of a
-            step grows with that of the batch; by default it is averaged.
+        epochs_per_estimator: Epochs of a stage, >= 1; by default `max_epochs` of the run divided by `n_estimators`.
+        early_stopping_rounds: Number of stages without a lower validation loss, >= 1, after which the run ends. The
+            ensemble keeps the members up to the best stage, even if the run ends before. None trains and keeps all
+            stages.
+        use_reduction_sum: Whether the squared error is summed over a batch, as in torchensemble, so that steps grow
+            with the batch size; by default it is averaged.
         optimizer: The optimizer of each stage, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
         lr_scheduler: The schedule of each stage, as for `VotingClassifier`; none by default.
         criterion: Loss of the sum (B, n_outputs) and targets; cross-entropy by default.
@@ -314,7 +314,7 @@ class GradientBoostingClassifier(GradientBoostedMembers, ClassifierEnsemble):
 
 
 class GradientBoostingRegressor(GradientBoostedMembers, RegressorEnsemble):
-    """Train regressors one after another, each on what the sum of the earlier ones gets wrong.
+    """Train regressors one after another, each on the residual of the sum of the earlier ones.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
@@ -322,14 +322,14 @@ class GradientBoostingRegressor(GradientBoostedMembers, RegressorEnsemble):
         n_estimators: Number of members and of stages, >= 1.
         estimator_args: Arguments of the class or factory.
         shrinkage_rate: Factor of each member's output, in (0, 1].
-        epochs_per_estimator: Epochs of a stage, >= 1; by default the run's `max_epochs` divided by `n_estimators`.
+        epochs_per_estimator: Epochs of a stage, >= 1; by default `max_epochs` of the run divided by `n_estimators`.
         early_stopping_rounds: See `GradientBoostingClassifier`.
         use_reduction_sum: Whether the squared error is summed over a batch instead of averaged.
         optimizer: The optimizer of each stage; Adam with a learning rate of 1e-3 by default.
         lr_scheduler: The schedule of each stage; none by default.
         criterion: Loss of the sum and targets of the same shape, whose negative gradient is fitted; the mean squared
             error by default, for which that is the residual.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:

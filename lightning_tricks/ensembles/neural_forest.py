@@ -259,27 +259,27 @@ def _take_size(forest: Any, state: dict[str, Any], prefix: str, *args: Any) -> N
 class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):
     """Train soft decision trees independently and average their probabilities.
 
-    A tree sends each sample left and right at every inner node, with probabilities that are learned, and has 2 **
-    `depth` leaves. Inputs are flattened.
+    At every inner node, a tree sends a sample left and right with learned probabilities. It has 2 ** `depth` leaves.
+    Inputs are flattened.
 
     Args:
         n_estimators: Number of trees, >= 1.
         depth: Number of decisions from the root to a leaf, >= 1.
-        lamda: Weight of the penalty of unbalanced trees, >= 0; it halves with each level. 0 switches it off.
-        n_outputs: Number of classes; by default that of the attribute `classes` of the training data set.
-        n_inputs: Number of values of a sample; by default those of the first sample of the training data.
+        lamda: Weight of the penalty on unbalanced trees, >= 0; it halves at each level. 0 switches it off.
+        n_outputs: Number of classes; by default the length of the attribute `classes` of the training dataset.
+        n_inputs: Number of values in a sample; by default taken from the first training sample.
         optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
         voting_strategy: "soft" averages probabilities, "hard" counts votes.
         weights: Weights of the trees, >= 0; equal ones by default.
         vectorize: Whether trees run at once: True, False or "auto".
         shared_order: Whether trees share the batches.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if a size is neither given nor seen in the data.
+        MisconfigurationException: When a fit starts, if a size is neither given nor found in the data.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -303,21 +303,21 @@ class NeuralForestRegressor(ForestMembers, RegressorEnsemble):
     Args:
         n_estimators: Number of trees, >= 1.
         depth: Number of decisions from the root to a leaf, >= 1.
-        lamda: Weight of the penalty of unbalanced trees, >= 0; it halves with each level. 0 switches it off.
-        n_outputs: Number of values that are predicted for each sample; by default those of the first target.
-        n_inputs: Number of values of a sample; by default those of the first sample of the training data.
+        lamda: Weight of the penalty on unbalanced trees, >= 0; it halves at each level. 0 switches it off.
+        n_outputs: Number of values predicted for each sample; by default taken from the first target.
+        n_inputs: Number of values in a sample; by default taken from the first training sample.
         optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of outputs (B, n_outputs) and targets of the same shape; the mean squared error by default.
-        voting_strategy: "soft": a regressor has no votes to count.
+        voting_strategy: Must be "soft": regressors have no votes to count.
         weights: Weights of the trees, >= 0; equal ones by default.
         vectorize: Whether trees run at once.
         shared_order: Whether trees share the batches.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if a size is neither given nor seen in the data.
+        MisconfigurationException: When a fit starts, if a size is neither given nor found in the data.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

@@ -133,8 +133,8 @@ def _optimizer_of(choice: Any, parameters: list[nn.Parameter]) -> Optimizer:
         raise TypeError(f"optimizer must be a function that returns a torch.optim.Optimizer, it returned {made!r}.")
     if others := set(parameters_of(made)) - set(parameters):
         raise ValueError(
-            f"optimizer must be a function of parameters: its optimizer has {len(others)} other parameters than the "
-            f"{len(parameters)} of a member that it was called with. Let it use those that it gets."
+            f"optimizer must be a function of parameters: its optimizer has {len(others)} parameters besides the "
+            f"{len(parameters)} of the member. Use only the parameters that the function receives."
         )
     return made
 

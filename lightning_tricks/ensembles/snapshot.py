@@ -178,9 +178,9 @@ class SnapshotMembers(CapturedMembers):
 class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
     """Train one classifier in cycles of the learning rate, and average the probabilities of its copies at their ends.
 
-    An ensemble for the price of one model; its members differ less than those of `VotingClassifier`. Each cycle lasts
-    the run's steps divided by `n_estimators`, and lowers the learning rate along half a cosine. Before the end of
-    the first cycle the model itself predicts.
+    Training takes as long as for one model; the members differ less than in `VotingClassifier`. Each cycle lasts the
+    steps of the run divided by `n_estimators`, and lowers the learning rate along half a cosine. Before the end of the
+    first cycle, the model itself predicts.
 
     Args:
         estimator: The model: a class or factory, a module (of which a copy is trained), or a LightningModule, whose
@@ -196,8 +196,8 @@ class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown. A
-            run of fewer epochs than cycles is a warning.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
+            Fewer epochs than cycles are a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -214,15 +214,15 @@ class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
         estimator_args: Arguments of the class or factory.
         optimizer: Its learning rate is the highest of a cycle.
         criterion: See `VotingRegressor`.
-        voting_strategy: "soft": a regressor has no votes to count.
+        voting_strategy: Must be "soft": regressors have no votes to count.
         weights: Weights of the snapshots, >= 0; equal ones by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         lr_clip: Lowest and highest learning rate; None for 0 and that of the optimizer.
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown. A
-            run of fewer epochs than cycles is a warning.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
+            Fewer epochs than cycles are a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -336,12 +336,12 @@ class FastGeometricMembers(CapturedMembers):
 
 
 class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
-    """Train one classifier, go on in short cycles of the learning rate, and average the copies from their middles.
+    """Train one classifier, continue in short cycles of the learning rate, and average the copies from their middles.
 
-    After the base model each cycle lowers the learning rate in a straight line and raises it again; the copy is taken
-    where it is the lowest. Optimizer and momentum stay the same all along. A base model with a schedule of its own is
-    trained before, and given with `base_epochs=0`. Before the first copy the model itself
-    predicts. The run ends after the epoch of the last copy, half a cycle before `max_epochs`.
+    After the base model is trained, each cycle lowers the learning rate linearly and raises it again; a copy is taken
+    at the lowest point. Optimizer and momentum continue throughout. To train the base model with its own schedule,
+    train it before and pass it with `base_epochs=0`. Before the first copy, the model itself predicts. The run ends
+    after the epoch of the last copy, half a cycle before `max_epochs`.
 
     Args:
         estimator: The model: a class or factory, a module (of which a copy is trained), a list of one pretrained module
@@ -349,10 +349,10 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
         n_estimators: Number of cycles, >= 1, and of copies.
         estimator_args: Arguments of the class or factory.
         cycle: Epochs of a cycle, >= 1, even or odd.
-        lr_1: Highest learning rate of a cycle, > 0; by default half of the optimizer's, as in the paper. A parameter
-            group with a learning rate of its own has as many times as much of it.
+        lr_1: Highest learning rate of a cycle, > 0; by default half of the optimizer's, as in the paper. The learning
+            rates of parameter groups keep their ratios.
         lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
-        base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
+        base_epochs: Epochs of the base model, >= 0; by default the epochs of the run minus the cycles.
         optimizer: See `VotingClassifier`.
         criterion: See `VotingClassifier`.
         voting_strategy: See `VotingClassifier`.
@@ -362,7 +362,7 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
 
     Raises:
         MisconfigurationException: When a fit starts, if the run is longer than the base model and the cycles, or has
-            `max_steps`. One that is too short for them is a warning.
+            `max_steps`. A run that is too short is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -374,7 +374,7 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
 
 
 class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
-    """Train one regressor, go on in short cycles of the learning rate, and average the copies from their middles.
+    """Train one regressor, continue in short cycles of the learning rate, and average the copies from their middles.
 
     Args:
         estimator: The model, in any of the forms that `FastGeometricClassifier` takes.
@@ -383,17 +383,17 @@ class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
         cycle: Epochs of a cycle, >= 1, even or odd.
         lr_1: Highest learning rate of a cycle, > 0; by default half of the optimizer's.
         lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
-        base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
+        base_epochs: Epochs of the base model, >= 0; by default the epochs of the run minus the cycles.
         optimizer: See `VotingClassifier`.
         criterion: See `VotingRegressor`.
-        voting_strategy: "soft": a regressor has no votes to count.
+        voting_strategy: Must be "soft": regressors have no votes to count.
         weights: Weights of the copies, >= 0; equal ones by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
         MisconfigurationException: When a fit starts, if the run is longer than the base model and the cycles, or has
-            `max_steps`. One that is too short for them is a warning.
+            `max_steps`. A run that is too short is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

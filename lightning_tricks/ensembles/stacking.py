@@ -325,16 +325,16 @@ def _split_names(estimators: Any) -> tuple[list[str], Any]:
 
 
 class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
-    """Train classifiers in folds, and a meta-learner on what they predict for samples that they were not trained on.
+    """Train classifiers in folds, and a meta-learner on their out-of-fold predictions.
 
     The semantics are scikit-learn's. One `trainer.fit` trains the members in each fold, predicts the samples that the
-    fold holds out, then trains the members once more on all samples (the refit), each time for the Trainer's
-    `max_epochs` and from the same initial weights. So it lasts `max_epochs` times the number of folds plus one. A
-    linear meta-learner is fitted before the refit, another one is trained after it. Until the meta-learner is there,
-    validation evaluates the mean of the members; a run that ends before, such as by EarlyStopping, predicts this mean
-    and warns. A checkpoint of a fold, such as the one that ModelCheckpoint finds the best, holds the members of that
-    fold. The rows are those of the data set, and the loader has no sampler of your own; random augmentation also
-    applies to the held-out ones. All targets are read when the fit starts.
+    fold leaves out, then trains the members once more on all samples (the refit), each time for the Trainer's
+    `max_epochs` and from the same initial weights. It therefore takes `max_epochs` times the number of folds plus one.
+    A linear meta-learner is fitted before the refit, a module is trained after it. Until then, validation evaluates the
+    mean of the members; a run that ends earlier, for example by EarlyStopping, predicts this mean and warns. A
+    checkpoint that is saved in a fold contains the members of that fold. The folds use all rows of the dataset, so the
+    loader must not have your own sampler. Random augmentation also applies to the rows left out. All targets are read
+    when the fit starts.
 
     Args:
         estimators: The members, in any of the forms that `VotingClassifier` takes, or a list of (name, module) pairs.
@@ -343,15 +343,15 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
             without arguments that makes one) of the features (B, F) that gives logits (B, n_outputs), which is trained
             with the optimizer and criterion of the members.
         cv: The folds: their number >= 2 (stratified and not shuffled); a list of (train, test) indices, whose test
-            parts hold each row once; an object with `split(X, y)`, which gets row numbers as X; or "prefit" if the
-            members are trained already, so that only the meta-learner is fitted, to their predictions for the training
-            data, which should not be those that they were trained on.
+            parts contain each row once; an object with `split(X, y)`, which gets row numbers as X; or "prefit" if the
+            members are trained already: only the meta-learner is then fitted, to their predictions for the training
+            data, which should be data that they were not trained on.
         passthrough: Whether the meta-learner also sees the inputs, flattened, after the predictions.
-        stack_method: What it sees of the members: "predict_proba" or "auto" for probabilities, without the first of two
-            columns; "decision_function" for logits, or their difference for two classes; "predict" for class indices.
+        stack_method: Its features: "predict_proba" or "auto" for probabilities (of two classes, only the second);
+            "decision_function" for logits, or their difference for two classes; "predict" for class indices.
         n_estimators: Number of members, >= 1, of a class or factory.
         estimator_args: Arguments of the class or factory.
-        epochs_per_fold: Epochs of each fold; those of the Trainer by default. The refit has those of the Trainer.
+        epochs_per_fold: Epochs of each fold; by default `max_epochs` of the Trainer, which the refit always uses.
         optimizer: The optimizer of each stage, as for `VotingClassifier`.
         lr_scheduler: The schedule of each stage, as for `VotingClassifier`; none by default.
         criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
@@ -389,25 +389,25 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
 
 
 class StackingRegressor(StackedGeneralization, RegressorEnsemble):
-    """Train regressors in folds, and a meta-learner on what they predict for samples that they were not trained on.
+    """Train regressors in folds, and a meta-learner on their out-of-fold predictions.
 
-    See `StackingClassifier`. Several targets at once are allowed, where the meta-learner allows them.
+    See `StackingClassifier`. Multiple targets are allowed if the meta-learner allows them.
 
     Args:
         estimators: The members, in any of the forms that `VotingRegressor` takes, or a list of (name, module) pairs.
         final_estimator: The meta-learner: scikit-learn's `RidgeCV` (the default) or another linear regressor; or a
             module, or a class or function without arguments that makes one.
         cv: The folds: their number >= 2 (blocks of rows, not shuffled), or another form that `StackingClassifier`
-            takes.
+            accepts.
         passthrough: Whether the meta-learner also sees the inputs, flattened, after the predictions.
-        stack_method: "auto" or "predict": it sees the members' predictions.
+        stack_method: "auto" or "predict": the features are the predictions of the members.
         n_estimators: Number of members, >= 1, of a class or factory.
         estimator_args: Arguments of the class or factory.
-        epochs_per_fold: Epochs of each fold; those of the Trainer by default. The refit has those of the Trainer.
+        epochs_per_fold: Epochs of each fold; by default `max_epochs` of the Trainer, which the refit always uses.
         optimizer: The optimizer of each stage, as for `VotingClassifier`.
         lr_scheduler: The schedule of each stage; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         vectorize: Whether members run at once: True, False or "auto".
         shared_order: Whether members share the batches.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.

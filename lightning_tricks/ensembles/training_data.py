@@ -115,7 +115,7 @@ def unpack(batch: Any) -> Sequence[Tensor]:
         return [*batch[:-1], target if target.is_floating_point() else target.long()]
     raise TypeError(
         f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: let collate_fn return "
-        "such a tuple. Other batches are for training alone, by the training_step of a LightningModule as estimator."
+        "such a tuple. Other batches only work in training, with a LightningModule as estimator."
     )
 
 
@@ -168,7 +168,7 @@ def batch_of_member(batch: Any, index: int, n_members: int, rows: int) -> Any:
         values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.init}
         return replace(batch, **batch_of_member(values, index, n_members, rows))
     raise TypeError(
-        f"a batch holds a {type(batch).__name__}, whose rows cannot be shared out among {n_members} members: give "
+        f"a batch contains a {type(batch).__name__}, which cannot be split by rows among {n_members} members: pass "
         "shared_order=True, or let collate_fn return tensors in tuples, lists or dicts."
     )
 

@@ -101,25 +101,24 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
     """Train classifiers independently and average their probabilities, or count their votes (deep ensembles).
 
     Args:
-        estimator: The members: a class or factory; a module, of which they are copies with new initial weights, by the
-            `reset_parameters` of its layers, but for frozen ones, which keep their values; a list of modules, or of
-            paths of weights of `estimator_args["estimator"]`. If all of them are LightningModules, they train by their
-            own `training_step`; of their other hooks `setup` alone is called.
+        estimator: The members: a class or factory; a module, which is copied with new initial weights, drawn by the
+            `reset_parameters` of its layers (frozen parameters keep their values); a list of modules; or a list of
+            weight files for `estimator_args["estimator"]`. If all are LightningModules, they train with their own
+            `training_step`; of their other hooks, only `setup` is called.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
-        optimizer: An `OptimizerSpec`, a function of the parameters of one member, which is called for each, a name of
-            `torch.optim`, or such a name with a dict of options. By default LightningModules train by their own
-            `configure_optimizers`, which must return one optimizer and no schedule; other members by Adam with a
-            learning rate of 1e-3.
-        lr_scheduler: A `ScheduleSpec`, a function of the optimizer, a name of torch's, or such a name with a dict.
-        criterion: Loss of logits (B, n_outputs) and targets; or the name of one of torch.nn's, or such a name with a
+        optimizer: An `OptimizerSpec`, a function of the parameters of one member, a name in `torch.optim`, or such a
+            name with a dict of options. By default, LightningModules use their own `configure_optimizers`, which must
+            return one optimizer and no schedule; other members use Adam with a learning rate of 1e-3.
+        lr_scheduler: A `ScheduleSpec`, a function of the optimizer, a torch scheduler's name, or a name with a dict.
+        criterion: Loss of logits (B, n_outputs) and targets, the name of a loss in `torch.nn`, or such a name with a
             dict of options. Cross-entropy by default.
-        voting_strategy: "soft" averages probabilities, "hard" counts votes, of which the first of several classes wins.
+        voting_strategy: "soft" averages probabilities, "hard" counts votes (the first class wins a tie).
         weights: Weights of the members, >= 0; equal ones by default.
         n_outputs: Number of classes; by default the number of the members' outputs.
-        vectorize: Whether members run at once: "auto" decides by their structure. The result is the same.
-        shared_order: Whether members share the batches, which hold a member's rows alone: less accurate together.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        vectorize: Whether members run at once: "auto" decides by their structure. The result does not change.
+        shared_order: Whether members share the batches: needs less memory, and makes the ensemble less accurate.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
@@ -139,22 +138,22 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
 class VotingRegressor(IndependentMembers, RegressorEnsemble):
     """Train regressors independently and average their predictions (deep ensembles).
 
-    With `criterion=nn.GaussianNLLLoss()` members predict the noise as well: 2 x n_outputs columns, means and then
-    logarithms of variances.
+    With `criterion=nn.GaussianNLLLoss()`, members also predict the noise, in 2 x n_outputs columns: means, then
+    log-variances.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
-        optimizer: The optimizer, as of `VotingClassifier`.
-        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
+        optimizer: See `VotingClassifier`.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
-        voting_strategy: "soft": a regressor has no votes to count.
+        voting_strategy: Must be "soft": regressors have no votes to count.
         weights: Weights of the members, >= 0; equal ones by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         vectorize: Whether members run at once.
         shared_order: Whether members share the batches.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
@@ -185,32 +184,32 @@ class BootstrappedMembers(Ensemble):
     def on_shared_batches(self, reason: str) -> None:
         """Refuse to train on shared batches."""
         raise MisconfigurationException(
-            f"{type(self).__name__} needs a DataLoader whose dataset has a length, and {reason}: use Voting instead."
+            f"{type(self).__name__} needs a dataset with a length in a DataLoader, and {reason}: use Voting instead."
         )
 
 
 class BaggingClassifier(BootstrappedMembers, VotingClassifier):
     """Train classifiers on bootstrap samples, drawn once for each member, and average their probabilities.
 
-    A bootstrap sample is drawn from the rows that the loader's sampler yields; a sampler that draws with replacement,
-    such as a `WeightedRandomSampler`, draws that of each member itself.
+    Bootstrap samples are drawn from the rows that the loader's sampler yields. A sampler that draws with replacement,
+    such as a `WeightedRandomSampler`, draws the sample of each member itself.
 
-    Members differ more than those of `VotingClassifier` and each one is worse, as it sees 63 % of the samples: with
-    networks, voting is the better default.
+    Members differ more than in `VotingClassifier`, but each is worse, as it sees 63 % of the samples: for networks,
+    start with voting.
 
     Args:
         estimator: The members, in any of the forms that `VotingClassifier` takes.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: The optimizer, as for `VotingClassifier`.
-        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
         voting_strategy: "soft" averages probabilities, "hard" counts votes.
         weights: Weights of the members, >= 0; equal ones by default.
         n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once: True, False or "auto".
-        shared_order: Must be False: members that share the batches have no samples of their own.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        shared_order: Must be False: each member needs its own bootstrap sample.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights, sample orders and bootstrap samples, >= 0; drawn from torch's generator by
             default.
 
@@ -229,14 +228,14 @@ class BaggingRegressor(BootstrappedMembers, VotingRegressor):
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: The optimizer, as for `VotingClassifier`.
-        lr_scheduler: The schedule, as for `VotingRegressor`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
-        voting_strategy: "soft": a regressor has no votes to count.
+        voting_strategy: Must be "soft": regressors have no votes to count.
         weights: Weights of the members, >= 0; equal ones by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         vectorize: Whether members run at once: True, False or "auto".
-        shared_order: Must be False: members that share the batches have no samples of their own.
-        members: "replicated" trains all of them on each rank; "sharded" trains a share of them on each rank of DDP.
+        shared_order: Must be False: each member needs its own bootstrap sample.
+        members: "replicated" trains all members on each rank; "sharded" trains a share of them on each rank of DDP.
         seed: Seed of the initial weights, sample orders and bootstrap samples, >= 0; drawn from torch's generator by
             default.
 
@@ -258,14 +257,14 @@ class FusedMembers(Ensemble):
 
 
 class FusionClassifier(FusedMembers, ClassifierEnsemble):
-    """Train classifiers together: the loss is that of their mean logits, and so is the prediction.
+    """Train classifiers together: both the loss and the prediction use their mean logits.
 
     Args:
         estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of the mean and the targets; cross-entropy by default.
         weights: Weights of the members in the mean, >= 0; equal ones by default.
         n_outputs: Number of classes; by default the number of the members' outputs.
@@ -293,17 +292,17 @@ class FusionClassifier(FusedMembers, ClassifierEnsemble):
 
 
 class FusionRegressor(FusedMembers, RegressorEnsemble):
-    """Train regressors together: the loss is that of their mean, and so is the prediction.
+    """Train regressors together: both the loss and the prediction use their mean.
 
     Args:
         estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
+        lr_scheduler: See `VotingClassifier`; none by default.
         criterion: Loss of the mean and the targets; the mean squared error by default.
         weights: Weights of the members in the mean, >= 0; equal ones by default.
-        n_outputs: Number of values that are predicted for each sample.
+        n_outputs: Number of values predicted for each sample.
         vectorize: Whether members run at once.
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 

@@ -1,15 +1,15 @@
 """Fine-tune a pretrained model: freeze and unfreeze on a schedule, LoRA, adapters, prefixes, small checkpoints.
 
-When to use it: a model has pretrained weights, and only a part of it shall be trained, a part at a time, or few new
-parameters beside the frozen ones.
+When to use it: your model has pretrained weights, and you want to train it part by part, or train a few new
+parameters beside the frozen weights.
 
-Unlike Lightning's `BaseFinetuning`, a resumed run has the frozen parameters and learning rates of an uninterrupted
-one, frozen normalisation keeps its statistics, and ranks stay equal. Unlike peft's, the LoRA of this package is a
-property of the weight itself, so that no fused layer and no function that reads the weight can ignore it; names and
-bits of the base's weights stay as they are.
+Unlike with Lightning's `BaseFinetuning`, a resumed run has the frozen parameters and learning rates of an uninterrupted
+one, frozen normalization keeps its statistics, and ranks stay equal. Unlike peft's, LoRA in this package is part of the
+weight itself, so no fused layer and no function that reads the weight can ignore it; the base weights keep their names
+and bits.
 
-Caveats: what is injected stays in the module after the fit (`merge` folds LoRA into the weights). A parameter that a
-schedule names has to be in an optimizer from the start.
+Caveats: injected parameters stay in the module after the fit (`merge` folds LoRA into the weights). Each parameter
+that a schedule names must be in an optimizer from the start.
 
 Sources: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018); Hu et al., "LoRA:
 Low-Rank Adaptation of Large Language Models" (2021); Houlsby et al., "Parameter-Efficient Transfer Learning for NLP"

@@ -263,32 +263,31 @@ def _is_lost_after_fit(trainer: Trainer) -> bool:
 class LoRA(AdaptationCallback):
     """Freeze the module, and train a low-rank change of the weights of its linear layers (LoRA).
 
-    A weight that is read is the changed one, whoever reads it: also the fused layers of `nn.TransformerEncoderLayer` in
-    evaluation mode, `nn.MultiheadAttention`, torchvision's Swin, and recurrent layers. Base weights keep their names
-    and bits. The optimizer gets what `configure_optimizers` makes of `self.parameters()`; frozen parameters have no
-    gradients, and no optimizer state. `lightning_tricks.finetuning.merge(model)` folds the change into the weights, and
-    `TrainableCheckpoint` beside this callback saves the change alone.
+    Code that reads a weight always gets the changed weight. This includes fused layers of `nn.TransformerEncoderLayer`
+    in evaluation mode, `nn.MultiheadAttention`, torchvision's Swin, and recurrent layers. Base weights keep their names
+    and bits. Pass `self.parameters()` to the optimizer as usual: frozen parameters have no gradients and no optimizer
+    state. `lightning_tricks.finetuning.merge(model)` folds the change into the weights. Together with this callback,
+    `TrainableCheckpoint` saves only the change.
 
     Args:
         rank: The rank of the change of each weight, at most that of the weight.
         alpha: The change is `alpha / rank * B @ A`.
-        target_modules: Patterns over qualified names of modules whose matrices are changed: linear layers,
+        target_modules: Patterns over qualified names of modules to change: linear layers,
             convolutions, embeddings, attention, recurrent layers, or any module with a `weight`; or `"linear"` for all
             linear layers and `nn.MultiheadAttention`. A pattern is a glob (`"*.q_proj"`) or, with the prefix `re:`, a
             regular expression.
-        exclude: Patterns of modules that are not changed, nor are their parts.
-        modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
+        exclude: Patterns of modules that are not changed; this includes their parts.
+        modules_to_save: Patterns of modules that are trained in full, such as a new head. The default is any module
             called `head`, unless a pattern of `target_modules` matches nothing else.
-        dropout: The probability with which an input of the change is set to zero in training; only in layers whose own
-            forward pass is called.
-        rank_pattern: Pattern over names of target modules -> their rank; the first that matches counts.
+        dropout: The probability with which an input of the change is set to zero in training; only in layers with a
+            forward pass that is called.
+        rank_pattern: Pattern over names of target modules -> their rank; the first match applies.
         use_rslora: Whether the change is `alpha / sqrt(rank) * B @ A`.
 
-    Initial values are drawn by a generator of their own, seeded as torch was. Strategies that spawn or fork processes,
-    such as `ddp_spawn` and `ddp_notebook`, give nothing back that was added there: call `add_lora` before the fit, or
-    evaluate a checkpoint. Under `ModelParallelStrategy` the layers must be there before `configure_model` shards them.
-    A module, or a part of it, may be compiled before or after, in whichever way; what is compiled already is compiled
-    anew.
+    Initial values come from a separate generator with torch's seed. Strategies that spawn or fork processes, such as
+    `ddp_spawn` and `ddp_notebook`, do not return what was added there: call `add_lora` before the fit, or evaluate a
+    checkpoint. Under `ModelParallelStrategy`, the layers must exist before `configure_model` shards them. A module, or
+    a part of it, may be compiled before or after; compiled modules are compiled again.
 
     Attributes:
         report: The `InjectionReport` of the last run, None before.
@@ -327,31 +326,31 @@ class LoRA(AdaptationCallback):
 class Adapters(CoverageCheckingCallback):
     """Freeze the module, and train small bottleneck networks behind, or beside, its layers.
 
-    Each adapter is two linear layers with a nonlinearity between them, which add `scale * W_up f(W_down x)`. At first
-    it is zero. The kinds differ in where adapters are in a transformer block: `"houlsby"` behind the output
-    of each attention and of the feed-forward network, before the residual is added; `"pfeiffer"` behind that of the
-    feed-forward network; `"parallel"` beside the feed-forward network, with the same input. Base weights keep their
-    names and bits. In the first batch of training, and of evaluation, the callback makes sure that each adapter is
-    called. `TrainableCheckpoint` beside this callback saves the adapters alone; they cannot be merged.
+    Each adapter is two linear layers with a nonlinearity between them, which add `scale * W_up f(W_down x)`, initially
+    zero. The kinds place adapters differently in a transformer block: `"houlsby"` behind the output of each attention
+    and of the feed-forward network, before the residual is added; `"pfeiffer"` only behind the feed-forward network;
+    `"parallel"` beside the feed-forward network, with the same input. Base weights keep their names and bits. In the
+    first batch of training and of evaluation, the callback checks that each adapter is called. Together with this
+    callback, `TrainableCheckpoint` saves only the adapters; they cannot be merged.
 
     Args:
         bottleneck: The width between the two layers.
         target_modules: `"blocks"` for the blocks of transformers: `nn.TransformerEncoderLayer` and
             `nn.TransformerDecoderLayer`, torchvision's and timm's ViT and Swin, and those of transformers such as BERT,
-            GPT-2 and Llama. Or patterns over qualified names of linear layers, or of attentions, whose output gets an
-            adapter; with `kind="parallel"` the adapter has the layer's input. A pattern is a glob (`"*.fc2"`) or, with
+            GPT-2 and Llama. Or patterns over qualified names of linear layers or attentions, which get an adapter
+            at their output; with `kind="parallel"`, it gets the layer's input. A pattern is a glob (`"*.fc2"`) or, with
             the prefix `re:`, a regular expression.
         kind: The kind of adapters.
-        nonlinearity: The function `f`; None for that of the kind: GELU for `"houlsby"`, ReLU otherwise.
-        scale: The scale of the output; None for that of the kind: 4 for `"parallel"`, 1 otherwise.
-        exclude: Patterns of modules that get no adapter, nor do their parts.
-        modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
+        nonlinearity: The function `f`; None for the default of the kind: GELU for `"houlsby"`, ReLU otherwise.
+        scale: The scale of the output; None for the default of the kind: 4 for `"parallel"`, 1 otherwise.
+        exclude: Patterns of modules that get no adapter; this includes their parts.
+        modules_to_save: Patterns of modules that are trained in full, such as a new head. The default is any module
             called `head`, unless a pattern of `target_modules` matches nothing else.
         dropout: The probability with which a value between the two layers is set to zero in training.
 
-    Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
-    must be there before `configure_model` shards them. A module, or a part of it, may be compiled before or after.
-    Layers of `nn.TransformerEncoder` do without torch's fused path in evaluation, which would not call adapters.
+    Initial values come from a separate generator with torch's seed. Under `ModelParallelStrategy`, the layers must
+    exist before `configure_model` shards them. A module, or a part of it, may be compiled before or after. Layers of
+    `nn.TransformerEncoder` do not use torch's fused path in evaluation, as it would not call adapters.
 
     Attributes:
         report: The `InjectionReport` of the last run, None before.
@@ -389,25 +388,25 @@ class Adapters(CoverageCheckingCallback):
 
 
 class PrefixTuning(CoverageCheckingCallback):
-    """Freeze the module, and train keys and values that its attentions have before those of their input.
+    """Freeze the module, and train keys and values that its attentions prepend to those of the input.
 
-    Each `nn.MultiheadAttention`, alone or in `nn.TransformerEncoder`, `nn.TransformerDecoder` or torchvision's ViT, has
-    `length` keys and values of its own, for all samples, which no mask forbids. Base weights keep their names and bits.
-    In the first batch of training, and of evaluation, the callback makes sure that each prefix is read.
-    `TrainableCheckpoint` beside this callback saves the prefixes alone; they cannot be merged.
+    Each `nn.MultiheadAttention`, alone or in `nn.TransformerEncoder`, `nn.TransformerDecoder` or torchvision's ViT,
+    gets `length` keys and values, which all samples share and no mask hides. Base weights keep their names and bits. In
+    the first batch of training and of evaluation, the callback checks that each prefix is read. Together with this
+    callback, `TrainableCheckpoint` saves only the prefixes; they cannot be merged.
 
     Args:
         length: The number of keys and values of each attention.
         target_modules: `"attention"` for each `nn.MultiheadAttention`, or patterns over their qualified names: globs
             (`"*.self_attn"`) or, with the prefix `re:`, regular expressions.
-        exclude: Patterns of modules that get no prefix, nor do their parts.
-        modules_to_save: Patterns of modules that are trained whole, such as a new head. The default is any module
+        exclude: Patterns of modules that get no prefix; this includes their parts.
+        modules_to_save: Patterns of modules that are trained in full, such as a new head. The default is any module
             called `head`, unless a pattern of `target_modules` matches nothing else.
 
-    Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
-    must be there before `configure_model` shards them. A module, or a part of it, may be compiled before or after.
-    Layers of `nn.TransformerEncoder` do without torch's fused path in evaluation, which would not read prefixes.
-    Weights that an attention returns are those of the given keys; with those of the prefix they sum up to 1.
+    Initial values come from a separate generator with torch's seed. Under `ModelParallelStrategy`, the layers must
+    exist before `configure_model` shards them. A module, or a part of it, may be compiled before or after. Layers of
+    `nn.TransformerEncoder` do not use torch's fused path in evaluation, as it would not read prefixes. Attention
+    weights that an attention returns exclude the prefix; together with its weights they sum to 1.
 
     Attributes:
         report: The `InjectionReport` of the last run, None before.

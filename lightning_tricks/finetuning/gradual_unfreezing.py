@@ -49,28 +49,27 @@ _SAVED_KEY = "gradual_unfreezing"  # in checkpoints of FSDP
 
 
 class GradualUnfreezing(GradientCheckingCallback):
-    """Freeze a module, and let its parameters train from chosen epochs or steps on.
+    """Freeze a module, and train its parameters from chosen epochs or steps on.
 
-    Give the optimizer all parameters that shall ever train, also the frozen ones: no `filter(requires_grad)`. Those
-    that are frozen have no gradient, so that the optimizer leaves them bit-identical, with momentum and weight decay
-    too. What is frozen depends on the epoch or step alone, so that a run that is resumed anywhere equals an
-    uninterrupted one. After the fit, `requires_grad` and the modes of normalisation are as they were before it.
+    Give the optimizer all parameters that will ever train, including the frozen ones: no `filter(requires_grad)`.
+    Frozen parameters have no gradient, so the optimizer leaves them bit-identical, even with momentum and weight decay.
+    What is frozen depends only on the epoch or step, so a run that resumes anywhere equals an uninterrupted one. After
+    the fit, `requires_grad` and the modes of normalization layers are restored.
 
-    Works with any scheduler, with several optimizers, manual optimization, `torch.compile`, DDP (which is wrapped anew
-    whenever something is released) and ModelParallelStrategy (FSDP2).
+    Works with any scheduler, multiple optimizers, manual optimization, `torch.compile`, DDP (which is wrapped again
+    whenever parameters are released) and ModelParallelStrategy (FSDP2).
 
     Args:
         schedule: Epoch or step, counted from 0 -> a pattern, or a list of patterns, of the parameters that train from
             then on. A pattern is a glob over qualified names (`backbone.layer4.*`) or, with the prefix `re:`, a regular
-            expression. If several keys match a parameter, the earliest counts. Parameters that none matches stay frozen
-            for the whole run. Keys that are strings of digits, as JSON has them, are taken for numbers; the key 0 is
-            required.
-        lr_multipliers: Pattern -> the multiple of its learning rate that the parameters get, > 0: parameter groups
-            are split, and what the schedulers keep for each group with them. No parameter may match two. An
-            `eta_min` of a scheduler, which all groups share, is not multiplied.
-        freeze_norm: Whether normalisation with running statistics (BatchNorm, SyncBatchNorm, InstanceNorm that tracks
-            them) is kept in evaluation mode while its parameters are frozen, with its statistics unchanged.
-        unit: What the keys count: "epoch" or "step". Steps are those of `trainer.global_step`, which counts the steps
+            expression. If multiple keys match a parameter, the earliest applies. Parameters without a match stay frozen
+            for the whole run. Keys that are strings of digits, as in JSON, are read as numbers; the key 0 is required.
+        lr_multipliers: Pattern -> the factor of the learning rate of its parameters, > 0: parameter groups, and the
+            state of schedulers for each group, are split. No parameter may match two patterns. An `eta_min` of a
+            scheduler, which all groups share, is not multiplied.
+        freeze_norm: Whether normalization with running statistics (BatchNorm, SyncBatchNorm, InstanceNorm that tracks
+            them) stays in evaluation mode while its parameters are frozen, with its statistics unchanged.
+        unit: The unit of the keys: "epoch" or "step". Steps are those of `trainer.global_step`, which counts the steps
             of each optimizer under manual optimization.
 
     For other training loops: `freeze_`, `unfreeze_` and `trainable_summary`.

@@ -42,21 +42,21 @@ class TrainableCheckpoint(TrickCallback):
     """Save only what trained, and restore it exactly.
 
     Each checkpoint that the Trainer writes (by ModelCheckpoint, `AutoResume` or `trainer.save_checkpoint`) leaves out
-    the tensors that are as they were before training, and holds 64 bits of each instead. Saved are all parameters that
-    are or were trainable, those that `GradualUnfreezing` will release, so that each checkpoint of a fit can be loaded
-    into its module, and whatever else differs from the base: statistics of BatchNorm, averaged weights, values that
-    were set by hand, new parameters such as those of `LoRA`.
+    the tensors that training did not change, and contains a 64-bit fingerprint of each instead. It contains all
+    parameters that are or were trainable, those that `GradualUnfreezing` will release, so that each checkpoint of a fit
+    loads into its module, and everything else that differs from the base: BatchNorm statistics, averaged weights,
+    values that you set yourself, new parameters such as those of `LoRA`.
 
-    The base is what the module holds when its first training epoch with this callback begins, after CheckpointRemapping
-    has loaded weights. It stays the base in later fits of the same module object, and in a run that is resumed. With
-    weights that Lightning's EMAWeightAveraging averages, frozen ones are saved as well: it changes them by rounding.
-    What is validated, tested or predicted with such a checkpoint are the averaged weights.
+    The base is the state of the module when its first training epoch with this callback begins, after
+    CheckpointRemapping has loaded weights. It stays the base in later fits of the same module object, and in a resumed
+    run. With Lightning's EMAWeightAveraging, frozen weights are saved as well, as it changes them by rounding. Such a
+    checkpoint validates, tests and predicts with the averaged weights.
 
-    `fit/validate/test/predict(ckpt_path=...)` need this callback and a module that is built as before: what was left
-    out is compared with the module and taken from it. Weights that CheckpointRemapping loads are loaded before that.
+    `fit/validate/test/predict(ckpt_path=...)` need this callback and a module that is built as before: the tensors that
+    were left out are compared with the module and taken from it, after CheckpointRemapping has loaded its weights.
     `load_from_checkpoint` of `TricksMixin` does the same, and `load_trainable` does it without a Trainer. Full
-    checkpoints load as without this callback. Without it, Lightning refuses the weights as incomplete, and the error
-    contains the remedy.
+    checkpoints load as usual. Without this callback, Lightning refuses the weights as incomplete, and the error gives
+    the remedy.
 
     After a fit, `trainer.save_checkpoint(path, weights_only=True)` writes a full checkpoint.
 
@@ -67,7 +67,7 @@ class TrainableCheckpoint(TrickCallback):
     Raises:
         TypeError: If a pattern is not a string.
         ValueError: If a pattern is empty or not a regular expression.
-        MisconfigurationException: Under FSDP1 and DeepSpeed, which write files of their own, or if a pattern matches
+        MisconfigurationException: Under FSDP1 and DeepSpeed, which write their own files, or if a pattern matches
             nothing.
         BaseMismatchError: If a checkpoint is loaded into a module of another base; the message lists what differs.
 

@@ -2,17 +2,17 @@
 
 When to use it: to look at the inputs of a model and at its predictions.
 
-What the usual snippets get wrong: `(tensor * 255).byte()` truncates, so that after a normalization and its inverse
-many pixels are 1 too low; an array with negative strides (`array[::-1]`) is refused by `torch.from_numpy`; a normalized
-image, an image of 0 to 255 in floats and a palette or a 16-bit image become noise without an error. Here, an error
-names the wrong type, shape or range, and the remedy.
+Common mistakes: `(tensor * 255).byte()` truncates, so after a normalization and its inverse many pixels are 1 too low;
+`torch.from_numpy` refuses an array with negative strides (`array[::-1]`); a normalized image, floats from 0 to 255, a
+palette or a 16-bit image become noise without an error. These functions raise an error that names the wrong type, shape
+or range, and the remedy.
 
-Other conversions of the old snippets are one call of torch each and have no wrapper here: `tensor.float()`,
-`tensor.long()`, `tensor.cpu()`, `tensor.cuda()`, `tensor.type_as(other)`, `torch.from_numpy(array)` (which shares its
-memory) and `tensor.numpy()` (likewise); `torch.Tensor(array)` is not among them, since it always makes floats.
+Other conversions are one call of torch each and have no wrapper: `tensor.float()`, `tensor.long()`, `tensor.cpu()`,
+`tensor.cuda()`, `tensor.type_as(other)`, `torch.from_numpy(array)` and `tensor.numpy()` (both share memory). Do not use
+`torch.Tensor(array)`: it always makes floats.
 
 Caveats: PIL images of mode "I" and "F" do not define which value is white, and are refused. Arrays are
-(H, W, C) also with one channel.
+(H, W, C), even with one channel.
 """
 
 from typing import TYPE_CHECKING

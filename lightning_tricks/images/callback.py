@@ -38,32 +38,32 @@ class ImageLogger(StepsCallback):
     of shape (N, C, H, W), either uint8 or floats that are in [0, 1] after denormalization. If batches differ in image
     size, images of the last size are shown. The captions of mistakes are red.
 
-    Where `target` is a mask (N, H, W) of classes, and `preds` are masks or scores (N, C, H, W), each image is shown
-    three times: alone, with the predicted and with the true classes drawn over it, those with the largest share of
-    wrong pixels first.
+    If `target` is a mask (N, H, W) of classes, and `preds` are masks or scores (N, C, H, W), each image is shown three
+    times: plain, with the predicted classes and with the true classes drawn over it. Images with the largest share of
+    wrong pixels come first.
 
-    Where both are lists with a dict of `boxes` (M, 4) as corners in pixels, `labels` (M,) and, of predictions, `scores`
+    If both are lists with a dict of `boxes` (M, 4) as corners in pixels, `labels` (M,) and, in predictions, `scores`
     (M,) for each image, as for `detection_metrics`, boxes with a score of at least 0.5 are drawn in orange and the true
-    ones in blue, images with the largest share of wrong boxes first; then the images may be a list of any sizes.
+    ones in blue. Images with the largest share of wrong boxes come first; they may be a list of images of any size.
 
-    Each rank keeps at most `n` images at a time, and none of the samples that a DistributedSampler repeats. Only the
-    first batch is read from the device before the end of the epoch. TensorBoard, W&B, MLflow and Comet get the grid as
-    `<stage>/images`; for a CSVLogger it is a PNG file in its folder. A `RunReport` among the callbacks shows the images
-    of the last epoch. Without it and such a logger, the callback does nothing. It needs the extra `reports`.
+    Each rank keeps at most `n` images at a time, and no samples that a DistributedSampler repeats. Only the first batch
+    is read from the device before the end of the epoch. TensorBoard, W&B, MLflow and Comet get the grid as
+    `<stage>/images`; a CSVLogger gets a PNG file in its folder. `RunReport` shows the images of the last epoch. Without
+    a `RunReport` and such a logger, the callback does nothing. It needs the extra `reports`.
 
     Args:
-        n: How many images to show.
+        n: The number of images to show.
         every_n_epochs: The number of epochs of a fit from one grid to the next. A test or a validation outside a fit
             always logs a grid.
-        class_names: The names of the classes; None shows their indices. With masks, they stand below tiles in
-            the colours of those that are seen, behind the images.
+        class_names: The names of the classes; None shows their indices. With masks, tiles in the colors of the
+            visible classes, with these names, follow the images.
         mean: The mean of each channel that was subtracted from the images.
         std: The standard deviation of each channel by which the images were divided.
-        shape: The shape (C, H, W) of one image, if the batch holds the pixels in another shape.
-        stages: The stages of which images are logged: "train", "val" and "test".
+        shape: The shape (C, H, W) of one image, if the batch has the pixels in another shape.
+        stages: The stages to log: "train", "val" and "test".
         output_transform: A function of a step's outputs, the batch and the stage that returns a dict of `images`,
             `preds` and `target`, for modules whose steps return something else.
-        ignore_index: A class of masks, such as 255, that is not drawn; pixels that are truly of it do not count.
+        ignore_index: A class of masks, such as 255, that is not drawn; pixels with this true class do not count.
 
     Raises:
         TypeError: If an argument is of the wrong type.

@@ -42,16 +42,16 @@ def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch
 
     Args:
         image: A PIL image of any mode but "I" and "F"; an array (H, W), (H, W, C) or (N, H, W, C) with C of 1 to 4, of
-            uint8, uint16, bool or floats in [0, 1], with any strides; a tensor, which stays as it is but for the type;
-            or several images of one size.
+            uint8, uint16, bool or floats in [0, 1], with any strides; a tensor, of which only the type changes; or a
+            sequence of images of one size.
         dtype: A floating type, for values in [0, 1], or `torch.uint8`, for 0 to 255.
 
     Returns:
-        A tensor (C, H, W), or (N, C, H, W) of several images, on the CPU or on the tensor's device.
+        A tensor (C, H, W), or (N, C, H, W) for a batch, on the CPU or on the tensor's device.
 
     Raises:
-        TypeError: If the type is not one of these.
-        ValueError: If the shape, the mode or the range of values is not one of these.
+        TypeError: If the type is not supported.
+        ValueError: If the shape, the mode or the range of values is not supported.
 
     Examples:
         >>> import numpy as np
@@ -73,13 +73,13 @@ def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch
 
 
 def to_numpy(image: ImageLike | Sequence[ImageLike]) -> npt.NDArray[Any]:
-    """Turn images into an array (H, W, C), or (N, H, W, C) of several: uint8 stays so, floats become float32.
+    """Turn images into an array (H, W, C), or (N, H, W, C) for a batch: uint8 stays uint8, floats become float32.
 
     Args:
-        image: One of the values that `to_tensor` takes.
+        image: Any value that `to_tensor` accepts.
 
     Raises:
-        TypeError, ValueError: Those of `to_tensor`.
+        TypeError, ValueError: As for `to_tensor`.
 
     Examples:
         >>> import torch
@@ -93,15 +93,15 @@ def to_numpy(image: ImageLike | Sequence[ImageLike]) -> npt.NDArray[Any]:
 
 
 def to_pil(image: ImageLike) -> PILImage:
-    """Turn one image into a PIL image: "L", "LA", "RGB" or "RGBA", as it has 1 to 4 channels.
+    """Turn one image into a PIL image: "L", "LA", "RGB" or "RGBA" for 1 to 4 channels.
 
-    Floats are rounded, not truncated, so that uint8 -> float -> PIL is exact.
+    Floats are rounded, not truncated, so uint8 -> float -> PIL is exact.
 
     Args:
-        image: One of the images that `to_tensor` takes.
+        image: Any single image that `to_tensor` accepts.
 
     Raises:
-        TypeError, ValueError: Those of `to_tensor`.
+        TypeError, ValueError: As for `to_tensor`.
         ModuleNotFoundError: If Pillow is missing; the message names the extra.
 
     Examples:
@@ -135,7 +135,7 @@ def denormalize(images: Tensor, mean: Sequence[float] | float, std: Sequence[flo
 
     Raises:
         TypeError: If the images are not floats.
-        ValueError: If there are not as many numbers as channels, or `std` is not above 0.
+        ValueError: If the number of values differs from the number of channels, or `std` is not above 0.
 
     Examples:
         >>> import torch
@@ -156,22 +156,22 @@ def denormalize(images: Tensor, mean: Sequence[float] | float, std: Sequence[flo
 
 
 def overlay_masks(images: Tensor, masks: Tensor, *, ignore_index: int | None = None, opacity: float = 0.6) -> Tensor:
-    """Draw the classes of pixels over images, each class in a colour of its own, the same in every image.
+    """Draw the classes of pixels over images, each class in its own color, the same in every image.
 
-    The colours are those of Pascal VOC; class 0, which is black there, is grey.
+    The colors are those of Pascal VOC; class 0, which is black there, is gray.
 
     Args:
-        images: Bytes, or floats in [0, 1], of shape (N, C, H, W) with 1 to 4 channels; the second of two and the fourth
-            would say how opaque a pixel is, and are left out.
-        masks: Classes of shape (N, H, W), or of another height and width, which is scaled to that of the images.
-        ignore_index: A class that is not drawn, nor are negative ones.
-        opacity: From 0, for the images alone, to 1, for the classes alone.
+        images: Bytes, or floats in [0, 1], of shape (N, C, H, W) with 1 to 4 channels; an alpha channel (the second of
+            two, or the fourth) is left out.
+        masks: Classes of shape (N, H, W); another height and width is scaled to that of the images.
+        ignore_index: A class that is not drawn; negative classes are not drawn either.
+        opacity: From 0 (only the images) to 1 (only the classes).
 
     Returns:
         Floats in [0, 1] of shape (N, 3, H, W), on the device of the images.
 
     Raises:
-        TypeError, ValueError: Those of `to_tensor`; if the masks are not as many classes as there are images, or
+        TypeError, ValueError: As for `to_tensor`; if masks and images differ in number, masks contain no classes, or
             `opacity` is not in [0, 1].
 
     Examples:
@@ -328,16 +328,16 @@ def image_grid(
 
     Args:
         images: A tensor (N, C, H, W), an array (N, H, W, C), or a sequence of images of any kinds and sizes.
-        columns: How many in a row; None makes the grid about as wide as high.
+        columns: The number of images in a row; None makes the grid about square.
         captions: A line for each image; a line that starts with "!" is red, and shown without the "!".
         padding: Pixels between them.
-        least_side: Smaller images are enlarged by a whole factor to at least so many pixels.
+        least_side: Smaller images are enlarged by an integer factor to at least this many pixels.
 
     Returns:
         A PIL image, "RGB"; transparent pixels are white.
 
     Raises:
-        TypeError, ValueError: Those of `to_tensor`; if there are no images, or not as many captions.
+        TypeError, ValueError: As for `to_tensor`; if there are no images, or the number of captions differs.
 
     Examples:
         >>> import torch

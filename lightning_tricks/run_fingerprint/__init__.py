@@ -1,14 +1,14 @@
 """Find the first step, and the layer, at which two runs that should be equal diverge.
 
-When to use it: the same script gives another result the second time, on another machine, after an update, or after a
-resume; or a test is to assert that it does not.
+When to use it: the same script gives a different result the second time, on another machine, after an update, or after
+a resume; or you want a test that asserts that it does not.
 
-What it sees that a sum or a norm does not: the order of elements, and each single bit. A fingerprint reads each
-tensor once, on its device, and nothing is copied to the host before a block of steps is complete.
+Unlike a sum or a norm, a fingerprint depends on the order of elements and on every bit. It reads each tensor once, on
+its device, and copies nothing to the host before a block of steps is complete.
 
-Caveats: equal means bit for bit. Runs with different numbers of ranks, devices, precisions or versions of libraries
-diverge at the first step, although nothing is wrong with them. On a GPU, equal runs
-need `torch.use_deterministic_algorithms`.
+Caveats: equal means bit-identical. Runs with different numbers of ranks, devices, precisions or library versions
+diverge at the first step, although nothing is wrong. On a GPU, equal runs need
+`torch.use_deterministic_algorithms`.
 
 Source: the mixing is that of MurmurHash3's finalizer (Austin Appleby, public domain).
 """

@@ -28,21 +28,21 @@ class RunFingerprint(TrickCallback):
     """Record 64-bit fingerprints of batch, loss, gradients and weights at each step, to find where two runs diverge.
 
     `lightning-tricks fingerprint diff A B` names the first step at which two files differ, and whether the difference
-    is in the data, the forward pass, the gradient or the update; with `detail="layer"` also the layer. The fingerprints
-    stay on the device and are copied to the host in blocks of 128 steps, when a checkpoint is saved, and at the end. A
-    resumed fit continues its file from where the checkpoint was saved: if the resume is exact, the file equals that of
-    the run that was never stopped.
+    is in the data, the forward pass, the gradient or the update; with `detail="layer"`, also the layer. The
+    fingerprints stay on the device and are copied to the host in blocks of 128 steps, when a checkpoint is saved, and
+    at the end. A resumed fit continues its file at the checkpoint: if the resume is exact, the file equals that of an
+    uninterrupted run.
 
     Gradients are recorded before each optimizer step as this callback receives them, unscaled and accumulated; weights
-    and buffers are recorded after the step, and once before the first batch. Batches without an optimizer step have
-    neither. Under DDP each rank records what it sees: rank 1 of `run.jsonl` writes `run.rank1.jsonl`.
+    and buffers after the step, and once before the first batch. Batches without an optimizer step have neither. Under
+    DDP, each rank writes its own record: rank 1 of `run.jsonl` writes `run.rank1.jsonl`.
 
     Not recorded: optimizer states, until they change weights; gradients that DeepSpeed does not expose; layers inside a
-    module that `torch.compile` has compiled, of which only the whole output is recorded; validation.
+    compiled module, for which only the output of the module is recorded; validation.
 
     Args:
-        path: The file to write, in lines of JSON. Missing parent directories are created. An existing file of another
-            run is moved to `run.earlier-1.jsonl`.
+        path: The JSON lines file to write. Missing parent directories are created. An existing file of another run
+            is moved to `run.earlier-1.jsonl`.
         every_n_train_steps: Record the batches of every n-th optimizer step; at least 1.
         detail: "step" records four fingerprints a step; "layer" records one for each part of the batch, each layer's
             output, each gradient and each weight.

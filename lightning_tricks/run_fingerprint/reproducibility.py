@@ -24,16 +24,16 @@ def assert_reproducible(
 ) -> Comparison:
     """Train twice and compare each step, bit for bit.
 
-    Each time it calls `make_trainer`, `make_module` and `make_data`, in this order, and fits. Whatever makes a run
-    reproducible belongs in these functions, above all seeding: otherwise the second run draws other random numbers than
-    the first. The random states of Python, NumPy and torch are restored afterwards; what the functions switch on, such
-    as deterministic algorithms, stays on.
+    Each time, it calls `make_trainer`, `make_module` and `make_data`, in this order, and fits. Put everything that
+    makes a run reproducible into these functions, above all seeding: otherwise the second run draws different random
+    numbers. The random states of Python, NumPy and torch are restored afterwards; settings that the functions switch
+    on, such as deterministic algorithms, stay on.
 
     Args:
         make_trainer: Returns a new Trainer.
         make_module: Returns a new LightningModule.
         make_data: Returns a LightningDataModule or training loaders, the second argument of `Trainer.fit`; None if the
-            module has dataloaders of its own.
+            module has its own dataloaders.
         detail: "layer" names the layer at which the runs diverge; "step" is faster.
 
     Returns:

@@ -1,15 +1,14 @@
-"""Seed all random number generators of a run, record the seed, and give each rank random numbers of its own.
+"""Seed all random number generators of a run, record the seed, and give each rank its own random numbers.
 
-When to use it: in every run whose result you want to reproduce. `seed_everything` before the model is built, or the
-callback `SeedEverything` when the model is built in `configure_model` (or by the mixin).
+When to use it: in every run that you want to reproduce. Call `seed_everything` before the model is built, or use the
+callback `SeedEverything` if the model is built in `configure_model` (or with the mixin).
 
 What it covers: `random`, `numpy.random`, torch on CPU and on all CUDA devices, DataLoader workers, and, on request, the
 settings that make cuDNN, cuBLAS and torch choose deterministic kernels.
 
-Caveats: the same seed gives the same bits only on the same versions and hardware; atomics on a GPU stay
-nondeterministic unless `deterministic=True`; a resumed run draws random numbers from a seed that is derived from the
-seed and the step it resumes at, so it is reproducible but not equal to the uninterrupted run, unless `AutoResume`
-resumes it.
+Caveats: the same seed gives the same bits only with the same versions and hardware; atomics on a GPU stay
+nondeterministic unless `deterministic=True`. A resumed run derives its random numbers from the seed and the step at
+which it resumes: it is reproducible, but equals the uninterrupted run only with `AutoResume`.
 
 Source: PyTorch's notes on reproducibility and Lightning's `seed_everything`, of which this one is a superset. Many
 blogs set `torch.backends.cudnn.enable = True`: a silent no-op, because the flag is called `enabled`.

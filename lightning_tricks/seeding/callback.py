@@ -19,29 +19,28 @@ from lightning_tricks.seeding.functional import check_determinism, seed_everythi
 class SeedEverything(TrickCallback):
     """Seed a run in `setup`, and record the seed and the settings of determinism.
 
-    A model that is built in `configure_model` gets its initial weights from the seed. A model whose parameters exist
-    already is not changed: its initial weights come from the seed only if `seed_everything(seed)` was called before it
-    was built (`TricksMixin` does that); otherwise this is logged once. The same holds for a datamodule's `setup`, which
-    runs earlier, too.
+    A model that is built in `configure_model` gets its initial weights from the seed. A model with existing parameters
+    does not change: call `seed_everything(seed)` before you build it (`TricksMixin` does); otherwise a log line reports
+    it once. The same applies to a datamodule's `setup`, which also runs earlier.
 
-    On a resume, and when one Trainer fits again, random numbers start from (seed, global step): no part of the run
-    repeats the random numbers of another.
+    When a run resumes, and when one Trainer fits again, random numbers start from (seed, global step): no part of the
+    run repeats the random numbers of another part.
 
     If `deterministic` or `benchmark` is given, it overrides the Trainer's argument of that name.
 
     Args:
         seed: An integer in [0, 2**32 - 1].
-        workers: Whether the seed of a DataLoader worker depends on its rank, too. (Before 2.6.1 Lightning's worker
+        workers: Whether the seed of a dataloader worker also depends on its rank. (Before 2.6.1, Lightning's worker
             seeding repeats torch's numbers in every epoch; this callback then warns.)
         deterministic: True, "warn" or False configures torch, cuDNN and cuBLAS as `seed_everything` does; None changes
             nothing.
         benchmark: True or False sets cuDNN's benchmark mode; None changes nothing.
-        per_rank: Whether each rank draws random numbers of its own in the batches of an epoch, so that dropout and
+        per_rank: Whether each rank draws its own random numbers in the batches of an epoch, so that dropout and
             augmentation differ between ranks. Before the first batch of an epoch, while loaders and samplers draw, all
-            ranks have the same generator state, and `PL_GLOBAL_SEED` is the same on all: initial weights agree, and
-            each sample is read once. (Seeding `seed + rank` in `setup`, the usual snippet, makes ranks read the same
-            samples.) Augmentation in DataLoader workers needs `workers=True`; without workers the first batch of an
-            epoch is augmented alike on all ranks.
+            ranks have the same generator state and `PL_GLOBAL_SEED`: initial weights agree, and each sample is read
+            once. (The usual snippet, seeding `seed + rank` in `setup`, makes ranks read the same samples.)
+            Augmentation in dataloader workers needs `workers=True`; without workers, the first batch of an epoch is
+            augmented identically on all ranks.
 
     For other training loops: `lightning_tricks.seed_everything`.
 

@@ -44,8 +44,8 @@ def seed_everything(
             variable `PL_SEED_WORKERS`), so that workers of different ranks draw different numbers. The default of
             `lightning.seed_everything` is False.
         verbose: Whether to log the seed, through Lightning's logger once Lightning is imported.
-        deterministic: True makes torch, cuDNN and cuBLAS use deterministic algorithms, and raise an error where there
-            is none; "warn" warns there instead; False allows nondeterministic ones. None changes nothing.
+        deterministic: True makes torch, cuDNN and cuBLAS use deterministic algorithms, and raise an error if there is
+            none; "warn" warns instead; False allows nondeterministic algorithms. None changes nothing.
         benchmark: Whether cuDNN times its convolution algorithms and uses the fastest. None changes nothing, except
             that `deterministic` turns it off.
 

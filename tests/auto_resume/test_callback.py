@@ -107,8 +107,8 @@ def test_a_disk_that_is_full_when_a_run_is_started_again(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     words = (
-        r"cannot be written \(.*File too large.*\)\. Free space, make it writable or remove what is no file, and run "
-        r"the same command again: checkpoints that are there are complete"
+        r"cannot be written \(.*File too large.*\)\. Free space, make it writable or remove what is not a file, and "
+        r"run the same command again: existing checkpoints are complete"
     )
     for name, size in (("a", 2000), ("b", 20)):
         if name == "b":

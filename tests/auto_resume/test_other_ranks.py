@@ -347,7 +347,7 @@ def test_another_process_with_the_same_ranks_goes_on_as_the_one_before(tmp_path)
 )
 def test_what_cannot_be_shared_out_is_said(tmp_path, options, why):
     chain(tmp_path, [stop(2, 5), {"ranks": 1}], **options)
-    assert f"cannot be shared out anew, as {why}" in (tmp_path / "output.txt").read_text()
+    assert f"cannot be distributed again, as {why}" in (tmp_path / "output.txt").read_text()
 
 
 @pytest.mark.parametrize("change", ["ranks", "workers"])

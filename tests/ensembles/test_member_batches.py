@@ -67,7 +67,7 @@ def test_dictionaries_side_by_side_are_no_samples():
     [
         ((torch.rand(4, 6), torch.rand(6)), ValueError, "a part of the batch has 4 rows, and 3 members have 6"),
         ({"x": np.zeros((1, 6))}, ValueError, "a part of the batch has 1 rows"),
-        ([torch.rand(6), object()], TypeError, r"a batch holds a object, .*: give shared_order=True, or let"),
+        ([torch.rand(6), object()], TypeError, r"a batch contains a object, .*: pass shared_order=True, or let"),
     ],
 )
 def test_parts_of_which_nobody_knows_whose_they_are(batch, error, words):

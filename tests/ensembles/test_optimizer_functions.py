@@ -145,7 +145,7 @@ def test_an_optimizer_of_all_members():
     ("function", "error", "words"),
     [
         (lambda own: ([optim.SGD(own)], []), TypeError, r"optimizer must be a function that returns a torch.optim"),
-        (lambda own: optim.SGD(MLP().parameters()), ValueError, "has 4 other parameters than the 4 of a member that"),
+        (lambda own: optim.SGD(MLP().parameters()), ValueError, "has 4 parameters besides the 4 of the member. Use"),
     ],
     ids=["a tuple", "other parameters"],
 )

@@ -128,7 +128,7 @@ def test_a_forward_of_the_layer_itself_is_refused_where_it_would_hide_what_is_ad
     if name.endswith("self_attn"):
         add = partial(add_prefixes, settings=PrefixSettings(3))
     names = [*model.state_dict()]
-    with pytest.raises(ValueError, match="would never be called, as it has a `forward` of its own"):
+    with pytest.raises(ValueError, match="would never be called, as it has its own `forward`"):
         add(model)
     assert [*model.state_dict()] == names, "nothing was changed"
     del layer.forward

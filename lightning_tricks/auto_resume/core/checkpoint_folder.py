@@ -120,8 +120,8 @@ def load_manifest(checkpoint: Path) -> Manifest:
 class CheckpointFolder:
     """The checkpoints in `<path>/.auto_resume`: folders such as `000012-epoch=3-step=900`, with `manifest.json`.
 
-    Each is written as `writing` and renamed once it is complete and on the disk. What is in it is never changed, except
-    that a manifest is replaced.
+    Each is written as `writing` and renamed once it is complete and on disk. Its files never change, except that a
+    manifest may be replaced.
 
     Args:
         path: Path of the directory; `~` is the home directory. `prepare` creates the directory.
@@ -132,7 +132,7 @@ class CheckpointFolder:
         self.private = self.path / PRIVATE_DIR
 
     def prepare(self) -> None:
-        """Create the directory, and check that it can be written and holds files and folders only.
+        """Create the directory, and check that it is writable and contains only files and folders.
 
         Raises:
             OSError: If it cannot be created, read or written, or there is a pipe, for example, in place of a file.
@@ -147,11 +147,11 @@ class CheckpointFolder:
             pass
 
     def manifests(self) -> list[Manifest]:
-        """Return the manifests of all checkpoints, newest first; see `problems` for those that cannot be read."""
+        """Return the manifests of all checkpoints, newest first; `problems` reports unreadable ones."""
         return [found for found in self._manifests().values() if isinstance(found, Manifest)]
 
     def problems(self) -> dict[Path, str]:
-        """Return what is wrong with the checkpoints whose manifests cannot be read."""
+        """Return the problems of checkpoints with unreadable manifests."""
         return {path: found for path, found in self._manifests().items() if isinstance(found, str)}
 
     def _manifests(self) -> dict[Path, Manifest | str]:
@@ -181,10 +181,10 @@ class CheckpointFolder:
         self.writing.mkdir(parents=True)
 
     def save(self, checkpoint: Mapping[str, Any], **known: Any) -> Manifest:
-        """Write a checkpoint and its manifest; they are on the disk when this returns.
+        """Write a checkpoint and its manifest; both are on disk when this returns.
 
         Args:
-            checkpoint: What `torch.save` writes.
+            checkpoint: The value that `torch.save` writes.
             **known: The fields of `Manifest` that are not computed here. With `shards`, these files are in `writing`,
                 and on the disk.
 
@@ -250,8 +250,8 @@ class CheckpointFolder:
             warn: Called with a sentence for each newer checkpoint that is damaged.
 
         Raises:
-            UnusableFolderError: If a checkpoint was written by another release, or cannot be read for another reason
-                than its damage, such as a lack of permission.
+            UnusableFolderError: If another release wrote a checkpoint, or it cannot be read for a reason other than
+                damage, such as missing permission.
         """
         if (found := self.open_newest(warn)) is None:
             return None
@@ -299,11 +299,11 @@ class CheckpointFolder:
         self.write_private("status.json", values, flush=())  # only people read it
 
     def read_status(self) -> dict[str, Any]:
-        """Return what `write_status` wrote last; empty if nothing was written."""
+        """Return the last status that `write_status` wrote; empty if there is none."""
         return self.read_private("status.json")
 
     def read_private(self, name: str) -> dict[str, Any]:
-        """Return what a file of the private folder holds; empty if it cannot be read."""
+        """Return the contents of a file in the private folder; empty if it cannot be read."""
         try:
             return load_json(self.private / name)
         except (OSError, *_DAMAGE):

@@ -18,14 +18,14 @@ _BUFFER_SIZE = 1 << 20
 
 
 def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> tuple[str, int]:
-    """Replace a file atomically and durably: whenever the process or machine stops, the old or the new file is whole.
+    """Replace a file atomically and durably: whenever the process or machine stops, the old or new file is complete.
 
     The bytes are written to a temporary file beside the target (not in TMPDIR, which may be on another file system),
     flushed to the disk and renamed; then the directory is flushed. An error leaves the old file and no temporary one.
 
     Args:
         path: Path of the file; its directory must exist.
-        write: Called with a stream that takes bytes.
+        write: Called with a binary stream.
 
     Returns:
         The SHA-256 of the bytes, as hexadecimal digits, and their number.

@@ -27,9 +27,9 @@ _Names = Mapping[nn.Module, Sequence[str]]
 def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.Module:
     """Replace the layer that outputs a model's scores by a newly initialized, trainable one on the same device.
 
-    It is replaced under all its names. The modules around it, and their `config`, get the new number as `num_classes`
-    and `num_labels` where they have the old one. A warning names what else has it and stays as it is: further layers,
-    such as auxiliary heads, metrics, hyper-parameters. A `config.problem_type` that no longer fits becomes None.
+    It is replaced under all its names. If the modules around it, or their `config`, have the old number as
+    `num_classes` or `num_labels`, they get the new one. A warning names everything else that keeps the old number:
+    auxiliary heads, metrics, hyper-parameters. A `config.problem_type` that no longer fits becomes None.
 
     Args:
         model: The model, which is modified in place.
@@ -41,7 +41,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
 
     Raises:
         CheckpointError: If the last layer is not known to be a head, several layers look like heads, the head is
-            compiled by itself, or the model is itself a layer.
+            compiled separately, or the model is itself a layer.
         TypeError, ValueError: If `num_classes` is not a whole number >= 1.
 
     Examples:

@@ -63,33 +63,33 @@ def load_weights(
     assign: bool | None = None,
     key: str | None = None,
 ) -> LoadReport:
-    """Load the weights of any file into a model that has tensors for them, whatever their names.
+    """Load weights from any checkpoint format into a model, matching renamed layers.
 
-    Everything is checked before the first value changes: missing tensors, tensors left over and tensors of another
-    shape raise an error unless a pattern allows them. Buffers that a model computes by itself (BatchNorm's counters,
-    indices of positions) may be missing.
+    Everything is checked before the first value changes: missing tensors, unexpected tensors and tensors of another
+    shape raise an error unless a pattern allows them. Buffers that a model computes itself (BatchNorm's counters,
+    position indices) may be missing.
 
     Args:
-        model: The model, whose precision and devices do not change; on the meta device it takes the file's tensors.
-        path: As in `read_checkpoint`, or what it returned, or tensors by name, or a dict that `torch.load` returned.
+        model: The model. Its precision and devices do not change; on the meta device it takes the file's tensors.
+        path: As in `read_checkpoint`, its result, tensors by name, or a dict that `torch.load` returned.
         rules: `"auto"` finds the mapping (`align`). A list of rules or the path of a YAML file of rules is applied
-            first (`remap_keys`), and what no rule names is matched as before, unless the last rule is `"only"`.
-            `"wrappers"` strips wrappers' parts from names and None takes the names as they are, both without a search.
+            first (`remap_keys`), and all other names are matched as with `"auto"`, unless the last rule is
+            `"only"`. `"wrappers"` only strips wrappers' parts from names, and None takes the names as they are.
         submodule: Qualified name of the part of the model that takes the weights, such as `"backbone"`.
         allow_missing: Patterns (a glob, or `re:` and a regular expression) of names of the model that may be missing.
-        allow_unexpected: Patterns of names of the file, without wrappers' parts, that may be left over. Of two models
-            in a file, such as a student and its teacher, these are the one that is not meant.
-        allow_mismatched: Patterns of names of the model that keep their values where shapes differ.
+        allow_unexpected: Patterns of names of the file, without wrappers' parts, that may be left over. If the file
+            has two models, such as a student and its teacher, name the one that you do not want.
+        allow_mismatched: Patterns of names of the model that keep their values if shapes differ.
         interpolate: Patterns of names of position embeddings of the model, which are resized from a square grid to the
-            grid of the model's patches, or to a square where the model does not say it.
-        accept: Patterns of names of the model whose suggestions are taken: matches that are likely, and that the error
-            shows, such as those of a list that two projects may count from either end.
+            grid of the model's patches, or to a square if the model does not define one.
+        accept: Patterns of names of the model for which suggestions are taken: likely matches that the error shows,
+            such as a list that projects may count from either end.
         assign: Whether tensors replace the model's instead of being copied into them; None replaces only tensors on
-            the meta device. Tensors that replace others stay mapped from the file: never write into it.
+            the meta device. Tensors that replace others stay mapped from the file: never write to it.
         key: As in `read_checkpoint`.
 
     Returns:
-        What was loaded and what was not.
+        A report of what was loaded and what was not.
 
     Raises:
         CheckpointError: If something is missing, left over or of another shape and no pattern allows it; the model is
@@ -127,17 +127,17 @@ def load_weights(
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_weights` did.
+    """The result of `load_weights`.
 
     Attributes:
         loaded: Number of tensors of the model that were loaded.
         total: Number of tensors of the model.
-        renamed: The model's names by those of the file, where they differ.
-        missing: Names of the model that the file has no tensor for.
-        unexpected: Names of the file, without wrappers' parts, that the model has no tensor for.
+        renamed: The model's names by the file's names, if they differ.
+        missing: Names of the model without a tensor in the file.
+        unexpected: Names of the file, without wrappers' parts, without a tensor in the model.
         mismatched: Names of the model whose shapes or kinds differ, and which kept their values.
-        diagnosis: What was found, in words.
-        alignment: Which tensor became which, why, and how strong that evidence is; its `report()` is a table.
+        diagnosis: A sentence that describes the file.
+        alignment: The match of each tensor with its reason and evidence; its `report()` is a table.
     """
 
     loaded: int

@@ -17,7 +17,7 @@ from lightning_tricks._shared.tensors import tensors_in
 def max_output_difference(model_a: nn.Module, model_b: nn.Module, inputs: Any) -> float:
     """Return the largest difference between two models' outputs, relative to the largest output of the first.
 
-    Both models run in evaluation mode; afterwards each of their modules is in the mode that it was in.
+    Both models run in evaluation mode; afterwards, each module has its earlier mode.
 
     Args:
         model_a: The reference.

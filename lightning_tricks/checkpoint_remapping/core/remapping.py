@@ -56,7 +56,7 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
             (`from` and `to` stand for `source` and `target`), a pair `(source, target)`, or `"wrappers"`, which strips
             what DataParallel, DDP, torch.compile, FSDP and thop add to names. A dict `{source: target}`, or a list
             inside the list, is one step: none of its rules sees the result of another. `"only"` at the end is for
-            `load_weights` and changes nothing here.
+            `load_weights` and has no effect here.
 
     Returns:
         A new dict in the order of the old one, with the names that were changed and dropped, and the rules that

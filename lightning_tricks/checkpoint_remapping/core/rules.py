@@ -27,7 +27,7 @@ class RemapRule:
         source: A name or the beginning of one (`"fc"`, `"module."`; only whole components match), a glob over the whole
             name (`"layer*.conv.weight"`), or `re:` and a regular expression that is searched for. The tensors that
             several sources match are fused into one.
-        target: The replacement of the matching part: each `*` stands for what that of the glob matched, `\\1` for a
+        target: The replacement of the matching part: each `*` stands for the match of the glob's `*`, `\\1` for a
             group. Several targets split the tensor; None drops it.
         transpose: Whether the last two dimensions are swapped.
         shape: The new shape, with the same number of elements, before a split or behind a fusion; one size may be -1.
@@ -198,8 +198,8 @@ _MAX_DEPTH = 8  # nested lists and dicts in a file of rules
 def read_rules(path: str | os.PathLike[str]) -> Rules:
     """Read rules from a YAML file of at most 1 MiB, such as `Alignment.save` writes.
 
-    A file is trusted less than code: its globs have at most three `*`, its regular expressions at most three repeats
-    and no repeat of a group, so that no name makes a match take very long.
+    A file is trusted less than code: its globs may have at most three `*`, its regular expressions at most three
+    repeats and no repeat of a group, so that no match takes very long.
 
     Args:
         path: Path of the file.

@@ -133,17 +133,17 @@ def quantity_of(key: str) -> Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSummary:
-    """What `DeviceMonitor` measured on one rank.
+    """The measurements of `DeviceMonitor` on one rank.
 
     Attributes:
         rank: The global rank.
-        node: The rank of its machine.
-        stage: The stage that the values are of: "train", "val", "test" or "predict".
+        node: The rank of its node.
+        stage: The stage of the values: "train", "val", "test" or "predict".
         products: Name of a GPU, such as "gpu0" -> its product's name.
         means: Key, such as "gpu0/utilization" -> the mean of its values.
         maxima: Key -> the largest of its values.
         energy: Name of a GPU -> the energy of the whole run in kWh.
-        verdict: What the run waited for, and what to try, in sentences.
+        verdict: Sentences about the bottleneck, and what to try.
     """
 
     rank: int

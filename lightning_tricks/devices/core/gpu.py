@@ -103,10 +103,10 @@ class GpuProcess:
     """A process that uses a GPU.
 
     Attributes:
-        pid: Its number; in a container, that of the host.
-        kind: "C" if it computes, "G" if it draws, "C+G" if both.
+        pid: Its process id; in a container, the id on the host.
+        kind: "C" for compute, "G" for graphics, "C+G" for both.
         memory: The device memory that it uses, in bytes.
-        user: Its user; None if it has ended meanwhile or runs outside of the container.
+        user: Its user; None if it has ended or runs outside the container.
         command: Its command line; None in the same cases.
         gpu_instance: The GPU instance (MIG) that it runs on.
     """
@@ -121,11 +121,11 @@ class GpuProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class MigSlice:
-    """A part of a GPU in MIG mode that CUDA takes for a device.
+    """A part of a GPU in MIG mode that CUDA treats as a device.
 
     Attributes:
         index: Its index on the GPU.
-        uuid: Its UUID, `MIG-...`, which CUDA_VISIBLE_DEVICES takes.
+        uuid: Its UUID, `MIG-...`, which CUDA_VISIBLE_DEVICES accepts.
         name: Its name, such as "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
         gpu_instance: The id of its GPU instance.
         compute_instance: The id of its compute instance.
@@ -146,22 +146,22 @@ class MigSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The state of an NVIDIA GPU; whatever driver or device do not report is None, never 0.
+    """The state of an NVIDIA GPU; values that the driver or device does not report are None, never 0.
 
     Attributes:
-        index: The index in the order of the PCI bus, which is that of nvidia-smi, and CUDA's if CUDA_DEVICE_ORDER is
+        index: The index in the order of the PCI bus, as in nvidia-smi, and in CUDA if CUDA_DEVICE_ORDER is
             PCI_BUS_ID.
         bus_id: The address on the PCI bus, such as "00000000:07:00.0".
-        uuid: The UUID, such as "GPU-8f6d...", which CUDA_VISIBLE_DEVICES takes.
+        uuid: The UUID, such as "GPU-8f6d...", which CUDA_VISIBLE_DEVICES accepts.
         name: The name, such as "NVIDIA H100 80GB HBM3".
         memory_total: The memory in bytes.
-        memory_used: The memory that all processes use, in bytes, without that reserved by the driver.
+        memory_used: The memory that all processes use, in bytes, without memory reserved by the driver.
         memory_free: The free memory, in bytes.
         utilization: The share of the last fraction of a second in which a kernel ran, in percent.
-        memory_utilization: The share in which memory was read or written, in percent.
+        memory_utilization: The share of that time in which memory was read or written, in percent.
         temperature: In degrees Celsius.
-        power: The power that it draws, in watts.
-        power_limit: The limit of that power, in watts.
+        power: The power draw, in watts.
+        power_limit: The power limit, in watts.
         energy: The energy used since the driver was loaded, in joules (Volta and later).
         fan: The speed of the fan, in percent of its maximum.
         performance_state: From 0 (P0, fastest) to 15 (P15).
@@ -171,13 +171,13 @@ class Gpu:
         ecc_errors: Uncorrected memory errors since the last start.
         sm_clock: The clock of the multiprocessors, in MHz.
         memory_clock: The clock of the memory, in MHz.
-        throttle_reasons: Why the clock is not higher, such as "power cap"; empty if nothing slows it down.
+        throttle_reasons: Why the clock is not higher, such as "power cap"; empty if the GPU is not slowed down.
         driver_version: The driver's version.
         vbios_version: The version of the video BIOS.
         mig_mode: Whether it is split by MIG.
-        mig_slices: Its parts, if it is.
-        processes: The processes that use it, those with most memory first; None if they are not reported.
-        error: Why it does not answer, if so; all else may be None then.
+        mig_slices: Its MIG slices, if any.
+        processes: The processes that use it, by descending memory; None if they are not reported.
+        error: Why it does not answer, if it does not; all other values may then be None.
         unreadable: The values that could not be read though they may be supported, such as "power: Unknown Error".
     """
 
@@ -225,14 +225,14 @@ class Gpu:
 def list_gpus(*, nvml: Any = None) -> list[Gpu]:
     """Return the state of all NVIDIA GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says.
 
-    NVML is read, as nvidia-smi does it: no CUDA context is created. A GPU that does not answer is in the list, with an
-    `error`; whatever a driver or device does not report is None.
+    It reads NVML, as nvidia-smi does, and creates no CUDA context. A GPU that does not answer is in the list, with an
+    `error`; values that a driver or device does not report are None.
 
     Args:
-        nvml: What is used as the module `pynvml`; None imports it.
+        nvml: A replacement for the module `pynvml`; None imports it.
 
     Returns:
-        The GPUs in the order of the PCI bus; an empty list if there is a driver, and no GPU.
+        The GPUs in the order of the PCI bus; an empty list if there is a driver but no GPU.
 
     Raises:
         ModuleNotFoundError: If nvidia-ml-py or psutil is missing; the message names the extra.

@@ -23,7 +23,7 @@ LOCKS = FileLocks(mode=0o666)  # all users lock the same files
 
 
 class GpuLockError(RuntimeError):
-    """The folder of the locks cannot be used; the message names the variable that sets another one."""
+    """Raised if the folder of the locks cannot be used; the message names the variable that sets another one."""
 
 
 def lock_folder() -> Path:

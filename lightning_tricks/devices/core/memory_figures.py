@@ -142,16 +142,16 @@ class EpochGrowth:
 def limit_memory(fraction: float, device: int | str | torch.device | None = None) -> None:
     """Limit this process to a share of the memory of one CUDA device.
 
-    An allocation beyond it raises `torch.OutOfMemoryError`, also where the device has more memory left. The limit holds
-    for torch's allocator: the CUDA context, libraries and other processes need memory besides. It holds until the
-    process ends or until another one is set.
+    An allocation beyond the limit raises `torch.OutOfMemoryError`, even if the device has free memory. The limit
+    applies to torch's allocator: the CUDA context, libraries and other processes need additional memory. It remains
+    until the process ends or you set another limit.
 
-    Before a Trainer runs, the current device of each rank of a job is the first one, so that without `device` each rank
-    would limit the first GPU and use another one without a limit. With a Trainer, give the limit to
-    `CudaMemory(limit=...)`, which applies it to the device of each rank.
+    Before a Trainer runs, the current device of each rank is the first GPU: without `device`, each rank would limit the
+    first GPU and use another one without a limit. With a Trainer, use `CudaMemory(limit=...)`, which applies the limit
+    to the device of each rank.
 
     Args:
-        fraction: The share of the device's whole memory, > 0 and <= 1. With 1.0 all of it may be used.
+        fraction: The share of the device's total memory, > 0 and <= 1; 1.0 allows all of it.
         device: The CUDA device. None for the current one.
 
     Raises:

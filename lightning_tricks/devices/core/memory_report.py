@@ -35,8 +35,8 @@ class TensorMemory:
     Attributes:
         shape: The shape of the tensor.
         dtype: Its dtype, such as "float32".
-        bytes: The size of the storage, which several tensors may share.
-        name: The names that model and optimizers give to tensors in it: "net.0.weight", "gradient of net.0.weight",
+        bytes: The size of the storage, which tensors may share.
+        name: The names of its tensors in the model and optimizers: "net.0.weight", "gradient of net.0.weight",
             "exp_avg of net.0.weight". Empty for others, such as activations.
     """
 
@@ -48,24 +48,24 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a device's memory is used for. Sizes are in bytes, and None where they are unknown.
+    """The use of a device's memory. Sizes are in bytes, and None if they are unknown.
 
     Attributes:
         device: The device, such as "cuda:0".
-        allocated: What tensors hold. On CUDA, torch's allocator says it; elsewhere it is `found`.
-        reserved: On CUDA, what the allocator has taken from the device; on the CPU, the resident memory of the process,
-            which psutil says (from the extra `devices`).
-        peak_allocated: The most that tensors held, on CUDA, since the last `torch.cuda.reset_peak_memory_stats`.
-        peak_reserved: The most that was reserved.
+        allocated: The memory of tensors. On CUDA, torch's allocator reports it; elsewhere it is `found`.
+        reserved: On CUDA, the memory that the allocator has taken from the device; on the CPU, the resident memory of
+            the process, measured by psutil (from the extra `devices`).
+        peak_allocated: The peak of `allocated` on CUDA since the last `torch.cuda.reset_peak_memory_stats`.
+        peak_reserved: The peak of `reserved`.
         total: The memory of the device or the machine.
-        free: What is free for all processes together.
-        found: What the tensors that Python knows hold. The rest of `allocated` is held by C++ alone: what autograd
+        free: The free memory, for all processes together.
+        found: The memory of tensors that Python can see. The rest of `allocated` belongs to C++: tensors that autograd
             saved for the backward pass, for instance.
         found_by_kind: The parts of `found`: "parameters", "gradients", "buffers", "attributes", "optimizer states" and,
             without a name, "other".
-        in_graph: The part of `found` that holds results of operations which autograd recorded.
+        in_graph: The part of `found` with results of operations that autograd recorded.
         largest: The largest storages, in descending order.
-        growth_per_epoch: By how much `allocated` grew from epoch to epoch, on average; `CudaMemory` fills it in.
+        growth_per_epoch: The average growth of `allocated` from epoch to epoch; `CudaMemory` fills it in.
     """
 
     device: str
@@ -133,16 +133,16 @@ def memory_report(
     optimizers: Iterable[Optimizer] | Optimizer = (),
     n_largest: int = 10,
 ) -> MemoryReport:
-    """Report what a device's memory is used for: its sizes, and the largest tensors with their names.
+    """Report what uses a device's memory: sizes, and the largest tensors with their names.
 
-    Tensors that share a storage are counted once. No value is read from the device, nothing waits for it, and no CUDA
-    context is created: the free memory of a GPU that this process does not use is None. Listing all tensors takes a
-    fraction of a second, so this is for the end of an epoch rather than for each step.
+    Tensors that share a storage are counted once. It reads no value from the device, does not wait for it, and creates
+    no CUDA context: the free memory of a GPU that this process does not use is None. Listing all tensors takes a
+    fraction of a second: call it at the end of an epoch rather than in each step.
 
     Args:
         device: The device. None for the current CUDA device if this process uses CUDA, else for the CPU.
-        model: A model, whose parameters, gradients, buffers and attributes are shown under their names.
-        optimizers: The optimizer or optimizers whose states are shown under their names.
+        model: A model; its parameters, gradients, buffers and attributes are shown under their names.
+        optimizers: An optimizer or optimizers; their states are shown under their names.
         n_largest: How many of the largest storages to list, >= 0.
 
     Returns:

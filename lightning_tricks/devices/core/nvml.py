@@ -39,7 +39,7 @@ _REMEDIES = {
 
 
 class NvmlUnavailableError(RuntimeError):
-    """NVML cannot be used here; the message says why."""
+    """Raised if NVML cannot be used; the message gives the reason."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def open_nvml(nvml: Any = None) -> Iterator[Any]:
     """Initialize NVML, and shut it down on leaving; this may be nested.
 
     Args:
-        nvml: What is used as the module `pynvml`; None imports it.
+        nvml: A replacement for the module `pynvml`; None imports it.
 
     Yields:
         The module.

@@ -45,11 +45,11 @@ _REPLACED_VARIABLE = "LIGHTNING_TRICKS_REPLACED_DEVICES"
 
 
 class RankError(RuntimeError):
-    """This rank cannot select GPUs, or not use what the first rank has selected; the message says why."""
+    """Raised if this rank cannot select GPUs or use the selection of the first rank; the message gives the reason."""
 
 
 class NoGpuAvailableError(RuntimeError):
-    """Not enough GPUs qualify; the message says of each one why.
+    """Raised if not enough GPUs qualify; the message gives the reason for each.
 
     Attributes:
         final: Whether waiting would not help.
@@ -62,16 +62,16 @@ class NoGpuAvailableError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What `select_gpus` has selected, for `Trainer(accelerator=selection.accelerator, devices=selection.devices)`.
+    """The result of `select_gpus`, for `Trainer(accelerator=selection.accelerator, devices=selection.devices)`.
 
-    The GPUs stay selected until this process ends, or `release` is called, or a `with` statement on this object ends.
+    The GPUs stay selected until this process ends, you call `release`, or a `with` statement on this object ends.
 
     Attributes:
         accelerator: "cuda" or "cpu".
         devices: CUDA's indices in this process, ascending; 1 on the CPU.
         gpus: The state of the GPUs when they were selected, in the same order.
-        cuda_visible_devices: What CUDA_VISIBLE_DEVICES has to be for another program that is to use them: UUIDs
-            (indices in the order of the PCI bus where a driver tells none), or "-1" on the CPU.
+        cuda_visible_devices: The value of CUDA_VISIBLE_DEVICES with which another program uses them: UUIDs (PCI bus
+            indices if the driver reports none), or "-1" on the CPU.
     """
 
     accelerator: Literal["cuda", "cpu"]

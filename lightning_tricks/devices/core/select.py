@@ -50,34 +50,32 @@ def select_gpus(
     lock: bool = True,
     nvml: Any = None,
 ) -> Selection:
-    """Select GPUs that are free, for this process alone.
+    """Select free GPUs for this process only.
 
-    NVML is read and no CUDA context is created. CUDA_VISIBLE_DEVICES is honoured; CUDA_DEVICE_ORDER is set to
-    PCI_BUS_ID, if CUDA is not initialized yet. A lock keeps other processes that call this function from selecting the
-    same GPUs. It lasts until this process ends, however it ends, or until `Selection.release`. A second call in one
-    process, also in another thread, replaces the selection of the first. The locks are files in
-    /tmp/lightning-tricks-gpus (on Windows, in the temporary folder of the user), or in the folder that
-    LIGHTNING_TRICKS_LOCK_DIR names.
+    It reads NVML and creates no CUDA context. It honors CUDA_VISIBLE_DEVICES, and sets CUDA_DEVICE_ORDER to PCI_BUS_ID
+    if CUDA is not initialized yet. A lock keeps other processes that call this function from selecting the same GPUs,
+    until this process ends, however it ends, or until `Selection.release`. A second call in one process, even in
+    another thread, replaces the first selection. The locks are files in /tmp/lightning-tricks-gpus (on Windows, in the
+    temporary folder of the user), or in the folder LIGHTNING_TRICKS_LOCK_DIR.
 
-    The ranks that Lightning starts use the selection of the process that starts them. Where torchrun, srun or mpirun
-    starts them, `lightning-tricks gpus --select N -- torchrun ...` selects GPUs for all, and a call of this function is
-    an error. Processes that multiprocessing spawns, and which import the script again, repeat its selection; other
-    programs that a script starts select for themselves. A process in which CUDA is not initialized may select one slice
-    of a GPU in MIG mode; then CUDA_VISIBLE_DEVICES is set to it.
+    Ranks that Lightning starts use the selection of the process that starts them. If torchrun, srun or mpirun starts
+    the ranks, run `lightning-tricks gpus --select N -- torchrun ...` to select GPUs for all: calling this function
+    raises an error there. Processes that multiprocessing spawns, and which import the script again, repeat its
+    selection; other programs that a script starts select for themselves. If CUDA is not initialized, a process may
+    select one slice of a GPU in MIG mode; CUDA_VISIBLE_DEVICES is then set to it.
 
     Args:
-        n: How many GPUs.
-        min_free_memory: The memory that must be free on each, in bytes or as text such as "8GiB"; 0 for no limit.
-        max_utilization: How busy each may be, in percent; None for no limit.
-        max_temperature: How hot each may be, in degrees Celsius; None for no limit. A limit on something that a GPU
-            does not tell does not apply to it, but such GPUs are selected last.
-        prefer: Which GPUs are selected first: those with most free memory ("free_memory"), those that are least busy
-            and have fewest processes ("idle"), or the coolest ("cool"); GPUs that drive a display are the last of
-            equals.
-        timeout: How many seconds to wait until enough GPUs are free.
-        fallback: "cpu" to select the CPU where there is no driver, no GPU, or none is free; None to raise an error.
-        lock: Whether to lock the GPUs. Those that other processes have locked are not selected in either case.
-        nvml: What is used as the module `pynvml`; None imports it.
+        n: The number of GPUs.
+        min_free_memory: The free memory that each must have, in bytes or as text such as "8GiB"; 0 for no limit.
+        max_utilization: The highest utilization allowed, in percent; None for no limit.
+        max_temperature: The highest temperature allowed, in degrees Celsius; None for no limit. A limit does not apply
+            to GPUs that do not report the value, but they are selected last.
+        prefer: Which GPUs are selected first: the ones with most free memory ("free_memory"), the least busy with the
+            fewest processes ("idle"), or the coolest ("cool"); among equals, GPUs that drive a display come last.
+        timeout: Seconds to wait until enough GPUs are free.
+        fallback: "cpu" to select the CPU if there is no driver, no GPU, or no free GPU; None to raise an error.
+        lock: Whether to lock the GPUs. GPUs that other processes have locked are never selected.
+        nvml: A replacement for the module `pynvml`; None imports it.
 
     Returns:
         The selection, for `Trainer(accelerator=selection.accelerator, devices=selection.devices)`.
@@ -85,11 +83,11 @@ def select_gpus(
     Raises:
         TypeError: If an argument is of a wrong type.
         ValueError: If an argument is out of range, CUDA would drop a part of CUDA_VISIBLE_DEVICES, or CUDA_DEVICE_ORDER
-            asks for another order than NVML's.
-        NoGpuAvailableError: If too few GPUs are free; the message says of each one why.
+            requests an order other than NVML's.
+        NoGpuAvailableError: If too few GPUs are free; the message gives the reason for each.
         GpuLockError: If the folder of the locks cannot be used. LIGHTNING_TRICKS_LOCK_DIR sets another one.
-        RankError: If a launcher has started this process with other ranks, or this rank cannot use what the process
-            that started it has selected.
+        RankError: If a launcher has started this process with other ranks, or this rank cannot use the selection of
+            the process that started it.
         ModuleNotFoundError: If a package of the extra `devices` is missing.
 
     Examples:
@@ -215,7 +213,7 @@ def _use_now(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
     if missing:
         raise RankError(
             f"The first rank of this machine has selected {', '.join(missing)}, which this rank does not see."
-            f"{hidden_gpus(machine)} All ranks have to see the same GPUs; where a launcher gives one to each rank, "
+            f"{hidden_gpus(machine)} All ranks must see the same GPUs; if a launcher gives one to each rank, "
             "devices='auto' replaces select_gpus."
         )
     locks: dict[str, int] = {}

@@ -23,17 +23,17 @@ _MEANS_OF_ROWS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 class Uncertainty:
     """The uncertainty of an ensemble for each sample.
 
-    In classification `mean` holds probabilities, and the parts are entropies in nats, of shape (B,); in regression
-    they are variances of each output, of shape (B, C). `total` is `aleatoric` plus `epistemic`.
+    In classification, `mean` contains probabilities, and the parts are entropies in nats, (B,). In regression, they are
+    variances of each output, (B, C). `total` is `aleatoric` plus `epistemic`.
 
     Attributes:
         mean: The combined prediction, (B, C).
         total: Entropy of the mean; variance of the mixture of the members.
-        aleatoric: Noise in the data as the members estimate it: the mean of their entropies, or of the variances that
-            they predict (0 where they predict none).
+        aleatoric: Noise in the data as estimated by the members: the mean of their entropies, or of their predicted
+            variances (0 if they predict none).
         epistemic: Disagreement of the members: the mutual information of prediction and member, or the variance of
             the members' means. High far from the training data.
-        disagreement: Share of the members that vote for another class than the most, (B,); in regression the
+        disagreement: Share of the members that do not vote for the most frequent class, (B,); in regression, the
             standard deviation of the members' means, (B, C).
     """
 

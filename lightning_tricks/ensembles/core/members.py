@@ -145,8 +145,8 @@ def stack_outputs(outputs: Sequence[Any]) -> Tensor:
     first = outputs[0]
     if not isinstance(first, Tensor):
         raise TypeError(
-            f"members must return a tensor, got {type(first).__name__}: wrap the model in a module whose forward "
-            "returns the logits or predictions alone."
+            f"members must return a tensor, got {type(first).__name__}: wrap the model in a module with a "
+            "forward that returns only the logits or predictions."
         )
     if any(output.shape != first.shape for output in outputs):
         shapes = ", ".join(str(tuple(output.shape)) for output in outputs)

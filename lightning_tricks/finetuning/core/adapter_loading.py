@@ -43,21 +43,21 @@ from lightning_tricks.finetuning.core.lora_layers import LoRASettings, has_trans
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> InjectionReport:
     """Load LoRA from files of `save_adapter` or of the peft library, in place.
 
-    A plain model gets LoRA of the ranks and scales in the files, and is frozen but for it and for what else the files
-    have. A model with LoRA of the same layers, ranks and scales gets the values alone.
+    A plain model gets LoRA with the ranks and scales in the files, and is frozen except for LoRA and everything else
+    in the files. A model with LoRA of the same layers, ranks and scales gets only the values.
 
     Args:
-        model: The model; nothing is changed if an error is raised. It has the weights of the base already: the files
-            have only those of modules that were trained whole.
+        model: The model; nothing is changed if an error is raised. It must have the base weights: the files only
+            contain modules that were trained in full.
         folder: The folder with `adapter_model.safetensors` and `adapter_config.json`. Nothing is downloaded.
 
     Returns:
-        What the model has now.
+        A report on the parameters that the model has now.
 
     Raises:
         FileNotFoundError: If the folder or a file is missing.
-        ValueError: If the files are those of another model, layers or shapes, which are listed, or need what only peft
-            has, such as DoRA.
+        ValueError: If the files belong to another model, layers or shapes, which are listed, or need a feature that
+            only peft has, such as DoRA.
 
     Examples:
         >>> import tempfile

@@ -38,20 +38,20 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the LoRA of a model, and the other parameters that are trained, as files of the peft library.
 
-    `adapter_model.safetensors` has the matrices, the whole of each module with trained parameters or running
+    `adapter_model.safetensors` contains the matrices, all of each module with trained parameters or running
     statistics, and single trained parameters. peft loads the files into a plain model
-    (`PeftModel.from_pretrained(base, folder)`), whose outputs are those of this model; a warning says which layers peft
-    cannot adapt, such as recurrent ones. `load_adapter` reads all of them. In evaluation mode without gradients,
-    `nn.TransformerEncoderLayer` ignores the adapters of peft, and so does a model that reads a weight without calling
-    its layer, such as timm's BEiT, EVA and Swin V2: that is not known here.
+    (`PeftModel.from_pretrained(base, folder)`) with the same outputs; a warning names layers that peft cannot adapt,
+    such as recurrent ones. `load_adapter` reads all of them. In evaluation mode without gradients,
+    `nn.TransformerEncoderLayer` ignores peft's adapters, and so does a model that reads a weight without calling its
+    layer, such as timm's BEiT, EVA and Swin V2: this function cannot detect that.
 
     Args:
         model: A model with LoRA, or the part of a LightningModule that has it (`module.model`): the names in the files
-            are those inside of it. Of several ranks with the same weights, one calls this function.
-        folder: The folder, which is created if it does not exist. Files of the two names are replaced, atomically.
+            are those inside it. Call this function on one rank.
+        folder: The folder, which is created if it does not exist. Files with the two names are replaced, atomically.
 
     Raises:
-        ValueError: If the model has no LoRA, or this process has only a part of a weight.
+        ValueError: If the model has no LoRA, or this process has only a shard of a weight.
 
     Examples:
         >>> import tempfile

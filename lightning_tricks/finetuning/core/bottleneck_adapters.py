@@ -41,7 +41,7 @@ KINDS = {"houlsby": ("gelu", 1.0), "pfeiffer": ("relu", 1.0), "parallel": ("relu
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The arguments of `add_adapters`, checked.
+    """Arguments of `add_adapters`, checked.
 
     Raises:
         TypeError: If one is of the wrong type.
@@ -80,14 +80,14 @@ def add_adapters(
 ) -> InjectionReport:
     """Freeze a model, and put trainable bottleneck adapters behind, or beside, some of its layers, in place.
 
-    At first the adapters add zero. Base weights keep their identity, names and values; the new ones are named
-    `<layer>.adapter.*`. Layers of `nn.TransformerEncoder` that have one leave torch's fused path in evaluation mode,
-    which would not call them. Adapters cannot be merged into the weights.
+    At first the adapters add zero. Base weights keep their identity, names and values; new parameters are named
+    `<layer>.adapter.*`. Layers of `nn.TransformerEncoder` with an adapter leave torch's fused path in evaluation mode,
+    which would not call it. Adapters cannot be merged into the weights.
 
     Args:
         model: The model; nothing is changed if an error is raised.
-        settings: Where the adapters are put, and of which kind.
-        generator: Draws the initial values; None for a new one, seeded as torch was.
+        settings: The place and kind of the adapters.
+        generator: Draws the initial values; None for a new one with torch's seed.
 
     Returns:
         A report on the added parameters.
@@ -247,7 +247,7 @@ class AdapterInjection(Injection):
         if not feed_forwards:
             raise ValueError(
                 f'target_modules="blocks": none of the {len(self.modules)} modules is a transformer block with an '
-                "attention and a feed-forward network of known names: name the layers whose output gets an adapter, "
+                "attention and a feed-forward network of known names: name the layers that get an adapter, "
                 'such as "*.linear2".'
             )
         wanted = {*feed_forwards, *(attentions if self.settings.kind == "houlsby" else ())}
@@ -268,7 +268,7 @@ class AdapterInjection(Injection):
             if read and reads_weights_of_its_parts(around):
                 raise ValueError(
                     f"target_modules: {read[0]} lies in a {class_below(around).__name__}, which reads its weight and "
-                    f"never calls it, so that an adapter would be ignored: give {names[0]!r}, whose output is the same."
+                    f"never calls it, so an adapter would be ignored: give {names[0]!r}, whose output is the same."
                 )
         return targets
 

@@ -65,20 +65,20 @@ class TrainableSummary:
 
 
 def freeze_(module: nn.Module, *patterns: str, norm: bool = True) -> ParameterCount:
-    """Freeze the parameters whose names match one of the patterns: no gradient, and none left over from before.
+    """Freeze the parameters with names that match one of the patterns, and clear their gradients.
 
-    An optimizer leaves a parameter without a gradient as it is, whatever its momentum and weight decay are.
+    An optimizer does not change a parameter without a gradient, whatever its momentum and weight decay.
 
     Args:
         module: The module.
         patterns: Globs over qualified names (`backbone.*`) or, with the prefix `re:`, regular expressions. None means
             all parameters.
-        norm: Whether normalisation with running statistics, such as BatchNorm, is kept in evaluation mode where its
-            parameters are frozen: `train()` does not wake it, and its statistics stay as they are, until `unfreeze_`.
-            Convert to SyncBatchNorm before, as that makes new modules.
+        norm: Whether normalization with running statistics, such as BatchNorm, stays in evaluation mode, with its
+            statistics unchanged, while its parameters are frozen, even after `train()`, until `unfreeze_`. Convert to
+            SyncBatchNorm before, as this makes new modules.
 
     Returns:
-        The number of parameters that match; a tied parameter matches by any of its names, and counts once.
+        The number of parameters that match; a tied parameter matches by any of its names and counts once.
 
     Raises:
         ValueError: If a pattern matches no parameter.
@@ -100,7 +100,7 @@ def freeze_(module: nn.Module, *patterns: str, norm: bool = True) -> ParameterCo
 
 
 def unfreeze_(module: nn.Module, *patterns: str) -> ParameterCount:
-    """Unfreeze the parameters whose names match one of the patterns, and wake the normalisation that `freeze_` held.
+    """Unfreeze the parameters with names that match one of the patterns, and the normalization that `freeze_` froze.
 
     Args:
         module: The module.
@@ -125,10 +125,10 @@ def unfreeze_(module: nn.Module, *patterns: str) -> ParameterCount:
 
 
 def trainable_summary(model: nn.Module) -> TrainableSummary:
-    """Count the parameters of a model that train, as a whole and for each child.
+    """Count the trainable parameters of a model, in total and for each child.
 
     Args:
-        model: The model. Parameters that several children share count in each of them, and once in the whole.
+        model: The model. Parameters that children share count in each of them, and once in the total.
 
     Returns:
         The counts.

@@ -29,12 +29,12 @@ class InjectionReport:
     """A report on the parameters that were added to a model.
 
     Attributes:
-        what: The kind of parameters, in words.
-        layers: Qualified name of each module, or weight, that was given parameters -> the class of the layer.
-        saved: The names of the modules that are trained whole; all those of one module with " = " between them.
+        what: The kind of parameters.
+        layers: Qualified name of each module, or weight, that got parameters -> the class of the layer.
+        saved: The names of the modules that are trained in full; all names of one module are joined by " = ".
         added: The number of values that were added.
-        trainable: The number of values that are trained, with those of `saved`.
-        total: The number of values of the model.
+        trainable: The number of values that are trained, including `saved`.
+        total: The number of values in the model.
         remark: A sentence on anything unusual.
     """
 
@@ -327,8 +327,8 @@ def refuse_own_forward(targets: Mapping[str, nn.Module]) -> None:
     own = [f"{name} ({type(target).__name__})" for name, target in targets.items() if "forward" in vars(target)]
     if own:
         raise ValueError(
-            f"target_modules: what is added to {list_names(own)} would never be called, as it has a `forward` of its "
-            "own, as `layer.forward = torch.compile(layer.forward)` sets one: use `layer.compile()` instead."
+            f"target_modules: what is added to {list_names(own)} would never be called, as it has its own `forward`, "
+            "such as `layer.forward = torch.compile(layer.forward)`: use `layer.compile()` instead."
         )
 
 

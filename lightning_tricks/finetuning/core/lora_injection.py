@@ -40,15 +40,15 @@ def add_lora(
 ) -> InjectionReport:
     """Freeze a model, and add a trainable low-rank change to the weights of some of its layers, in place.
 
-    The weights themselves keep their identity, names and values, so that a checkpoint of the plain model has the names
-    of this one, but for the new `<layer>.lora_<weight>.A` and `.B`. At first the changes are zero. A weight that
-    several layers share has one change, in all of them. What is written into a weight that was read from its layer, as
-    by `nn.init`, is lost: tie and initialize weights, and apply weight_norm or pruning, before this.
+    The weights keep their identity, names and values: a checkpoint of the plain model has the same names, except for
+    the new `<layer>.lora_<weight>.A` and `.B`. At first the changes are zero. A weight that multiple layers share has
+    one change, in all of them. Values that are written into a weight that was read from its layer, as by `nn.init`, are
+    lost: tie and initialize weights, and apply weight_norm or pruning, before this.
 
     Args:
         model: The model; nothing is changed if an error is raised.
-        settings: What is changed, and how.
-        generator: Draws the initial values; None for a new one, seeded as torch was.
+        settings: The layers to change, and how.
+        generator: Draws the initial values; None for a new one with torch's seed.
 
     Returns:
         A report on the added parameters.
@@ -228,9 +228,9 @@ def describe_lora(model: nn.Module, saved: Iterable[str]) -> InjectionReport:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Fold the low-rank changes of LoRA into the weights, in place: the model is a plain one again, with its old names.
+    """Fold the low-rank changes of LoRA into the weights, in place, and restore the plain model and its names.
 
-    What is frozen stays frozen; `unfreeze_(model, "*")` unfreezes it.
+    Frozen parameters stay frozen; `unfreeze_(model, "*")` unfreezes them.
 
     Args:
         model: A model with LoRA.
@@ -240,7 +240,7 @@ def merge(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If there is no LoRA, or a weight cannot be set: it is sharded, a hook computes it, or it has a
-            parametrization that does not give back what is assigned, as `spectral_norm`. Nothing is changed then.
+            parametrization that does not return what is assigned, such as `spectral_norm`. Nothing is changed then.
 
     Examples:
         >>> from lightning_tricks.finetuning import LoRASettings, add_lora

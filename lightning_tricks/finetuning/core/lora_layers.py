@@ -45,7 +45,7 @@ _OTHER_WEIGHT = re.compile(r"weight|^W_q$")  # also GPTQ's `qweight` and HQQ's `
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """The arguments of `add_lora`, checked.
+    """Arguments of `add_lora`, checked.
 
     Raises:
         TypeError: If one is of the wrong type.

@@ -30,7 +30,7 @@ from lightning_tricks.finetuning.core.injection import (
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """The arguments of `add_prefixes`, checked.
+    """Arguments of `add_prefixes`, checked.
 
     Raises:
         TypeError: If one is of the wrong type.
@@ -52,21 +52,21 @@ def add_prefixes(
 ) -> InjectionReport:
     """Freeze a model, and put trainable keys and values before those of each `nn.MultiheadAttention`, in place.
 
-    Base weights keep their identity, names and values; the new ones are `<attention>.prefix.keys` and `.values`. Layers
-    of `nn.TransformerEncoder` that have them leave torch's fused path in evaluation mode, which would not read them.
-    Prefixes cannot be merged into the weights. Unlike LoRA and adapters, they change the output from the start.
+    Base weights keep their identity, names and values; new parameters are `<attention>.prefix.keys` and `.values`.
+    Layers of `nn.TransformerEncoder` with a prefix leave torch's fused path in evaluation mode, which would not read
+    it. Prefixes cannot be merged into the weights. Unlike LoRA and adapters, they change the output from the start.
 
     Args:
         model: The model; nothing is changed if an error is raised.
-        settings: Which attentions have a prefix, and how long it is.
-        generator: Draws the initial values; None for a new one, seeded as torch was.
+        settings: The attentions that get a prefix, and its length.
+        generator: Draws the initial values; None for a new one with torch's seed.
 
     Returns:
         A report on the added parameters.
 
     Raises:
-        ValueError: If a pattern matches nothing, there is no `nn.MultiheadAttention`, or one has a forward pass of its
-            own, or the model has prefixes already.
+        ValueError: If a pattern matches nothing, there is no `nn.MultiheadAttention`, one has a custom forward pass, or
+            the model has prefixes already.
 
     Examples:
         >>> layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)

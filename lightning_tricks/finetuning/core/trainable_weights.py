@@ -138,27 +138,27 @@ def complete_state_dict(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
 def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Load a checkpoint that `TrainableCheckpoint` made smaller into a model with the base's weights.
 
-    The file is read by `read_checkpoint`: nothing of it is run. Whether the model is the one that was trained is
-    checked before a value changes.
+    `read_checkpoint` reads the file and runs no code of it. Before a value changes, this function checks that the
+    model is the one that was trained.
 
     Args:
-        model: The model, built as before training: with the same pretrained weights in the parts that were left out.
+        model: The model, built as before training, with the same pretrained weights in the parts that were left out.
         path: The file.
-        strict: Whether names that only the model or only the file has are an error. Values that the model has and the
-            file left out are compared in any case.
+        strict: Whether names that only the model or only the file has are an error. Values that the file left out
+            are compared in any case.
 
     Returns:
-        The result of `load_state_dict`: the names that are missing and those that are left over.
+        The result of `load_state_dict`: the missing and the unexpected names.
 
     Raises:
         MissingCheckpointError: If there is no such file.
-        BaseMismatchError: If the model is not the one that was trained; the message lists what differs.
-        ValueError: If the file is not such a checkpoint.
+        BaseMismatchError: If the model is not the one that was trained; the message lists the differences.
+        ValueError: If `TrainableCheckpoint` did not make the file smaller.
         RuntimeError: If saved tensors do not fit the model, as in `load_state_dict`.
 
     Examples:
         >>> import tempfile
-        >>> from lightning_tricks.finetuning.core.trainable_weights import base_fingerprints
+        >>> from lightning_tricks.finetuning.core.trainable_weights import base_fingerprints, leave_out_base
         >>> model = nn.Linear(3, 2)
         >>> base = base_fingerprints(model)
         >>> model.bias.data.zero_()
@@ -225,7 +225,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class BaseMismatchError(ValueError):
-    """A model whose tensors are not those that a checkpoint left out; the message lists what differs."""
+    """A model that differs from the base of a smaller checkpoint; the message lists the differences."""
 
 
 class TensorRecord(NamedTuple):

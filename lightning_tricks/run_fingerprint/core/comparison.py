@@ -54,19 +54,19 @@ class Divergence:
     """The first difference of two runs.
 
     Attributes:
-        step: How many optimizer steps were done when the batch began.
+        step: The number of optimizer steps before the batch.
         epoch: The batch's epoch.
         batch_idx: The batch's index in the epoch; -1 for the initial weights of the runs.
-        rank: The rank on which the difference was recorded.
+        rank: The rank that recorded the difference.
         kind: "start" (the weights before the first batch), "data", "forward", "gradient" or "update".
-        layer: The first layer whose output differs, or the first parameter or part of the batch that does, or "loss";
-            None where the runs were recorded with `detail="step"`. Of gradients, which are computed from the loss on,
-            it is the one nearest to the loss.
+        layer: The first layer with a different output, or the first different parameter or part of the batch, or
+            "loss"; None if the runs were recorded with `detail="step"`. For gradients, the one nearest to the loss, as
+            they are computed backward from it.
         call: 1 if the layer differs at its first call within the batch, 2 at its second, ...
-        num_differing: How many values differ of those that were computed together with it.
-        num_compared: How many values were computed together with it.
-        last_equal_layer: For "forward" by layer: the layer that ran before it, whose output is equal, or None.
-        missing_in: The run that lacks the value, "A" or "B", or "".
+        num_differing: The number of differing values among those computed together with it.
+        num_compared: The number of values computed together with it.
+        last_equal_layer: For "forward" by layer: the layer before it, which has an equal output, or None.
+        missing_in: The run without the value, "A" or "B", or "".
         last_equal_step: The last equal step, if the steps between it and this one were not recorded, or None.
     """
 
@@ -113,8 +113,8 @@ class Comparison:
     Attributes:
         divergence: The first difference, or None.
         equal_batches: How many batches are equal before it, over all ranks.
-        longer_run: The run that has more steps than the other, "A" or "B", or "".
-        incomplete_resumes: The resumes before the first difference that could not restore everything, each with the
+        longer_run: The run with more steps, "A" or "B", or "".
+        incomplete_resumes: The resumes before the first difference that did not restore everything, each with the
             name of its run, "A" or "B".
     """
 
@@ -139,11 +139,11 @@ def compare(run_a: Sequence[FingerprintRecord], run_b: Sequence[FingerprintRecor
     """Find the first step at which two runs diverge.
 
     Args:
-        run_a: The records of all ranks of the run that is called A, as `read_ranks` returns them.
-        run_b: Those of the run that is called B.
+        run_a: The records of all ranks of run A, as `read_ranks` returns them.
+        run_b: The records of all ranks of run B.
 
     Returns:
-        The first divergence, if there is one, and how many batches are equal before it.
+        The first divergence, if any, and the number of equal batches before it.
 
     Raises:
         FingerprintRecordError: If the runs were recorded with different settings, or have no batch in common.

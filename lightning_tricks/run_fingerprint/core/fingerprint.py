@@ -29,16 +29,16 @@ _WITHOUT_VALUE = (type, nn.Module, FunctionType, BuiltinFunctionType, MethodType
 
 @torch.no_grad()
 def fingerprint(value: Any) -> Tensor:
-    """Return 64 bits that are equal for values that are equal bit for bit, and practically never for others.
+    """Return 64 bits that are equal for bit-identical values, and practically never equal for others.
 
     The fingerprint depends on values, order, names, shapes and dtypes: one flipped bit, two swapped samples or a
-    permuted weight changes it. Zeros of different sign differ, and so do NaNs of different bits. Memory is read once,
+    permuted weight changes it. Zeros of different sign differ, and so do NaNs with different bits. Memory is read once,
     and nothing is copied to the host. Memory longer than 32,749 64-bit words is first added up in rows of that length:
-    a swap of two words goes unseen if their distance is an exact multiple of it.
+    it does not detect a swap of two words at a distance that is an exact multiple of it.
 
     Args:
         value: A tensor of any shape, dtype, layout and device, or tensors, arrays and plain values in containers,
-            dataclasses and other objects. Of a DTensor only this rank's shard counts.
+            dataclasses and other objects. For a DTensor, only this rank's shard counts.
 
     Returns:
         A scalar of dtype int64, on the first device that is not the CPU, if there is one, else on the CPU.

@@ -67,7 +67,7 @@ class Row:
     """The fingerprints of a batch.
 
     Attributes:
-        step: How many optimizer steps were done when the batch began.
+        step: The number of optimizer steps before the batch.
         epoch: The batch's epoch.
         batch_idx: The batch's index in the epoch; -1 for the initial weights of a fit.
         columns: The sources of the fingerprints, in the order of a step.

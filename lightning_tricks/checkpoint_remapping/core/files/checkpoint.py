@@ -29,15 +29,15 @@ _DEEPEST_WEIGHTS = 3  # dicts inside each other in which weights are searched fo
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights of a file and what else is in it.
+    """The weights of a file and its other contents.
 
     Attributes:
         state_dict: The tensors by qualified name, in the file's order; they may be mapped from the file.
         kind: `"lightning"`, `"state_dict"`, `"nested"` (in a dict of other things), `"model"` (a pickled module),
             `"torchscript"`, `"safetensors"` or `"sharded"`.
-        metadata: The other values: those beside the weights, or the metadata of the header.
+        metadata: The values beside the weights, or the metadata of the header.
         placeholders: Placeholders of the objects that were not constructed, each with its `name` and `location`.
-        key: Where in the file the weights are, such as `"model_state_dict"`; empty at the top.
+        key: The entry that contains the weights, such as `"model_state_dict"`; empty at the top.
         source: The path or URL that was read.
     """
 

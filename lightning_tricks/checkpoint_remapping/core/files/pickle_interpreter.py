@@ -59,7 +59,7 @@ def read_pickle(
         Plain values; everything else as `Global` and `Placeholder`. Containers may contain themselves.
 
     Raises:
-        UnsafeCheckpointError: If it asks for a call that no checkpoint needs.
+        UnsafeCheckpointError: If it requests a call that no checkpoint needs.
         NotACheckpointError: If it is not a pickle or is truncated.
         OverBudgetError: If it exceeds the budget.
     """

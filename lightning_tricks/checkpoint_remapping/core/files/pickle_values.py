@@ -40,10 +40,10 @@ class Placeholder:
     Attributes:
         name: The qualified name of its class, or of the function that would have made it.
         args: The arguments of the call.
-        state: What would have been given to its `__setstate__` or `__dict__`, None where there is nothing.
-        items: Its items, where it is like a dict.
-        elements: Its elements, where it is like a list.
-        location: Where in the checkpoint it is, such as `hyper_parameters.root`.
+        state: The argument of its `__setstate__` or the contents of its `__dict__`; None if there is none.
+        items: Its items, if it is like a dict.
+        elements: Its elements, if it is like a list.
+        location: Its place in the checkpoint, such as `hyper_parameters.root`.
     """
 
     name: str

@@ -37,16 +37,15 @@ def read_checkpoint(
     """Read the weights of a file of any usual format, which is recognized by its content.
 
     Only tensors and plain values are constructed, and nothing that the file names is imported or called, whatever
-    environment variables say. Objects of other types are returned as placeholders, so that the weights beside them
-    load; of a pickled module the tensors are returned by qualified name. A file that asks for far more memory or time
-    than its size explains is refused.
+    environment variables say. Other objects become placeholders, so the weights beside them load; a pickled module
+    gives its tensors by qualified name. A file that needs far more memory or time than its size explains is refused.
 
     Args:
         path: A local file, the index of a sharded model, or a URL (`https://...`, or one that fsspec opens), which is
             downloaded first, with a timeout of one minute.
-        map_location: The device that tensors go to; None for those that they were saved from, as far as they are
-            there.
-        mmap: Whether tensors are mapped from the file, so that they take no memory before they are used.
+        map_location: The device for the tensors; None for the devices that they were saved from, if they
+            exist.
+        mmap: Whether tensors are mapped from the file, so they take no memory before they are used.
         key: The entry that holds the weights (`"model.ema"` for an entry inside an entry); None searches for it.
 
     Returns:
@@ -54,8 +53,8 @@ def read_checkpoint(
 
     Raises:
         MissingCheckpointError: If there is no such file.
-        NotACheckpointError: If it holds no weights, is of another kind or is truncated; the message says what it is.
-        UnsafeCheckpointError: If it asks for a call that no checkpoint needs.
+        NotACheckpointError: If it contains no weights, is of another kind or is truncated; the message says what it is.
+        UnsafeCheckpointError: If it requests a call that no checkpoint needs.
         CheckpointError: If several entries could be the weights, or a device is not available.
 
     Examples:
@@ -139,7 +138,7 @@ def _explaining_errors(path: Path, name: str) -> Iterator[None]:
     except OverBudgetError as error:
         raise NotACheckpointError(
             f"{name} is too costly to read: {error}, which is far more than its size explains. If you trust "
-            "its source, save its weights alone."
+            "its source, save only its weights."
         ) from error
     except (ImportError, torch.OutOfMemoryError):
         raise

@@ -20,13 +20,13 @@ from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 def save_weights(
     model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, clean: bool = True, metadata: Any = None
 ) -> None:
-    """Write the weights of a model to a file, atomically: an error leaves what was there before.
+    """Write the weights of a model to a file, atomically: an error leaves an existing file unchanged.
 
     Args:
         model: The model, or its tensors by name.
         path: Path of the file; its suffix decides the format: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin` for
             `torch.save`.
-        clean: Whether the parts of names that wrappers add, and thop's counters, are left out.
+        clean: Whether to leave out the parts of names that wrappers add, and thop's counters.
         metadata: A dict of strings for the header of a `.safetensors`.
 
     Raises:

@@ -43,14 +43,14 @@ class Alignment:
 
     Attributes:
         matches: The matches, each with its reason; names in the file are without the parts that wrappers add.
-        suggested: What is likely and was not accepted; its tensors are among the missing and the unexpected.
-        missing: Names of the model that the checkpoint has no tensor for.
-        unexpected: Names of the checkpoint, without wrappers' parts, that the model has no tensor for.
+        suggested: Likely matches that were not accepted; their tensors are among the missing and the unexpected.
+        missing: Names of the model without a tensor in the checkpoint.
+        unexpected: Names of the checkpoint, without wrappers' parts, without a tensor in the model.
         mismatched: Tensors whose shapes differ.
         ambiguous: (names in the checkpoint, names in the model) that could be matched in several ways.
-        diagnosis: What was found, in words.
-        computed: Those missing that the model computes for itself, such as BatchNorm's counters.
-        proposals: Rules for what has no match.
+        diagnosis: A sentence that describes the file.
+        computed: The missing names that the model computes itself, such as BatchNorm's counters.
+        proposals: Rules for tensors without a match.
     """
 
     matches: tuple[Match, ...]
@@ -90,12 +90,12 @@ class Alignment:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The model's names by the file's, where they differ; of fused and split tensors joined by `" + "`."""
+        """The model's names by the file's, if they differ; names of fused and split tensors are joined by `" + "`."""
         names = [(" + ".join(map(self._origin, match.ruled)), match.targets) for match in self.matches]
         return renamed_from((source, target) for source, targets in names for target in targets)
 
     def name_in_file(self, clean: str) -> str:
-        """Return the name that a tensor has in the file, by its name without wrappers' parts."""
+        """Return the name of a tensor in the file, by its name without wrappers' parts."""
         return self._names_in_file.get(clean, clean)
 
     def _origin(self, clean: str) -> str:
@@ -108,7 +108,7 @@ class Alignment:
 
     @property
     def lacking(self) -> list[str]:
-        """The missing names that the model does not compute for itself."""
+        """The missing names that the model does not compute itself."""
         return [name for name in self.missing if name not in self.computed]
 
     @property
@@ -130,14 +130,14 @@ class Alignment:
 
     @property
     def reshaped(self) -> list[str]:
-        """Names of the model's tensors that get another shape than those of the file have."""
+        """Names of the model's tensors that have another shape in the file."""
         return [name for match in self.matches if match.transpose or match.shape for name in match.targets]
 
     @property
     def rules(self) -> list[Any]:
         """The rules that do the same: prefixes where these are enough, else one for each tensor.
 
-        They end with `"only"` where both sides have tensors left over, which nothing else should match.
+        They end with `"only"` if both sides have tensors left over, which nothing else should match.
         """
         steps = [step for step in self._first if step != "only"]
         if any(old != new for old, new in self._clean_names.items()):
@@ -165,7 +165,7 @@ class Alignment:
         return self.apply_to_ruled(remap_keys(state_dict, self._first) if self._first else state_dict)
 
     def apply_to_ruled(self, tensors: Mapping[str, Any]) -> Remapped:
-        """Do the same with tensors that the caller's rules were applied to before."""
+        """Do the same with tensors to which the caller's rules were applied before."""
         used = {name for match in self.matches for name in match.ruled}
         clean = {self._clean_names.get(name, name): tensor for name, tensor in tensors.items()}
         return remap_keys(
@@ -173,14 +173,14 @@ class Alignment:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rules to a YAML file, to be read, edited and given to `load_weights(model, path, rules=...)`."""
+        """Write the rules to a YAML file that you can read, edit and pass to `load_weights(model, path, rules=...)`."""
         write_rules(path, self.rules, comment=self.diagnosis)
 
     def report(self, limit: int | None = None) -> Table:
         """Return a rich table of all tensors and the reasons of the matches.
 
         Args:
-            limit: Maximum number of matches in the table; None shows all. What has no match is always shown.
+            limit: Maximum number of matches in the table; None shows all. Tensors without a match are always shown.
         """
         from rich.console import Group
         from rich.text import Text

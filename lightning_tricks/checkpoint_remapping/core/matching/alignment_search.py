@@ -49,12 +49,12 @@ def align(
     rules: RulesArgument = "auto",
     accept: str | Iterable[str] = (),
 ) -> Alignment:
-    """Find which tensor of a checkpoint is which of a model, whatever their names.
+    """Match the tensors of a checkpoint with the tensors of a model, whatever their names.
 
-    The parts of names that wrappers add are stripped first. Then what cannot be otherwise decides: equal names, with
-    one prefix on either side if needed; a table of two projects' names; words of one meaning; sizes that occur once;
-    and in the trunk of a model, its only list of that kind, the numbers of the blocks. What is likely, such as the
-    order of a list beside the trunk, is suggested alone. Two layers that nothing tells apart are ambiguous.
+    First, the parts of names that wrappers add are stripped. Then only evidence decides: equal names, with one prefix
+    on either side if needed; a table of two projects' names; synonyms; sizes that occur once; and, in the trunk of a
+    model (its only list of that kind), the numbers of the blocks. Likely matches, such as the order of a list beside
+    the trunk, are only suggested. Two layers that nothing distinguishes are ambiguous.
 
     Args:
         model_or_state_dict: The model, or its tensors by name.
@@ -63,12 +63,12 @@ def align(
         accept: Patterns of names of the model whose suggestions are taken as matches.
 
     Returns:
-        The matches with their reasons, what is suggested, and what has no match.
+        The matches with their reasons, the suggestions, and the tensors without a match.
 
     Raises:
         AmbiguousAlignmentError: If two assignments are equally good.
         CheckpointError: If the rules do not fit, as in `load_weights`.
-        TypeError: If an argument holds no tensors by name, such as the path of a file.
+        TypeError: If an argument does not contain tensors by name, such as the path of a file.
 
     Examples:
         >>> weights = {f"module.{name}": tensor for name, tensor in torch.nn.Linear(2, 3).state_dict().items()}
