@@ -107,4 +107,4 @@ def test_what_limited_a_run_is_what_the_device_monitor_found(tmp_path):
         "batches a second": "2",
         "share of the time in validation": "20 %",
     }
-    assert without.sentences == ["With a DeviceMonitor, it is said here what training waited for."]
+    assert without.sentences == ["Add DeviceMonitor to see what training waits for."]

@@ -260,7 +260,7 @@ def throughput(record: RunRecord) -> report_parts.Facts:
             facts[f"share of the time{rank} waiting for data"] = format_percent(use.data_wait / 100)
     verdicts = [f"Rank {use.rank}: {said}" if len(uses) > 1 else said for use in uses for said in use.verdict]
     if facts and not uses:
-        verdicts = ["With a DeviceMonitor, it is said here what training waited for."]
+        verdicts = ["Add DeviceMonitor to see what training waits for."]
     return report_parts.Facts(title="Throughput", facts=list(facts.items()), sentences=verdicts)
 
 
