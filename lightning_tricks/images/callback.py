@@ -42,9 +42,10 @@ class ImageLogger(StepsCallback):
     times: plain, with the predicted classes and with the true classes drawn over it. Images with the largest share of
     wrong pixels come first.
 
-    If both are lists with a dict of `boxes` (M, 4) as corners in pixels, `labels` (M,) and, in predictions, `scores`
-    (M,) for each image, as for `detection_metrics`, boxes with a score of at least 0.5 are drawn in orange and the true
-    ones in blue. Images with the largest share of wrong boxes come first; they may be a list of images of any size.
+    If both are lists with a dict for each image, of `boxes` (M, 4), `labels` (M,) and, for predictions, `scores` (M,),
+    as `detection_metrics` takes them, predicted boxes with a score of at least 0.5 are drawn in orange and true boxes
+    in blue. Boxes are left, top, right and bottom in pixels, and images may be a list of any sizes. Images with the
+    largest share of wrong boxes come first.
 
     Each rank keeps at most `n` images at a time, and no samples that a DistributedSampler repeats. Only the first batch
     is read from the device before the end of the epoch. TensorBoard, W&B, MLflow and Comet get the grid as
