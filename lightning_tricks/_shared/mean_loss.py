@@ -22,7 +22,7 @@ class MeanLoss:
         >>> mean.update(torch.tensor(1.0), samples=3)
         >>> mean.update(torch.tensor(5.0), samples=1)
         >>> mean.compute()
-        tensor(2.)
+        tensor(2., dtype=torch.float64)
     """
 
     def __init__(self) -> None:

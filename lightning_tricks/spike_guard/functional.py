@@ -36,8 +36,8 @@ class RobustBand:
         >>> band = RobustBand(threshold=8.0, window=128, warmup_steps=4)
         >>> band.take([2.0, 2.2, 1.9, 2.1]), round(band.limit(), 2)
         (None, 3.61)
-        >>> band.take([2.0, 9.0, 2.1])  # none of the three is taken: the place, and the limit
-        (1, 3.57...)
+        >>> band.take([2.0, 9.0, 2.1])  # none of the three is taken: the place of the spike, and the limit
+        (1, 3.567401857184211)
     """
 
     def __init__(self, threshold: float = 8.0, window: int = 128, warmup_steps: int = 128) -> None:

@@ -419,7 +419,7 @@ def test_the_card_lists_each_command(capsys):
         main(["--help"])
     commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.MULTILINE)
     card = (Path(__file__).parents[2] / "docs" / "tricks" / "command-line.md").read_text(encoding="utf-8")
-    table = re.findall(r"^\| `(\w+)", card.partition("### The other commands")[2].partition("```")[0], re.MULTILINE)
+    table = re.findall(r"^\| \[?`(\w+)", card.partition("### The other commands")[2].partition("```")[0], re.MULTILINE)
     assert sorted(commands) == sorted([*table, "fit", "validate", "test", "predict"])
 
 
