@@ -144,7 +144,7 @@ class CheckpointRemapping(TrickCallback):
         if self.path is None:
             return False
         report = load_weights(self._submodule_of(pl_module), self.path, **self.load_options())
-        rank_zero_info(f"CheckpointRemapping: loaded {self.path}, as the checkpoint holds only what trained. {report}")
+        rank_zero_info(f"CheckpointRemapping: loaded {self.path}, as the checkpoint has only trained weights. {report}")
         return True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

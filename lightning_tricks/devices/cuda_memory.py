@@ -96,7 +96,7 @@ class CudaMemory(TrickCallback):
         self.limit = None if limit is None else check_fraction("limit", limit)
         self.dirpath = None if dirpath is None else check_path("dirpath", dirpath, "a folder")
         if record_history and not snapshot_on_oom:
-            raise ValueError("record_history=True needs snapshot_on_oom=True, which writes what was recorded.")
+            raise ValueError("record_history=True needs snapshot_on_oom=True, which writes the record.")
         self.report: MemoryReport | None = None
         super().__init__()
 
@@ -119,7 +119,7 @@ class CudaMemory(TrickCallback):
         self._installed.enter_context(observed)
         device = trainer.strategy.root_device
         if device.type != "cuda":
-            self.say(f"logs, limits and records nothing on {device}; reports when memory runs out")
+            self.say(f"logs, limits and records nothing on {device}; reports if memory runs out")
             return
         if self.limit is not None:
             limit_memory(self.limit, device)
@@ -216,7 +216,7 @@ class CudaMemory(TrickCallback):
             else:
                 _logger.error(note)
         except Exception as problem:  # it must not replace the user's error
-            _logger.error("CudaMemory could not report on the memory that ran out: %r", problem)
+            _logger.error("CudaMemory could not report the use of the memory that ran out: %r", problem)
 
     def _explain(self, trainer: Trainer, error: BaseException, report: MemoryReport) -> list[str]:
         """Write the files of this rank, and return advice. There is no communication: other ranks may hang."""
@@ -228,7 +228,7 @@ class CudaMemory(TrickCallback):
             report, stage, requested=requested, precision=precision, limit=limit, is_of_worker=is_of_worker(error)
         )
         where = _where(trainer, stage, self._step)
-        lines = [f"CudaMemory: memory of {report.device} ran out on rank {rank}, {where}.", *advice]
+        lines = [f"CudaMemory: {report.device} ran out of memory on rank {rank}, {where}.", *advice]
         if self._folder is None:
             return lines
         circumstances = [where, f"rank {rank} of {trainer.world_size}, precision {precision}"]

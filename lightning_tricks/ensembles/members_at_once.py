@@ -121,13 +121,13 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
             MisconfigurationException: If they cannot be stacked.
         """
         if stacked:
-            self.estimators_ = as_sequential(self.estimators_, "the checkpoint is of members one after another")
+            self.estimators_ = as_sequential(self.estimators_, "members ran one after another in the checkpoint")
         else:
             self.estimators_ = as_members(list(self.estimators_), vectorize=True)
         if isinstance(self.estimators_, SequentialMembers) != stacked:
             raise MisconfigurationException(
                 "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
-                f"({self.estimators_.reason}): resume with the members that it was made with."
+                f"({self.estimators_.reason}): resume with the members that it was saved with."
             )
 
     def _is_stacked(self) -> bool:

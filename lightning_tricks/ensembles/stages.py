@@ -62,8 +62,8 @@ class StagedEnsemble(Ensemble):
             return [1] * self.n_stages
         if epochs <= 0 or epochs % self.n_stages:
             raise MisconfigurationException(
-                f"{type(self).__name__} has {self.n_stages} stages of equal length, into which max_epochs={epochs} "
-                f"does not divide: set max_epochs to a multiple of {self.n_stages}."
+                f"{type(self).__name__} has {self.n_stages} stages of equal length, and max_epochs={epochs} is not a "
+                f"multiple of that: set max_epochs to a multiple of {self.n_stages}."
             )
         return [epochs // self.n_stages] * self.n_stages
 

@@ -55,8 +55,8 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, befor
                 if before is None:
                     raise
                 raise CheckpointError(
-                    f"{method} raised {type(error).__name__}: {str(error)[:1000]} The module was not modified. Mend "
-                    "what it runs at loading, or load into a part with submodule=...."
+                    f"{method} raised {type(error).__name__}: {str(error)[:1000]} The module was not modified. Fix "
+                    "the code that it runs, or load into a part with submodule=...."
                 ) from error
             lost = [name for name in getattr(result, "unexpected_keys", ()) if not name.endswith("_extra_state")]
             lost += [name for name in getattr(result, "missing_keys", ()) if name in part]
@@ -64,8 +64,8 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, befor
             if lost:
                 raise CheckpointError(
                     f"{method} did not take {list_names(dict.fromkeys(lost))}, although state_dict() has such names: a "
-                    "hook or a method of the module drops or renames tensors in one of the two alone. The module was "
-                    "not modified. Give both the same names, or load into a part with submodule=...."
+                    "hook or a method of the module drops or renames tensors in only one of them. The module was "
+                    "not modified. Use the same names in both, or load into a part with submodule=...."
                 )
 
 

@@ -246,7 +246,7 @@ def parse_names(
         if matrix in pair:
             raise ValueError(
                 f"it changes {layer}.{weight} twice: as a layer, and as a part of the attention around it. The outputs "
-                "of peft are other ones before merge_and_unload than after it: load it with peft."
+                "of peft before merge_and_unload differ from those after it: load it with peft."
             )
         pair[matrix] = tensor
     halves = [

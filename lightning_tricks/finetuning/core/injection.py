@@ -96,7 +96,7 @@ class Injection(ABC):
     part: ClassVar[type[AddedParameters]]  # the module that holds the parameters of a target
     noun: ClassVar[str]
     otherwise: ClassVar[str]  # how those that a model has already may differ
-    remedy: ClassVar[str] = "build the model anew"
+    remedy: ClassVar[str] = "build the model again"
     may_be_the_model: ClassVar[bool] = False  # whether the model itself may be a target
 
     def __init__(self, model: nn.Module, settings: Any) -> None:

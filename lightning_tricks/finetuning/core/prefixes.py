@@ -229,8 +229,8 @@ class PrefixInjection(Injection):
             patterns = "*"
         else:
             raise ValueError(
-                f'target_modules="attention": none of the {len(self.rest)} modules is an nn.MultiheadAttention, which '
-                "alone takes prefixes: use Adapters(...) or LoRA(...)."
+                f'target_modules="attention": none of the {len(self.rest)} modules is an nn.MultiheadAttention, the '
+                "only layer that takes prefixes: use Adapters(...) or LoRA(...)."
             )
         what = "nn.MultiheadAttention"
         targets = self.select(

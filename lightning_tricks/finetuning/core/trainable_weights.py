@@ -376,7 +376,7 @@ def _phrase(names: Collection[str], what: str, describe: Callable[[str], tuple[s
         return ""
     described = names
     if describe is not None:
-        described = [f"{name}: {now} in the model, {then} then" for name in names for now, then in [describe(name)]]
+        described = [f"{name}: {now} in the model, {then} before" for name in names for now, then in [describe(name)]]
     return f"{len(names):,} {'is' if len(names) == 1 else 'are'} {what} ({list_names(described)})"
 
 

@@ -275,7 +275,7 @@ class Calls:
             name = ".".join(describe_value(part).strip("'") for part in function.args)
             return Placeholder(name, arguments)  # of a class inside of a class
         if not isinstance(function, Global):
-            raise UnsafeCheckpointError(f"a pickle that asks for a call of {describe_value(function)}")
+            raise UnsafeCheckpointError(f"a pickle that asks to call {describe_value(function)}")
         if not isinstance(arguments, tuple):
             raise TypeError(f"it calls {function} without a tuple of arguments")
         self.charge(arguments)
@@ -288,7 +288,7 @@ class Calls:
                 self.charge(part)
             return make(*arguments)
         if _is_never_needed(function):
-            raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
+            raise UnsafeCheckpointError(f"a pickle that asks to call {name}")
         self.budget.spend(512)
         return Placeholder(name, arguments)
 

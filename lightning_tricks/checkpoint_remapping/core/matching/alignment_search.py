@@ -98,7 +98,7 @@ def tensors_of(holder: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict
         holder = holder.state_dict if isinstance(holder, Checkpoint) else holder.state_dict()
     if not isinstance(holder, Mapping):
         raise TypeError(
-            f"expected a model, what read_checkpoint returned, or tensors by name, got {holder!r}; a file is read by "
+            f"expected a model, a result of read_checkpoint, or tensors by name, got {holder!r}; to read a file, call "
             "read_checkpoint(path)."
         )
     return {name: tensor for name, tensor in holder.items() if isinstance(tensor, torch.Tensor)}
@@ -160,7 +160,7 @@ def _notes_on_orders(applied: AppliedRules) -> Iterator[str]:
     if not any(rule.shape for rule in rules) and (
         note := describe_orders((applied.origins[name], name) for name in sorted(applied.pinned))
     ):
-        yield f"rules rename what is kept in another order: {note}"
+        yield f"rules rename tensors that are stored in another order: {note}"
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

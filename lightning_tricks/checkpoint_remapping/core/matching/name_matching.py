@@ -324,9 +324,9 @@ def _ask_for_way(unclear: list[Match], turned: list[str]) -> str:
     more = f" (and so on for {len(names) - _MOST_KINDS} more)" if len(names) > _MOST_KINDS else ""
     return (
         f"it is ambiguous whether the square {list_names(source for source, _ in names)} are transposed, as other "
-        f"matrices of the file are ({list_names(turned)}): their shapes do not say it, and what is like "
-        f"them differs or is not there. If they are, give rules={rules}{more}; instead of the rule of one that is "
-        f"not, give a pair such as {names[0]}, which takes it as it is."
+        f"matrices of the file are ({list_names(turned)}): their shapes do not show it, and similar "
+        f"layers differ or are missing. If they are, give rules={rules}{more}; for one that is not, give a pair such "
+        f"as {names[0]} instead, which takes it as it is."
     )
 
 

@@ -163,5 +163,5 @@ def describe_families(family: str, source: str, target: str, names: Iterable[str
     """Return the sentence about the names of one architecture in two projects that keep elements in two orders."""
     return (
         f"the names are those of {family} in two projects: the file has {source}, the model {target} in "
-        f"{list_names(names)} and those like it: {remedy(source, target)}; then take each by a rule."
+        f"{list_names(names)} and those like it: {remedy(source, target)}; then match each with a rule."
     )
