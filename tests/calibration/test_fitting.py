@@ -165,8 +165,8 @@ def with_labels(rows, classes, labels, sure=4.0):
 
 ROWS = torch.arange(60)
 REFUSED = {
-    "all right": ("temperature", *with_labels(60, 3, ROWS % 3), "all 60 held-out rows are predicted rightly"),
-    "told apart": ("vector", *with_labels(60, 3, ROWS % 3), "told apart without error"),
+    "all right": ("temperature", *with_labels(60, 3, ROWS % 3), "all 60 held-out rows are predicted correctly"),
+    "told apart": ("vector", *with_labels(60, 3, ROWS % 3), "separates the held-out rows without error"),
     "one class told apart": (
         "vector",
         *with_labels(60, 3, torch.where(ROWS % 3 > 0, ROWS // 2 % 2 + 1, 0)),

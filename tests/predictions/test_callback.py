@@ -157,7 +157,7 @@ def test_what_a_distributed_sampler_repeats_is_left_out(lightning_log):
 def test_samples_that_get_lost_are_counted():
     """Ranks with random numbers of their own shuffle differently, so that Lightning's sampler loses samples."""
     data = DataLoader(Numbers(21), 4, shuffle=True)
-    with pytest.raises(Exception, match=r"of 21 samples to out.npz, without \d+ that were repeated. Samples get lost"):
+    with pytest.raises(Exception, match=r"of 21 samples to out.npz, without \d+ that were repeated. Samples are lost"):
         predict([SeedEverything(3, per_rank=True), PredictionWriter("out.npz")], Draws(), data, **TWO_RANKS)
     rows = rows_of("out.npz")
     assert 10 < len(rows) < 21
@@ -593,7 +593,7 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     for damaged in ("", content[:50], "[]", "[" * 100_000, '{"hyperparameters": []}'):
         (folder / "run.json").write_text(damaged)
         with pytest.raises(
-            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start anew\."
+            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start again\."
         ):
             predict(resumed)
     (folder / "run.json").write_text(content)

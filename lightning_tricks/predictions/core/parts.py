@@ -99,7 +99,7 @@ def _read_run(file: Path) -> dict[str, Any]:
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what differs as text: 1 batch is not 1.0, all of them, and the order of loaders counts."""
     pairs = {name: (f"{before.get(name)}", f"{now.get(name)}") for name in {**before, **now}}
-    differing = [f"{name} was {then:.80}, is {value:.80} now" for name, (then, value) in pairs.items() if then != value]
+    differing = [f"{name}: {old:.80} before, {new:.80} now" for name, (old, new) in pairs.items() if old != new]
     return list_names(differing, 10) if differing else ""
 
 
