@@ -110,7 +110,7 @@ class CudaMemory(TrickCallback):
         self._has_reported = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Limit the memory of the device that this rank will use, and start what is recorded."""
+        """Limit the memory of the device that this rank will use, and start the recording."""
         super().setup(trainer, pl_module, stage)
         self._folder = report_folder(trainer, self.dirpath) if self.snapshot_on_oom else None
         steps = (pl_module.training_step, pl_module.validation_step, pl_module.test_step, pl_module.predict_step)
@@ -161,7 +161,7 @@ class CudaMemory(TrickCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Remember the batch, for the step alone."""
+        """Remember the batch until the step ends."""
         self._step = batch_idx, dataloader_idx, batch if self._keeps_batches else None
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
@@ -169,7 +169,7 @@ class CudaMemory(TrickCallback):
         self._step = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for the peak of training again, or log that of validation if it ran alone."""
+        """Look for the peak of training again, or log that of validation if only validation ran."""
         if trainer.state.fn == "fit":
             self._enter("train")
         else:

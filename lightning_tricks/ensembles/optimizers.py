@@ -53,7 +53,7 @@ def _groups_by_place(optimizer: Optimizer, parameters: list[nn.Parameter]) -> li
 
 
 def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Optimizer:
-    """Make the optimizer of all members; a function is applied to each member alone."""
+    """Make the optimizer of all members; a function is applied to each member separately."""
     modules = [members.net] if isinstance(members, StackedMembers) else list(members.children())
     if isinstance(choice, OptimizerSpec):
         return build_optimizer(modules, choice)

@@ -294,7 +294,7 @@ class FastGeometricMembers(CapturedMembers):
         return max(0, after_first // self._cycle_steps + 1)
 
     def on_train_start(self) -> None:
-        """Go on as `CapturedMembers` does, and train no more if the run was stopped after the last copy."""
+        """Continue as `CapturedMembers` does, and train no more if the run was stopped after the last copy."""
         super().on_train_start()
         self._stop_after_last_copy()
 

@@ -73,7 +73,7 @@ class Collisions:
             )
 
     def check_ranks(self, ranks: Sequence[Mapping[str, str]]) -> None:
-        """Raise a MetricsError for a key that some ranks have logged alone after the monitor, which all have logged."""
+        """Raise a MetricsError for a key that only some ranks have logged after the monitor, which all have logged."""
         for key in sorted(self._logged):
             hooks = [of_rank[key] for of_rank in ranks if key in of_rank]
             if 0 < len(hooks) < len(ranks):
@@ -317,7 +317,7 @@ class BestKeys:
                 raise ValueError(f"best has the key {key!r}, but {stage} has {len(loaders)} loader(s): use {there}.")
 
     def check_logged(self, stage: str, logged: Collection[str]) -> None:
-        """Raise an error for a key that was not logged at the end of its stage, where that was not known before.
+        """Raise an error for a key that was not logged at the end of its stage, if that was not known before.
 
         Raises:
             ValueError: If there is such a key; the message lists those that were logged.

@@ -1,4 +1,4 @@
-"""What is done with a batch in place of a closure of automatic optimization."""
+"""Runs a batch in place of the closure of automatic optimization."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FITS = 2**62  # a size that no rank needs to shrink
 
 @dataclass
 class Found:
-    """What is found out in a fit.
+    """The findings of a fit.
 
     Attributes:
         found: The number of rows that fit, after memory has run out.
@@ -48,7 +48,7 @@ class Found:
 
 
 class BatchRunner:
-    """Runs the batches of a fit, in microbatches where they are too large.
+    """Runs the batches of a fit, in microbatches if they are too large.
 
     Args:
         trainer: The Trainer.

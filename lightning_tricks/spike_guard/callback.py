@@ -187,7 +187,7 @@ class SpikeGuard(TrickCallback):
         )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew: no step of an epoch is judged with those of another."""
+        """Start again: no step of an epoch is judged with those of another."""
         self._open, self._loss, self._left_out_in_epoch = None, None, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

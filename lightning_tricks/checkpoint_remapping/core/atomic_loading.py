@@ -1,4 +1,4 @@
-"""Load tensors into a module that stays as it was where loading fails, and whose tied tensors stay tied."""
+"""Load tensors into a module: a failure leaves it unmodified, and tied tensors stay tied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None = None) -> None:
-    """Load what a plan says, or leave the module as it is; `assign` is that of `load_weights`.
+    """Load the tensors of a plan, or leave the module unmodified; `assign` is the argument of `load_weights`.
 
     Raises:
         CheckpointError: If `load_state_dict` of the module raises, or does not take a name of its `state_dict`.

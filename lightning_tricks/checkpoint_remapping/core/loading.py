@@ -1,4 +1,4 @@
-"""`load_weights`: which tensors of a file go where in a model, checked before any changes, and their loading."""
+"""`load_weights`: plan which tensor of a file goes where in a model, check the plan before any change, and load."""
 
 from __future__ import annotations
 
@@ -422,7 +422,7 @@ def _described(source: str) -> str:
 def _problem(
     what: str, tensors: Mapping[str, object], argument: str, known: Sequence[str], resizable: Sequence[str] = ()
 ) -> list[str]:
-    """Return the sentence about tensors, by name with what is shown of them, and the patterns that allow them."""
+    """Return the sentence about tensors (name -> text to show), with the patterns that allow them."""
     if not tensors:
         return []
     allowed = f"{_patterns_for(argument, [*tensors], known)} allows that"

@@ -106,7 +106,7 @@ class DataWait:
         return self._stages[-1] if self._stages else None
 
     def enter(self, stage: str) -> None:
-        """Begin an epoch of a stage; nothing if it runs already, as where a resumed epoch repeats its first hooks."""
+        """Begin an epoch of a stage; nothing if it runs already, as when a resumed epoch repeats its first hooks."""
         if stage in self._stages:
             return
         self._count_time()

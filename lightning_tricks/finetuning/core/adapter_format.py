@@ -53,7 +53,7 @@ _USED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What of an `adapter_config.json` decides about the outputs of a model, and how training goes on.
+    """The settings of an `adapter_config.json` that determine a model's outputs and how training continues.
 
     Attributes:
         alpha: The scale of layers without one of their own.

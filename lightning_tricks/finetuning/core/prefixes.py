@@ -206,7 +206,7 @@ class PrefixAttention(nn.MultiheadAttention):
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask whose True forbids as one that is added."""
+    """Convert a mask whose True forbids to one that is added to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)

@@ -103,7 +103,7 @@ def complete_checkpoint(
         model: The model, with the weights that it had before it was trained, in the parts that were left out.
         checkpoint: A checkpoint that `leave_out_base` made smaller.
         strict: Whether a tensor that was left out and that the model does not have is an error.
-        to_resume: Whether training goes on. Otherwise averaged weights take the place of those that they are made of.
+        to_resume: Whether training continues. Otherwise averaged weights take the place of those that they are made of.
 
     Returns:
         A new dict, whose weights have the model's names. What its `state_dict` lacked shares memory with the model.

@@ -104,7 +104,7 @@ def _length(value: Any) -> int | None:
 
 
 def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like another one that holds other parts."""
+    """Return a container like another one, with other parts."""
     if not parts:
         return value
     if isinstance(value, list | tuple):

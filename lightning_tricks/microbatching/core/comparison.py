@@ -228,7 +228,7 @@ class _Sample:
         )  # the least error of a probability near 1
 
     def _gradient(self, losses: Sequence[tuple[Any, float]], anew: bool = False) -> float:
-        """Add the gradients of weighted losses to those that there are, or to none; return the norm of all."""
+        """Add the gradients of weighted losses to the present ones, or to none; return the norm of all."""
         for parameter in self._parameters if anew else ():
             parameter.grad = None
         for loss, weight in losses:

@@ -51,13 +51,13 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: bool) -> tuple[int, str]:
-    """Create a folder for the parts of a run, or go on with those in it.
+    """Create a folder for the parts of a run, or continue with those in it.
 
     Args:
         path: The path of the file into which they will be merged.
         folder: The folder, in which nothing but parts is removed.
         run: What tells the run from others, as plain values, and its "hyperparameters".
-        resume: Whether to go on with the parts of a run that was killed; False removes them.
+        resume: Whether to continue with the parts of a run that was killed; False removes them.
 
     Returns:
         How many files there are, and which hyperparameters differ from those of the parts.

@@ -1,4 +1,4 @@
-"""What stands for the values and the calls of a pickle that is read as data, and limits on both."""
+"""Placeholders for the values and calls of a pickle that is read as data, and limits on both."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _is_never_needed(function: Global) -> bool:
 
 
 class Calls:
-    """What becomes of the calls that a pickle asks for: a plain value, a `Placeholder`, or an error.
+    """Handles the calls that a pickle asks for: a plain value, a `Placeholder`, or an error.
 
     Args:
         constructors: Our functions by the qualified names of the functions that they stand for, beside those of

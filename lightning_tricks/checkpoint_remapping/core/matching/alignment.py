@@ -1,4 +1,4 @@
-"""`Alignment`: what `align` found, as rules, applied to tensors, and in words."""
+"""`Alignment`: what `align` found, as rules, applied to tensors, and as text."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def suggestions_for(alignment: Alignment, missing: Collection[str]) -> list[Matc
 
 
 def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> str:
-    """Return the sentence about what is likely alone, with the arguments that accept it or say it.
+    """Return the sentence about likely matches, with the arguments that accept or correct them.
 
     Args:
         alignment: An alignment.
@@ -310,7 +310,7 @@ def diagnose(
     prefixes: Prefixes | None,
     computed: Iterable[str],
 ) -> str:
-    """Return what was found about the names of a file, in words.
+    """Describe what was found about the names of a file.
 
     Args:
         found: All matches.

@@ -151,7 +151,7 @@ def describe_fused(names: Iterable[str]) -> str:
 
 
 def remedy(source: str, target: str) -> str:
-    """Return what to do where a file has one order and a model another."""
+    """Return what to do if a file has one order and a model another."""
     formula = _FORMULAS.get((source, target))
     how = f", here w = {formula} for each such tensor w of the file, with its number of heads" if formula else ""
     return (
