@@ -364,10 +364,10 @@ class OwnWeights(Plain):
 
 REFUSED = {
     "class weights": (Weighted, r"`cross_entropy` is a mean over the class weights of its targets, not over the rows"),
-    "weights by hand": (OwnWeights, "the gradient of 3 rows, a mean, and that of parts of 1 and 2 differ by"),
-    "contrastive": (Contrastive, "the gradient of 3 rows, a .*, and that of parts of 1 and 2 differ by"),
+    "weights by hand": (OwnWeights, "the gradient of 3 rows, a mean, and that of 1 and 2 rows differ by"),
+    "contrastive": (Contrastive, "the gradient of 3 rows, a .*, and that of 1 and 2 rows differ by"),
     "changed weights": (Teaching, r"`training_step` changes teacher\.0\.weight, .* \(let `on_train_batch_end`"),
-    "another gradient": (SameLoss, r"the gradient of 3 rows, a mean, and that of parts of 1 and 2 differ by"),
+    "another gradient": (SameLoss, r"the gradient of 3 rows, a mean, and that of 1 and 2 rows differ by"),
     "BatchNorm": (
         lambda: Plain(norm=nn.BatchNorm1d(16)),
         r"BatchNorm uses the statistics of each microbatch in net\.1\.",
