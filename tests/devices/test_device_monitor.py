@@ -316,7 +316,7 @@ def test_what_the_system_refuses_is_told_once_and_ends_nothing(monkeypatch, erro
                     raise error
 
     monitor = DeviceMonitor()
-    words = r"could not measure everything, and leaves out what it could not: OSError\(24"
+    words = r"could not measure everything, and leaves out the rest: OSError\(24"
     if error is None:
         with pytest.warns(UserWarning, match=words):
             fit(monitor, Breaks(), Samples(monitor))
