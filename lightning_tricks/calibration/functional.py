@@ -34,7 +34,7 @@ def fit_calibration(method: str, logits: Tensor, target: Tensor) -> dict[str, Te
     if method == "temperature":
         return {"temperature": fit_temperature(logits, target)}
     if len(absent := (target.sum(0) == 0).nonzero()):
-        remedy = "which it would give the probability 0: give rows of all classes, or use temperature"
+        remedy = "so it would give this class the probability 0: give rows of all classes, or use temperature"
         raise ValueError(f"{method!r}: none of the {rows} held-out rows is of class {int(absent[0])}, {remedy}.")
     if method == "vector":
         return dict(zip(("scale", "bias"), fit_vector(logits, target), strict=True))
@@ -60,14 +60,14 @@ def fit_temperature(logits: Tensor, target: Tensor) -> Tensor:
     Source: Guo et al., arXiv 1706.04599.
     """
     if ((logits == -torch.inf) & (target > 0)).any():
-        raise ValueError("'temperature': a label has the probability 0, which none changes: use isotonic.")
+        raise ValueError("'temperature': a label has the probability 0, which no temperature changes: use isotonic.")
     finite = torch.where(logits.isfinite(), logits, 0)
     scored = (target * finite).sum(1)
     if ((logits.amax(1) - scored) <= 0).all():
-        remedy = "so that the lowest one would be the best: give more rows, which were not trained on"
-        raise ValueError(f"'temperature': all {len(logits)} held-out rows are predicted rightly, {remedy}.")
+        remedy = "so the lowest temperature would be the best: give more rows that were not trained on"
+        raise ValueError(f"'temperature': all {len(logits)} held-out rows are predicted correctly, {remedy}.")
     if (finite.sum(1) / logits.isfinite().sum(1) - scored).mean() >= 0:
-        remedy = "so that the highest one would be the best: check the labels, and that the module is trained"
+        remedy = "so the highest temperature would be the best: check the labels, and that the module is trained"
         raise ValueError(f"'temperature': the logits say nothing about the held-out labels, {remedy}.")
     low, high, beta = 0.0, torch.inf, 1.0 / max(float(finite.abs().max()), 1e-300)
     for _ in range(2000):
@@ -119,8 +119,8 @@ def fit_vector(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         step[classes:] -= step[classes:].mean()
         gain = -(gradient @ step)
         if gain < 1e-9 and loss(found + 100 * step / step.norm()) < now - 1e-13:  # the further, the better
-            remedy = "give more, which were not trained on, or use temperature"
-            raise ValueError(f"'vector' has no best numbers, as held-out rows are told apart without error: {remedy}.")
+            remedy = "give more rows that were not trained on, or use temperature"
+            raise ValueError(f"'vector' has no optimum, as it separates the held-out rows without error: {remedy}.")
         length = 1.0
         while (following := loss(found + length * step)) > now and length > 1e-10:
             length /= 2

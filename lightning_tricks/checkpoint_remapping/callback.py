@@ -140,11 +140,11 @@ class CheckpointRemapping(TrickCallback):
         self.say(f"loaded {self.path}. {self.report}")
 
     def load_pretrained(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Load the weights of `path` on this rank, where a checkpoint holds only what was trained since."""
+        """Load the weights of `path` on this rank, if a checkpoint contains only what was trained since."""
         if self.path is None:
             return False
         report = load_weights(self._submodule_of(pl_module), self.path, **self.load_options())
-        rank_zero_info(f"CheckpointRemapping: loaded {self.path}, as the checkpoint holds only what trained. {report}")
+        rank_zero_info(f"CheckpointRemapping: loaded {self.path}, as the checkpoint has only trained weights. {report}")
         return True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

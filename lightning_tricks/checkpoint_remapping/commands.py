@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
         tools, "show", _show, "show what is in a file: kind, tensors, sizes, metadata; no code of the file is run"
     )
     show.add_argument("file", type=file_argument, help=_FILE_HELP)
-    align = _tool(tools, "align", _align, "find which tensor of a file is which of a model")
+    align = _tool(tools, "align", _align, "match the tensors of a file to those of a model")
     align.add_argument("file", type=file_argument, help=_FILE_HELP)
     align.add_argument(
         "model",
@@ -39,17 +39,17 @@ def add_to(commands: Any) -> None:
         "--arguments", default="{}", metavar="JSON", help='arguments of the function, such as {"num_classes": 10}'
     )
     align.add_argument(
-        "-r", "--rules", type=path_argument, help="a YAML file of rules, which are applied before the rest is matched"
+        "-r", "--rules", type=path_argument, help="a YAML file of rules to apply before the other tensors are matched"
     )
     align.add_argument(
-        "--accept", nargs="+", default=[], metavar="PATTERN", help="names of the model whose suggestions are taken"
+        "--accept", nargs="+", default=[], metavar="PATTERN", help="names in the model for which to accept suggestions"
     )
     align.add_argument("-o", "--out", type=path_argument, metavar="RULES", help="write the rules to this file, as YAML")
     remap = _tool(
         tools,
         "remap",
         _remap,
-        "write a copy of a file with other names; an existing output file is replaced atomically",
+        "write a copy of a file with renamed tensors; an existing output file is replaced atomically",
     )
     remap.add_argument("file", type=file_argument, help=_FILE_HELP)
     remap.add_argument(
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
 
 def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = tools.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
-    parser.add_argument("--key", help="the entry of the file that holds the weights (default: it is searched for)")
+    parser.add_argument("--key", help="the entry of the file that contains the weights (default: searched for)")
     parser.set_defaults(run=run)
     return parser
 

@@ -49,7 +49,7 @@ def read_module_checkpoint(path: Any, map_location: Any, hparams_file: Any) -> C
     if hparams_file is not None:
         check_path("hparams_file", hparams_file, "a file of hyper-parameters")
         raise CheckpointError(
-            f"hparams_file={os.fspath(hparams_file)!r} is not read. Give what it holds as arguments: "
+            f"hparams_file={os.fspath(hparams_file)!r} is not read. Give its values as arguments: "
             "load_from_checkpoint(path, **yaml.safe_load(text))."
         )
     return read_checkpoint(path, map_location=map_location)

@@ -148,7 +148,7 @@ class ConformalClassifier(ConformalPredictor):
             n, needed = len(tuning), needed_rows(self.alpha)
             if self._tuning_share and min(n, len(scores) - n) < needed:
                 raise ValueError(
-                    f"alpha={self.alpha:g} needs at least {needed} rows to calibrate, and as many, a fifth of all, to "
+                    f"alpha={self.alpha:g} needs at least {needed} rows to calibrate, and as many (a fifth of all) to "
                     f"choose the penalty, got {len(scores) - n} and {n}: give more rows, or lambda_reg and k_reg."
                 )
             penalty = choose_penalty(tuning, ranks[tunes], self.alpha, self.lambda_reg, self.k_reg)
@@ -158,7 +158,7 @@ class ConformalClassifier(ConformalPredictor):
     def _ranked_scores(self, outputs: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < 2:
             got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            remedy = "of one logit return torch.nn.functional.pad(logits.view(-1, 1), (1, 0))"
+            remedy = "for a single logit return torch.nn.functional.pad(logits.view(-1, 1), (1, 0))"
             raise ValueError(
                 f"module must return a number for each of two or more classes, (N, C), got {got}: {remedy}."
             )

@@ -99,5 +99,5 @@ def _columns(values: Any, n: int, must: str) -> list[Tensor]:
     if len(parts) != n or not all(isinstance(p, Tensor) and (p.ndim == 1 or p.shape[1:] == (1,)) for p in parts):
         got = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts)
         what = "one number for each row, (N,) or (N, 1)" if n == 1 else "two numbers for each row, (N, 2) or a tuple"
-        raise ValueError(f"{must} {what}, got {got}: of several outputs, each needs a ConformalRegressor of its own.")
+        raise ValueError(f"{must} {what}, got {got}: use a separate ConformalRegressor for each output.")
     return [part.reshape(-1).to(torch.promote_types(part.dtype, torch.float32)) for part in parts]

@@ -30,8 +30,8 @@ Show the state of all NVIDIA GPUs, whatever CUDA_VISIBLE_DEVICES says, choose fr
 CUDA context is created."""
 _SELECT = """\
 GPUs are chosen as by lightning_tricks.devices.select_gpus. `lightning-tricks gpus --select 2 -- torchrun train.py`
-starts a program that sees these two alone, in CUDA_VISIBLE_DEVICES, and keeps them locked until it ends. Without a
-program they are printed and locked only until the command ends: another job may take them before yours does."""
+starts a program that sees only these two, by CUDA_VISIBLE_DEVICES, and keeps them locked until it ends. Without a
+program, the GPUs are printed and locked only until the command ends: another job may take them before yours does."""
 
 
 def add_to(commands: Any) -> None:
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
         "env",
         help="print versions and hardware for a bug report",
         description="Print versions and hardware for a bug report: the report of torch.utils.collect_env, and the "
-        "versions of this package and those that it works with.",
+        "versions of this package and of the packages that it works with.",
     )
     report.add_argument("--json", action="store_true", help="print JSON")
     report.set_defaults(run=_report)
@@ -62,7 +62,7 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
     parser.add_argument(
-        "--id", metavar="IDS", help="only these GPUs: indices, UUIDs or their beginnings, with commas between them"
+        "--id", metavar="IDS", help="only these GPUs: comma-separated indices, UUIDs or prefixes of UUIDs"
     )
     choice = parser.add_argument_group("choosing GPUs")
     choice.add_argument("--select", type=int, metavar="N", help="choose N free GPUs")
@@ -71,16 +71,16 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
         choices=("cuda_visible_devices", "devices"),
         help="what --select N prints: UUIDs for CUDA_VISIBLE_DEVICES (default), or indices for the Trainer's devices",
     )
-    choice.add_argument("--min-free-memory", metavar="SIZE", help="memory that must be free, such as 8GiB")
-    choice.add_argument("--max-utilization", type=float, metavar="PERCENT", help="utilization that is still free")
-    choice.add_argument("--max-temperature", type=float, metavar="CELSIUS", help="temperature that is not too hot")
-    choice.add_argument("--prefer", choices=("free_memory", "idle", "cool"), help="which of the free GPUs are the best")
+    choice.add_argument("--min-free-memory", metavar="SIZE", help="lowest free memory of a free GPU, such as 8GiB")
+    choice.add_argument("--max-utilization", type=float, metavar="PERCENT", help="highest utilization of a free GPU")
+    choice.add_argument("--max-temperature", type=float, metavar="CELSIUS", help="highest temperature of a free GPU")
+    choice.add_argument("--prefer", choices=("free_memory", "idle", "cool"), help="which of the free GPUs to prefer")
     choice.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for free GPUs")
     choice.add_argument(
         "program",
         nargs="*",
         metavar="-- PROGRAM",
-        help="what to start on them instead of printing them, with arguments",
+        help="program to start on them, with its arguments, instead of printing them",
     )
     parser.set_defaults(run=_gpus)
 
@@ -90,13 +90,11 @@ def _gpus(arguments: argparse.Namespace) -> int:
     if arguments.select is not None:
         for name in ("watch", "json", "id", *["format"] * bool(arguments.program)):
             if getattr(arguments, name):
-                arguments.parser.error(f"--select shows nothing but its choice: leave out --{name}.")
+                arguments.parser.error(f"--select prints only the GPUs that it chooses: leave out --{name}.")
         with errors_of_use(arguments):
             return _start(arguments, limits) if arguments.program else _print_choice(arguments, limits)
     if arguments.program:
-        arguments.parser.error(
-            f"{arguments.program[0]!r} is started on GPUs that are chosen: add --select N before --."
-        )
+        arguments.parser.error(f"{arguments.program[0]!r} needs GPUs to start on: add --select N before --.")
     if limits or arguments.format:
         name = next(iter(limits), "format").replace("_", "-")
         arguments.parser.error(f"--{name} says how to choose GPUs: add --select N.")

@@ -96,7 +96,7 @@ class CudaMemory(TrickCallback):
         self.limit = None if limit is None else check_fraction("limit", limit)
         self.dirpath = None if dirpath is None else check_path("dirpath", dirpath, "a folder")
         if record_history and not snapshot_on_oom:
-            raise ValueError("record_history=True needs snapshot_on_oom=True, which writes what was recorded.")
+            raise ValueError("record_history=True needs snapshot_on_oom=True, which writes the record.")
         self.report: MemoryReport | None = None
         super().__init__()
 
@@ -110,7 +110,7 @@ class CudaMemory(TrickCallback):
         self._has_reported = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Limit the memory of the device that this rank will use, and start what is recorded."""
+        """Limit the memory of the device that this rank will use, and start the recording."""
         super().setup(trainer, pl_module, stage)
         self._folder = report_folder(trainer, self.dirpath) if self.snapshot_on_oom else None
         steps = (pl_module.training_step, pl_module.validation_step, pl_module.test_step, pl_module.predict_step)
@@ -119,7 +119,7 @@ class CudaMemory(TrickCallback):
         self._installed.enter_context(observed)
         device = trainer.strategy.root_device
         if device.type != "cuda":
-            self.say(f"logs, limits and records nothing on {device}; reports when memory runs out")
+            self.say(f"logs, limits and records nothing on {device}; reports if memory runs out")
             return
         if self.limit is not None:
             limit_memory(self.limit, device)
@@ -161,7 +161,7 @@ class CudaMemory(TrickCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Remember the batch, for the step alone."""
+        """Remember the batch until the step ends."""
         self._step = batch_idx, dataloader_idx, batch if self._keeps_batches else None
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
@@ -169,7 +169,7 @@ class CudaMemory(TrickCallback):
         self._step = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for the peak of training again, or log that of validation if it ran alone."""
+        """Look for the peak of training again, or log that of validation if only validation ran."""
         if trainer.state.fn == "fit":
             self._enter("train")
         else:
@@ -216,7 +216,7 @@ class CudaMemory(TrickCallback):
             else:
                 _logger.error(note)
         except Exception as problem:  # it must not replace the user's error
-            _logger.error("CudaMemory could not report on the memory that ran out: %r", problem)
+            _logger.error("CudaMemory could not report the use of the memory that ran out: %r", problem)
 
     def _explain(self, trainer: Trainer, error: BaseException, report: MemoryReport) -> list[str]:
         """Write the files of this rank, and return advice. There is no communication: other ranks may hang."""
@@ -228,7 +228,7 @@ class CudaMemory(TrickCallback):
             report, stage, requested=requested, precision=precision, limit=limit, is_of_worker=is_of_worker(error)
         )
         where = _where(trainer, stage, self._step)
-        lines = [f"CudaMemory: memory of {report.device} ran out on rank {rank}, {where}.", *advice]
+        lines = [f"CudaMemory: {report.device} ran out of memory on rank {rank}, {where}.", *advice]
         if self._folder is None:
             return lines
         circumstances = [where, f"rank {rank} of {trainer.world_size}, precision {precision}"]

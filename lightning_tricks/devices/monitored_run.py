@@ -99,7 +99,7 @@ class MonitoredRun:
             except Exception as error:  # such as too many open files: it may work the next time
                 self._tell_once(
                     "failure",
-                    f"DeviceMonitor could not measure everything, and leaves out what it could not: {error!r}.",
+                    f"DeviceMonitor could not measure everything, and leaves out the rest: {error!r}.",
                 )
         for gpu in self._gpus:
             if gpu.name == self._own_name:
@@ -179,7 +179,7 @@ class MonitoredRun:
         if temperature is not None and limit is not None and temperature >= limit:
             self._tell_once(
                 "heat",
-                f"DeviceMonitor: {gpu.name} has {temperature:.0f} °C, and warn_temperature={limit:g}. At about 85 to "
+                f"DeviceMonitor: {gpu.name} is at {temperature:.0f} °C, and warn_temperature={limit:g}. At about 85 to "
                 "95 °C, GPUs slow down by themselves: check its fan and the airflow.",
             )
 

@@ -77,7 +77,7 @@ def parse_criterion(choice: Any) -> Any:
 
 
 def criterion_to_plain(criterion: Any) -> Any:
-    """Return the name of a loss of torch's and its options, for a checkpoint; of another one, its name alone."""
+    """Return the name and options of a torch loss, for a checkpoint; of another loss, only its name."""
     kind = type(criterion)
     if _LOSSES.get(kind.__name__) is kind:
         # of tensors, such as the weights of classes, their values

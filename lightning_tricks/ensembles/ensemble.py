@@ -156,7 +156,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
             have_steps = [lightning_members.has_training_step(member) for member in members]
         self._has_lightning_members = all(have_steps)
         if self._has_lightning_members:
-            why_not = f"{type(members[0]).__name__} has a training_step of its own"
+            why_not = f"{type(members[0]).__name__} has its own training_step"
         else:
             why_not = optimizers.why_not_step_stacked(self.optimizer, members)
             if any(have_steps):

@@ -90,7 +90,7 @@ class CachedPredictions:
             self.of_batch = self._sums[rows.to(self._sums.device, non_blocking=True)]
 
     def _forget_unless_of(self, data: _Data) -> None:
-        """Start anew where an epoch has other data than the one before, or its values were changed."""
+        """Start again if an epoch has other data than the one before, or its values were changed."""
         versions = [tensor._version for tensor in data[0]]
         if versions != self._versions or (data is not self._data and not _is_same(data, self._data)):
             self._sums, self._n_members = None, 0
@@ -231,7 +231,7 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
             self.set_count("kept_number", "_n_kept", 0)
 
     def on_stage_start(self) -> None:
-        """Let the members of the stage predict, also where the run goes on after it was to end (`min_epochs`)."""
+        """Let the members of the stage predict, even if the run continues past its end (`min_epochs`)."""
         self.set_count("kept_number", "_n_kept", 0)
 
     def on_validation_epoch_end(self) -> None:
@@ -248,7 +248,7 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
             self._keep_best_stages()
 
     def on_train_epoch_end(self) -> None:
-        """Log the mean of the steps' losses, and end the run where no more stage helps."""
+        """Log the mean of the steps' losses, and end the run if no further stage helps."""
         super().on_train_epoch_end()
         if self.early_stopping_rounds is not None and self._is_last_epoch_of_stage and self._keep_best_stages():
             self.trainer.should_stop = True

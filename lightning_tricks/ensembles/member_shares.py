@@ -100,9 +100,9 @@ class MemberShares(Ensemble):
         if self.own_members is not None:
             reason = why_not_reorder(loaders)
             if overfit_batches_of(self.trainer):
-                reason = "overfit_batches shares out samples"
+                reason = "overfit_batches divides samples among ranks"
             elif not reason and hasattr(sampler := sampler_of(loaders), "num_replicas"):
-                reason = f"a {type(sampler).__name__} shares out samples"
+                reason = f"a {type(sampler).__name__} divides samples among ranks"
             if reason:
                 self._refuse(f"each rank has to read all samples, and {reason}")
         return super().training_loader(loaders)
@@ -230,14 +230,14 @@ class MemberShares(Ensemble):
         """Refuse what would mix the members of ranks, or give other results than in one process."""
         trainer = self.trainer
         if not isinstance(trainer.strategy, DDPStrategy):
-            self._refuse(f'{type(trainer.strategy).__name__} is another strategy: use strategy="ddp"')
+            self._refuse(f'{type(trainer.strategy).__name__} is not supported: use strategy="ddp"')
         if trainer.world_size > self.n_estimators:
             self._refuse(f"{trainer.world_size} ranks are more than {self.n_estimators} members: use fewer devices")
         if syncs_batchnorm(trainer):
-            self._refuse("sync_batchnorm=True takes statistics over members of several ranks: leave it out")
+            self._refuse("sync_batchnorm=True averages statistics over members of all ranks: leave it out")
         parameters = [parameter for member in self.estimators_ for parameter in member.parameters()]
         if len(set(parameters)) < len(parameters):
-            self._refuse('members share a parameter, which several ranks would train: use members="replicated"')
+            self._refuse('members share a parameter, which multiple ranks would train: use members="replicated"')
         for kind in (kind for callback in callbacks_of(trainer) for kind in type(callback).__mro__):
             if kind.__name__ in _MIX_MEMBERS:
                 self._refuse(f"{kind.__name__} {_MIX_MEMBERS[kind.__name__]}")

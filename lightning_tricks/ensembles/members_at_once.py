@@ -30,7 +30,7 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
     # --- before a fit
 
     def unstack_where_needed(self) -> None:
-        """Put stacked members one after another where something in this fit does not allow stacks."""
+        """Run stacked members one after another if something in this fit does not allow stacks."""
         members = self.estimators_
         if isinstance(members, StackedMembers) and (reason := members.adopt_frozen_parameters()):
             self.estimators_ = as_sequential(members, reason)
@@ -41,7 +41,7 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
             self.estimators_ = as_sequential(self.estimators_, "sync_batchnorm=True replaces layers of torch.nn")
 
     def forget_comparisons(self) -> None:
-        """Compare stacked members with a loop anew, on the first batches to come."""
+        """Compare stacked members with a loop again, on the next batches."""
         self._ranks_agree = False
         if isinstance(self.estimators_, StackedMembers):
             self.estimators_.compared.clear()
@@ -101,7 +101,7 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
     def run_members_as(self, how: Mapping[str, Any]) -> None:
         """Stack or unstack the parameters as the optimizer's state in a checkpoint needs them.
 
-        The result of the comparison on the first batches is kept, so that the run goes on as it began.
+        The result of the comparison on the first batches is kept, so that the run continues as it began.
 
         Raises:
             MisconfigurationException: If the members cannot be stacked.
@@ -121,13 +121,13 @@ class MembersAtOnce(TrainingBatches, CombinedPrediction):
             MisconfigurationException: If they cannot be stacked.
         """
         if stacked:
-            self.estimators_ = as_sequential(self.estimators_, "the checkpoint is of members one after another")
+            self.estimators_ = as_sequential(self.estimators_, "members ran one after another in the checkpoint")
         else:
             self.estimators_ = as_members(list(self.estimators_), vectorize=True)
         if isinstance(self.estimators_, SequentialMembers) != stacked:
             raise MisconfigurationException(
                 "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
-                f"({self.estimators_.reason}): resume with the members that it was made with."
+                f"({self.estimators_.reason}): resume with the members that it was saved with."
             )
 
     def _is_stacked(self) -> bool:

@@ -77,7 +77,7 @@ class MetaLearner(Ensemble):
     # --- a fit
 
     def choose_linear_model(self) -> None:
-        """Choose scikit-learn's default where nothing else was chosen."""
+        """Choose scikit-learn's default if nothing else was chosen."""
         if not self.trains_final_by_gradient and self.final_estimator is None:
             from sklearn.linear_model import LogisticRegression, RidgeCV  # takes a second
 

@@ -242,7 +242,7 @@ class ForestMembers(IndependentMembers):
         self.set_size(self.n_inputs or first[0].numel(), n_outputs)
 
     def set_size(self, n_inputs: int, n_outputs: int) -> None:
-        """Make the trees anew for samples of `n_inputs` values, with `n_outputs` outputs."""
+        """Make the trees again for samples of `n_inputs` values, with `n_outputs` outputs."""
         self.n_inputs, self.n_outputs = n_inputs, n_outputs
         sizes = {"n_inputs": n_inputs, "n_outputs": n_outputs, "depth": self.depth}
         self.hparams.update(sizes, estimator_args=sizes)

@@ -43,8 +43,8 @@ def why_not_step_stacked(choice: Any, members: Sequence[nn.Module]) -> str:
         first, *others = (_groups_by_place(*pair) for pair in zip(made, parameters, strict=True))
         for index, other in enumerate(others, start=1):
             if len(first) != len(other) or not all(map(_are_equal, first, other)):
-                return f"the function optimizer= makes other parameter groups of member {index} than of member 0"
-    return "" if kind in _ELEMENTWISE else f"{kind.__name__} does not treat each element of a parameter for itself"
+                return f"the function optimizer= makes other parameter groups for member {index} than for member 0"
+    return "" if kind in _ELEMENTWISE else f"{kind.__name__} does not treat each element of a parameter separately"
 
 
 def _groups_by_place(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def _groups_by_place(optimizer: Optimizer, parameters: list[nn.Parameter]) -> li
 
 
 def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Optimizer:
-    """Make the optimizer of all members; a function is applied to each member alone."""
+    """Make the optimizer of all members; a function is applied to each member separately."""
     modules = [members.net] if isinstance(members, StackedMembers) else list(members.children())
     if isinstance(choice, OptimizerSpec):
         return build_optimizer(modules, choice)

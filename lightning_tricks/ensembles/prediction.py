@@ -156,7 +156,9 @@ class CombinedPrediction(LightningModule):
 
     def uncalibrated_logits(self, *x: Tensor) -> Tensor:
         """Return what `calibrate` maps to probabilities: the logarithms of the combined ones, (B, n_outputs)."""
-        raise TypeError(f"{type(self).__name__} is no classifier: calibrate and calibrated=True are for probabilities.")
+        raise TypeError(
+            f"{type(self).__name__} is not a classifier: calibrate and calibrated=True are for probabilities."
+        )
 
     def calibrated(self, outputs: Tensor) -> Tensor:
         """Return the calibrated prediction, (B, n_outputs), of outputs (n, B, n_outputs)."""

@@ -166,7 +166,7 @@ class SnapshotMembers(CapturedMembers):
             return cycle
         by_epochs = trainer.max_steps == -1
         length = f"max_epochs={trainer.max_epochs} ({steps} steps)" if by_epochs else f"{steps} steps"
-        problem = f"{type(self).__name__} has {n} cycles of equal length, into which {length} do not divide"
+        problem = f"{type(self).__name__} has {n} cycles of equal length, and {length} is not a multiple of {n}"
         remedy = f"set {'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}"
         # such a run only tries whether all works
         if steps < n or (by_epochs and (trainer.max_epochs or 0) < n):
@@ -294,7 +294,7 @@ class FastGeometricMembers(CapturedMembers):
         return max(0, after_first // self._cycle_steps + 1)
 
     def on_train_start(self) -> None:
-        """Go on as `CapturedMembers` does, and train no more if the run was stopped after the last copy."""
+        """Continue as `CapturedMembers` does, and train no more if the run was stopped after the last copy."""
         super().on_train_start()
         self._stop_after_last_copy()
 
@@ -323,13 +323,13 @@ class FastGeometricMembers(CapturedMembers):
         needed = f"{cycles} or more" if self.base_epochs is None else base + cycles
         problem = (
             f"{type(self).__name__} trains its base model{of_base}, and then {self.n_estimators} cycles of "
-            f"{self.cycle} epochs, which max_epochs={epochs} and max_steps={trainer.max_steps} do not give"
+            f"{self.cycle} epochs, which does not match max_epochs={epochs} and max_steps={trainer.max_steps}"
         )
         if epochs <= 0 or unused > 0 or trainer.max_steps != -1:
             raise MisconfigurationException(f"{problem}: set max_epochs={needed}, and leave out max_steps.")
         if unused < -(self.cycle // 2):  # after the last copy half a cycle may be left out
             rank_zero_warn(
-                f"{problem}; it ends before the last copy is taken, and before the first one the model itself "
+                f"{problem}; the run ends before the last copy is taken, and before the first copy the model itself "
                 f"predicts. To take all of them, set max_epochs={needed}."
             )
         return base

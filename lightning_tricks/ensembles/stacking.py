@@ -212,7 +212,7 @@ class StackedGeneralization(meta_learner.MetaLearner, StagedEnsemble, Independen
         if not self._final_is_fitted and not is_fast_dev_run(self.trainer):
             rank_zero_warn(
                 f"{type(self).__name__}: the run ended in stage {self.stage + 1} of {self.n_stages}, before the "
-                "meta-learner was fitted: the ensemble predicts the mean of its members. Let the run go on."
+                "meta-learner was fitted: the ensemble predicts the mean of its members. Continue the run."
             )
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -282,7 +282,7 @@ class StackedGeneralization(meta_learner.MetaLearner, StagedEnsemble, Independen
         is_linear = "final_estimator_.coef" in checkpoint["state_dict"]
         if is_linear == self.trains_final_by_gradient:
             kind = "a linear model" if is_linear else "a torch.nn.Module"
-            raise ValueError(f"The checkpoint's final_estimator is {kind}: give final_estimator= such a one.")
+            raise ValueError(f"The checkpoint's final_estimator is {kind}: give final_estimator= one, too.")
         members = self.estimators_
         super().on_load_checkpoint(checkpoint)
         if not self._is_fitting:

@@ -72,7 +72,7 @@ class StackingRun:
         """Return the loader of the features, in batches as large as those of the user."""
         given, features, targets = self.loader, self.features, self.targets
         if features is None or targets is None:
-            raise MisconfigurationException("the features of the meta-learner are not there yet.")
+            raise MisconfigurationException("the features of the meta-learner do not exist yet.")
         dataset = TensorDataset(features, targets)
         return DataLoader(
             dataset,

@@ -62,8 +62,8 @@ class StagedEnsemble(Ensemble):
             return [1] * self.n_stages
         if epochs <= 0 or epochs % self.n_stages:
             raise MisconfigurationException(
-                f"{type(self).__name__} has {self.n_stages} stages of equal length, into which max_epochs={epochs} "
-                f"does not divide: set max_epochs to a multiple of {self.n_stages}."
+                f"{type(self).__name__} has {self.n_stages} stages of equal length, and max_epochs={epochs} is not a "
+                f"multiple of that: set max_epochs to a multiple of {self.n_stages}."
             )
         return [epochs // self.n_stages] * self.n_stages
 
@@ -156,7 +156,7 @@ class StagedEnsemble(Ensemble):
         )
 
     def on_train_epoch_start(self) -> None:
-        """Begin the stage of this epoch, with a new optimizer and schedule, where it is another one."""
+        """Begin the stage of this epoch, with a new optimizer and schedule, if it is a new one."""
         stage = self.stage_at(self.current_epoch)
         if stage != self.stage:
             self._set_stage(stage)
@@ -166,13 +166,13 @@ class StagedEnsemble(Ensemble):
             self.on_stage_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin the stage where a fit is resumed after the last batch of an epoch: Lightning does not say its start."""
+        """Begin the stage if a fit resumes after the last batch of an epoch: Lightning then calls no epoch start."""
         if batch_idx == 0:
             self.on_train_epoch_start()
         super().on_train_batch_start(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
-        """Log the mean of the steps' losses, and end the run after the last stage, where it was to be longer."""
+        """Log the mean of the steps' losses, and end the run after the last stage, even if it was to be longer."""
         super().on_train_epoch_end()
         epochs = sum(self.stage_epochs())
         if self.current_epoch + 1 >= epochs and self.trainer.max_epochs != epochs:

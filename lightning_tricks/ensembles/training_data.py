@@ -86,8 +86,8 @@ class TrainingBatches(LightningModule):
         if len(target) % n_members or any(len(value) != len(target) for value in inputs):
             sizes = ", ".join(str(len(value)) for value in (*inputs, target))
             raise ValueError(
-                f"the parts of a batch have {sizes} rows, which are not those of {n_members} members: collate_fn mixes "
-                "samples. Give shared_order=True."
+                f"the parts of a batch have {sizes} rows, not the same number for each of {n_members} members: "
+                "collate_fn mixes samples. Give shared_order=True."
             )
         return inputs, target.reshape(n_members, -1, *target.shape[1:])
 

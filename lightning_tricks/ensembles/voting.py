@@ -176,8 +176,8 @@ class BootstrappedMembers(Ensemble):
         """Whether members see the samples in orders of their own: always."""
         if self.hparams.get("shared_order"):
             raise MisconfigurationException(
-                f"{type(self).__name__}(shared_order=True): members that share the batches have no samples of their "
-                "own: leave it out, or use Voting instead."
+                f"{type(self).__name__}(shared_order=True): members that share the batches have no separate "
+                "samples: leave it out, or use Voting instead."
             )
         return True
 

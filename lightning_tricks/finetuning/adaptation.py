@@ -96,7 +96,9 @@ class GradientCheckingCallback(TrickCallback):
         if missing and trainer.is_global_zero:
             rank = trainer.global_rank if ddp_wrapper(trainer) is not None else None
             words = describe_without_gradient(missing, rank)
-            rank_zero_warn(f"{type(self).__name__}: in its first batch, {words}. They stay as they are.{cause}")
+            rank_zero_warn(
+                f"{type(self).__name__}: in its first batch, {words}. These parameters stay as they are.{cause}"
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove everything that this callback installed, and say why a loss had no gradient."""
@@ -169,10 +171,9 @@ class AdaptationCallback(GradientCheckingCallback):
         self.say(str(self.report))
         if is_new and _is_lost_after_fit(pl_module.trainer):
             lightning_logger("finetuning").warning(
-                "%s: this strategy trains in processes that it spawns or forks, and what they add to the module does "
-                "not come back: after the fit, the module has no trained changes, and is another model than the "
-                "trained one. Add them before the fit, as by add_lora(module, LoRASettings(...)), or evaluate a "
-                "checkpoint.",
+                "%s: this strategy trains in processes that it spawns or forks, and layers that are added there do "
+                "not come back: after the fit, the module has no trained changes, and is not the trained model. Add "
+                "them before the fit, such as by add_lora(module, LoRASettings(...)), or evaluate a checkpoint.",
                 type(self).__name__,
             )
 
@@ -210,7 +211,7 @@ class CoverageCheckingCallback(AdaptationCallback):
 
     def _start(self, pl_module: LightningModule) -> None:
         if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
-            self.say("whether all adapted modules are called is not checked in a compiled module")
+            self.say("does not check in a compiled module that all adapted modules are called")
             return
         if self._watch is not None:
             self._watch.close()  # a batch that the module skips has no end

@@ -289,7 +289,7 @@ class GradualUnfreezing(GradientCheckingCallback):
                 raise MisconfigurationException(f"GradualUnfreezing(lr_multipliers=...): {error}") from error
 
     def _refuse_reset_of_norms(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
-        """Raise an error if a callback sets statistics to zero that nothing would compute anew."""
+        """Raise an error if a callback sets statistics to zero that nothing would compute again."""
         frozen = frozen_norms(pl_module, lambda parameter: plan.trains(parameter, plan.keys[-1]))
         if frozen and callbacks_of_type(trainer, StochasticWeightAveraging):
             raise MisconfigurationException(

@@ -219,7 +219,7 @@ def _sizes(checkpoint: dict[str, Any]) -> list[int]:
 
 def _describe(whole: list[int], saved: list[int]) -> str:
     if len(saved) == len(whole):
-        return f"saves all {len(whole):,} tensors, as none stays frozen and as it was"
+        return f"saves all {len(whole):,} tensors, as none stays frozen and unchanged"
     return (
         f"saves {len(saved):,} of {len(whole):,} tensors, {format_bytes(sum(saved))} of {format_bytes(sum(whole))}; "
         "the others come from the module that loads it"

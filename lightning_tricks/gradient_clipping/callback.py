@@ -270,7 +270,7 @@ class GradientClipping(TrickCallback):
         """Restore the counts and the state of the thresholds."""
         for key in load_states(self._states, state_dict, self._clip_groups):
             rank_zero_warn(
-                f"GradientClipping has another method than in the checkpoint, so the statistics of {key!r} in the "
+                f"GradientClipping has another method than the checkpoint, so the statistics of {key!r} in the "
                 "checkpoint are not restored."
             )
 
@@ -325,7 +325,7 @@ def _nonfinite_error(trainer: Trainer, names: Sequence[str], finite: Tensor, rea
     bad = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
     listed = list_names(bad, 10)
     if len(bad) == len(names):
-        listed += "; since it is all of them, look at the loss itself and at its batch"
+        listed += "; as all of them are affected, look at the loss and its batch"
     return RuntimeError(
         f"GradientClipping({reason}): {len(bad)} of {len(names)} gradients are not finite at global step "
         f"{trainer.global_step} (epoch {trainer.current_epoch}): {listed}."

@@ -73,7 +73,7 @@ def warn_of_other_clipping(trainer: Trainer, own: str) -> AbstractContextManager
             return
         optimized = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
         if was_said := not optimized.isdisjoint(parameters):
-            _warn_of_clipping(f"{own}) and {_caller()}, which clips to {bound:g}, are both there")
+            _warn_of_clipping(f"{own}) and {_caller()}, which clips to {bound:g}, are both used")
 
     return observing_clipping(called)
 
@@ -138,7 +138,7 @@ def refuse_unseen_steps(
             raise MisconfigurationException(
                 f"GradientClipping cannot clip optimizer {index}: {type(optimizer).__name__}.step did not call its "
                 "`closure`, in which gradients are clipped. Call it in that method, before the gradients are used, or "
-                "hand it on: `super().step(closure)`."
+                "pass it on: `super().step(closure)`."
             )
         return result
 
@@ -150,9 +150,9 @@ def refuse_unseen_steps(
         for index, known in enumerate(trainer.optimizers):
             if any(id(group) in own for group in known.param_groups):
                 raise MisconfigurationException(
-                    f"GradientClipping cannot clip optimizer {index}: it was stepped past Lightning, which then calls "
-                    "no hook. Step what `self.optimizers()` returns (use_pl_optimizer=True), or the `optimizer` that "
-                    "`optimizer_step` gets."
+                    f"GradientClipping cannot clip optimizer {index}: it was stepped without Lightning, which then "
+                    "calls no hook. Step what `self.optimizers()` returns (use_pl_optimizer=True), or the `optimizer` "
+                    "that `optimizer_step` gets."
                 )
 
     hook = register_optimizer_step_pre_hook(refuse)

@@ -141,7 +141,7 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None, remedy: st
     if limit < by_epochs and n_optimizers is None and not trainer.lightning_module.automatic_optimization:
         rank_zero_warn(
             f"Under manual optimization max_steps={trainer.max_steps} counts the steps of all optimizers; the schedule "
-            "takes it for those of one. Give build_schedule(..., n_optimizers=...)."
+            "takes it as the steps of one. Give build_schedule(..., n_optimizers=...)."
         )
     return int(total)
 

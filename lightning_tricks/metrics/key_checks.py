@@ -73,7 +73,7 @@ class Collisions:
             )
 
     def check_ranks(self, ranks: Sequence[Mapping[str, str]]) -> None:
-        """Raise a MetricsError for a key that some ranks have logged alone after the monitor, which all have logged."""
+        """Raise a MetricsError for a key that only some ranks have logged after the monitor, which all have logged."""
         for key in sorted(self._logged):
             hooks = [of_rank[key] for of_rank in ranks if key in of_rank]
             if 0 < len(hooks) < len(ranks):
@@ -93,8 +93,8 @@ def refuse_unordered(monitor: str, stage: str, keys: Iterable[str]) -> None:
     """Raise a MetricsError for metrics whose value depends on the order of the samples, which ranks do not know."""
     for key in keys:
         raise MetricsError(
-            f"{monitor}: the value of {key!r} in {stage} depends on the order of the samples, and several ranks have "
-            "batches of their own. Measure it on one device, or choose a metric that averages (reduction='mean', "
+            f"{monitor}: the value of {key!r} in {stage} depends on the order of the samples, and each rank has "
+            "other batches. Measure it on one device, or choose a metric that averages (reduction='mean', "
             "multidim_average='global', MeanMetric)."
         )
 
@@ -105,7 +105,7 @@ def warn_of_no_validation(trainer: Trainer, monitor: str, best_keys: Sequence[st
     too_seldom = every is not None and epochs is not None and 0 < epochs < every
     if best_keys and (too_seldom or not trainer.enable_validation):
         rank_zero_warn(
-            f"{monitor}: best has the key {best_keys[0]!r}, but this fit does not validate, so that it has no value: "
+            f"{monitor}: best has the key {best_keys[0]!r}, but this fit does not validate, so it has no value: "
             "give it validation data and a validation_step, let it validate within max_epochs, or use a key of train."
         )
 
@@ -219,7 +219,7 @@ class UnmeasuredBatches:
 def _describe(inputs: Any) -> str:
     if inputs is None or (isinstance(inputs, Mapping) and not inputs):
         return "nothing"
-    return f"{', '.join(map(str, inputs))} alone" if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
+    return f"only {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
 
 
 def check_prefix(prefix: Any) -> None:
@@ -290,7 +290,7 @@ class BestKeys:
             names += [name.partition("/")[2] for name in names]  # after the name of a loader
             if not any(map(keys.may_contain, names)):
                 there = [keys.key(stage, name) for stage in stages or measured for name in (*keys.names, "loss")]
-                raise ValueError(f"best has the key {key!r}, and what a fit logs is {_listed(key, there)}")
+                raise ValueError(f"best has the key {key!r}, but a fit logs only {_listed(key, there)}")
 
     def values(self, history: History) -> dict[str, tuple[float, int]]:
         """Return the best value of each key, and the optimizer steps done by then."""
@@ -317,7 +317,7 @@ class BestKeys:
                 raise ValueError(f"best has the key {key!r}, but {stage} has {len(loaders)} loader(s): use {there}.")
 
     def check_logged(self, stage: str, logged: Collection[str]) -> None:
-        """Raise an error for a key that was not logged at the end of its stage, where that was not known before.
+        """Raise an error for a key that was not logged at the end of its stage, if that was not known before.
 
         Raises:
             ValueError: If there is such a key; the message lists those that were logged.
@@ -325,7 +325,7 @@ class BestKeys:
         there = [key for key in logged if key.startswith(self._keys.key(stage, ""))]
         for key in self.of_stage(stage):
             if key not in there:
-                raise ValueError(f"best has the key {key!r}, and what was logged is {_listed(key, there)}")
+                raise ValueError(f"best has the key {key!r}, but the fit logged only {_listed(key, there)}")
 
 
 def _listed(key: str, keys: Sequence[str]) -> str:

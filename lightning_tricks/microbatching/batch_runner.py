@@ -1,4 +1,4 @@
-"""What is done with a batch in place of a closure of automatic optimization."""
+"""Runs a batch in place of the closure of automatic optimization."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FITS = 2**62  # a size that no rank needs to shrink
 
 @dataclass
 class Found:
-    """What is found out in a fit.
+    """The findings of a fit.
 
     Attributes:
         found: The number of rows that fit, after memory has run out.
@@ -48,7 +48,7 @@ class Found:
 
 
 class BatchRunner:
-    """Runs the batches of a fit, in microbatches where they are too large.
+    """Runs the batches of a fit, in microbatches if they are too large.
 
     Args:
         trainer: The Trainer.
@@ -124,9 +124,9 @@ class BatchRunner:
             step.rewind()
             step.batch = batches.copy_batch(batch)
             if limit == 0:
-                raise torch.OutOfMemoryError(f"Microbatching: memory runs out with a single row ({reason}).")
+                raise torch.OutOfMemoryError(f"Microbatching: a single row runs out of memory ({reason}).")
             self._found.found = limit
-            rank_zero_info(f"Microbatching: out of memory; microbatches have {limit:,} rows at most.")
+            rank_zero_info(f"Microbatching: out of memory; microbatches now have at most {limit:,} rows.")
 
     def _cut(self, step: BatchStep, size: int | None) -> tuple[Sequence[Any], list[int]]:
         """Return the microbatches and their numbers of rows; 1 for a batch that need not be cut."""
@@ -223,7 +223,7 @@ class BatchRunner:
             if is_mismatch:
                 self._report_mismatch(problem)
             else:
-                doubt = f"It takes the loss for a {found.reduction or 'mean'} over the rows: check that it is one."
+                doubt = f"It assumes that the loss is a {found.reduction or 'mean'} over the rows: check that it is."
                 rank_zero_warn(
                     f"Microbatching could not compare microbatches with whole batches, as {problem}. {doubt}"
                 )
@@ -231,7 +231,7 @@ class BatchRunner:
             found.without_rows = [name for name in lengths[0] if len({each.get(name) for each in lengths}) == 1]
 
     def _report_mismatch(self, problem: str) -> None:
-        text = f"Microbatching does not train as with whole batches: {problem}."
+        text = f"Microbatching does not train as whole batches would: {problem}."
         if self._on_mismatch == "warn":
             rank_zero_warn(text)
             return

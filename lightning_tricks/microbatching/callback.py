@@ -88,8 +88,8 @@ class Microbatching(TrickCallback):
         """Take over what automatic optimization does with a batch."""
         if self.size is None and trainer.world_size > 1 and waits_in_forward(pl_module):
             raise MisconfigurationException(
-                "Microbatching(size=None): ranks cannot agree on a size with SyncBatchNorm layers: where memory ran "
-                "out on one rank, the others would wait for ever. Give a number of rows, as Microbatching(size=8)."
+                "Microbatching(size=None): ranks cannot agree on a size with SyncBatchNorm layers: if one rank ran "
+                "out of memory, the others would wait forever. Give a number of rows, such as Microbatching(size=8)."
             )
         if (wrapper := ddp_wrapper(trainer)) is not None and wrapper.static_graph:
             raise MisconfigurationException(
@@ -99,7 +99,7 @@ class Microbatching(TrickCallback):
         runner = BatchRunner(trainer, self.size, self.on_mismatch, self._found)
         self._installed.enter_context(runner.logs.installed())
         self._installed.enter_context(batches_run_by(trainer, runner.run))
-        how = "where memory runs out" if self.size is None else f"into microbatches of at most {self.size:,} rows"
+        how = "that run out of memory" if self.size is None else f"into microbatches of at most {self.size:,} rows"
         self.say(f"cuts batches {how}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

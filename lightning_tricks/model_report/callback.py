@@ -87,7 +87,7 @@ class ModelReport(TrickCallback):
         super().on_train_start(trainer, pl_module)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note which parameters have no gradient yet; some may be frozen for this pass alone."""
+        """Note which parameters have no gradient yet; some may be frozen only for this pass."""
         self._unreached = {name: parameter for name, parameter in self._unreached.items() if parameter.grad is None}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

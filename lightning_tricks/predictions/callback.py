@@ -150,8 +150,8 @@ class PredictionWriter(TrickCallback):
         attempt, changed = _on_rank_zero(trainer, begin)
         if changed:
             rank_zero_warn(
-                f"PredictionWriter: {self._folder} holds predictions of other hyperparameters, which stay ({changed}). "
-                "Give resume=False to start anew."
+                f"PredictionWriter: {self._folder} has predictions of other hyperparameters ({changed}), and keeps "
+                "them. Give resume=False to start again."
             )
         found = parts.MergedParts(self._folder)
         if not all(gather_objects(self._folder.exists())):  # all ranks have read before one adds a part
@@ -191,7 +191,7 @@ class PredictionWriter(TrickCallback):
                 del self._watches[name]
                 warnings.warn(
                     f"PredictionWriter: the collate_fn of loader {name!r} sorts the samples of a batch. The n-th "
-                    "prediction is written as that of the n-th index: do not sort, as by "
+                    "prediction is written for the n-th index: do not sort, use "
                     "pack_padded_sequence(enforce_sorted=False), or let predict_step return them in the old order.",
                     stacklevel=2,
                 )
@@ -210,8 +210,8 @@ class PredictionWriter(TrickCallback):
         merged = parts.MergedParts(self._folder)
         if (found := len(merged) + merged.repeated) < rows:
             raise OSError(
-                f"{self._folder} holds {found:,} of {rows:,} predictions that were written into it. Start again with "
-                "resume=True, while no other program uses that path, and on a disk that all nodes see alike."
+                f"{self._folder} contains {found:,} of {rows:,} predictions that were written to it. Run again with "
+                "resume=True, while no other program uses this path, and on a disk that all nodes share."
             )
         write_predictions(Path(self.path), self._format, merged, loaders)
         parts.remove_parts(self._folder)
@@ -219,7 +219,7 @@ class PredictionWriter(TrickCallback):
         if merged.repeated:
             said += f", without {merged.repeated:,} that were repeated"
         if is_lossy := merged.repeated and len(merged) < samples:
-            said += ". Samples get lost where ranks shuffle differently, or some are drawn twice: use shuffle=False"
+            said += ". Samples are lost if ranks shuffle differently, or draw some twice: use shuffle=False"
         (rank_zero_warn if is_lossy else rank_zero_info)(f"PredictionWriter: wrote the predictions of {said}.")
 
 

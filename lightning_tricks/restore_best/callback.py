@@ -119,8 +119,8 @@ class RestoreBest(TrickCallback):
         """Return the value, and whether it is the best; or None, and what to say about it."""
         if self.monitor not in metrics:
             return None, (
-                f"RestoreBest(monitor={self.monitor!r}): this validation has other values. Log it, or name one of "
-                f"them: {list_names(metrics, 20)}.{did_you_mean(self.monitor, metrics)}"
+                f"RestoreBest(monitor={self.monitor!r}): this validation did not log it. Log it, or name one of the "
+                f"logged values: {list_names(metrics, 20)}.{did_you_mean(self.monitor, metrics)}"
             )
         value, sign = float(metrics[self.monitor]), 1 if self.mode == "min" else -1
         return value, not math.isnan(value) and (self.best_value is None or sign * value < sign * self.best_value)
@@ -133,13 +133,13 @@ class RestoreBest(TrickCallback):
                 them into its module. Or if the layers of the module have changed.
         """
         if self._kept is None:
-            raise MisconfigurationException("RestoreBest keeps no weights that it could restore.")
+            raise MisconfigurationException("RestoreBest has no weights to restore.")
         for copies in self._copies:
             copies.wait()
         if differing := put_back_(module, self._kept):
             raise MisconfigurationException(
-                f"RestoreBest: the module has other weights than in its best validation, in epoch {self.best_epoch}: "
-                f"{list_names(differing)}. It stays as it is. Load a checkpoint into a module that is built as then."
+                f"RestoreBest: the module has other layers than in its best validation, in epoch {self.best_epoch}: "
+                f"{list_names(differing)}. It was not modified. Load a checkpoint into a module built as it was then."
             )
         self._kept = None
 
@@ -154,11 +154,11 @@ class RestoreBest(TrickCallback):
                 rank_zero_warn(str(error))
         elif self._num_validations:
             rank_zero_warn(
-                f"RestoreBest: the module holds the last weights. {self.monitor} was NaN in {self._num_validations} "
-                "validations, or the run was resumed from a checkpoint that has the shards of rank zero alone."
+                f"RestoreBest: the module keeps the last weights. {self.monitor} was NaN in {self._num_validations} "
+                "validations, or the run was resumed from a checkpoint that has only the shards of rank zero."
             )
         else:
-            self.say("no validation ran, so that the module holds the last weights")
+            self.say("no validation ran, so the module keeps the last weights")
         self._kept, self._copies = None, [HostCopies(), HostCopies()]  # gives the memory back
         super().on_fit_end(trainer, pl_module)
 
@@ -178,7 +178,7 @@ class RestoreBest(TrickCallback):
             return
         now = [self.monitor, self.mode]
         if (then := state_dict.get("monitor", now)) != now:
-            rank_zero_warn(f"RestoreBest: the checkpoint has the best by {then}, not by {now}. It does not count.")
+            rank_zero_warn(f"RestoreBest: the best of the checkpoint is by {then}, not by {now}: it is ignored.")
             return
         self._num_validations = state_dict.get("validations", 0)
         if state_dict.get("rank") == self._rank:

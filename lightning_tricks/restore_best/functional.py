@@ -37,7 +37,7 @@ def put_back_(module: nn.Module, kept: Mapping[str, Tensor]) -> list[str]:
         kept: Copies of what `weights_and_buffers` returned, on any device.
 
     Returns:
-        The names that one side alone has, and those of weights of another shape; nothing is changed if there are any.
+        The names that only one side has, and those of weights of another shape; nothing is changed if there are any.
 
     Examples:
         >>> layer = nn.Linear(2, 1)

@@ -187,7 +187,7 @@ class SpikeGuard(TrickCallback):
         )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew: no step of an epoch is judged with those of another."""
+        """Start again: no step of an epoch is judged with those of another."""
         self._open, self._loss, self._left_out_in_epoch = None, None, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -368,13 +368,13 @@ class SpikeGuard(TrickCallback):
         what = f"a {self.monitor} of {value:.4g}, above {limit:.4g}" if math.isfinite(value) else "a value not finite"
         said = (
             f"SpikeGuard: {what}, at batch {spike['batch_idx']} of epoch {spike['epoch']}: "
-            f"{window.batches} batches are left out, and the fit goes on from global step {spike['global_step']}."
+            f"{window.batches} batches are left out, and the fit continues from global step {spike['global_step']}."
         )
         if counts["in_a_row"] > self.max_consecutive:
             raise RuntimeError(
                 f"{said} These are {counts['in_a_row']} spikes in a row, more than max_consecutive="
-                f"{self.max_consecutive}: the values have changed for good, or a step has spoilt the weights, which "
-                'only "rewind" takes back. Look at these batches, lower the learning rate, or use "rewind", a longer '
+                f"{self.max_consecutive}: the values have changed permanently, or a step has damaged the weights, "
+                'which only "rewind" undoes. Look at these batches, lower the learning rate, or use "rewind", a longer '
                 "every_n_train_steps or a larger threshold."
             )
         rank_zero_warn(said)

@@ -155,8 +155,8 @@ def test_a_foreign_checkpoint_runs_nothing(tmp_path, monkeypatch, place):
     newest = folder.manifests()[0]
     poisoned = {**torch.load(folder.path_of(newest), weights_only=True), place: {"x": RunsCode()}}
     folder.save(poisoned, epoch=1, step=13, batches=3, finished=False, run=newest.run)
-    with pytest.raises(MisconfigurationException, match=r"asks for a call of .*mkdir"):
+    with pytest.raises(MisconfigurationException, match=r"asks to call .*mkdir"):
         fit(AutoResume(tmp_path))
-    with pytest.raises(MisconfigurationException, match=r"another run|asks for a call"):
+    with pytest.raises(MisconfigurationException, match=r"another run|asks to call"):
         fit(AutoResume(tmp_path, allow_pickle=True), module=lambda: Net(hidden=8))
     assert not Path("ran").exists()

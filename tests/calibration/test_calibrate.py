@@ -117,9 +117,9 @@ def test_votes_and_regressors_are_refused():
     with pytest.raises(ValueError, match='voting_strategy="hard"'):
         calibrate(hard, loader_of(x, y))
     regressor = lightning_tricks.ensembles.VotingRegressor(nn.Linear, 2, {"in_features": 64, "out_features": 1})
-    with pytest.raises(TypeError, match="VotingRegressor is no classifier"):
+    with pytest.raises(TypeError, match="VotingRegressor is not a classifier"):
         calibrate(regressor, loader_of(x, y.float()[:, None]))
-    with pytest.raises(TypeError, match="VotingRegressor is no classifier"):
+    with pytest.raises(TypeError, match="VotingRegressor is not a classifier"):
         regressor(x, calibrated=True)
 
 

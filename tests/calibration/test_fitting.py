@@ -165,15 +165,15 @@ def with_labels(rows, classes, labels, sure=4.0):
 
 ROWS = torch.arange(60)
 REFUSED = {
-    "all right": ("temperature", *with_labels(60, 3, ROWS % 3), "all 60 held-out rows are predicted rightly"),
-    "told apart": ("vector", *with_labels(60, 3, ROWS % 3), "told apart without error"),
+    "all right": ("temperature", *with_labels(60, 3, ROWS % 3), "all 60 held-out rows are predicted correctly"),
+    "told apart": ("vector", *with_labels(60, 3, ROWS % 3), "separates the held-out rows without error"),
     "one class told apart": (
         "vector",
         *with_labels(60, 3, torch.where(ROWS % 3 > 0, ROWS // 2 % 2 + 1, 0)),
-        "told apart",
+        "separates the held-out rows",
     ),
     "worse than chance": ("temperature", *with_labels(60, 3, (ROWS + 1) % 3), "say nothing about"),
-    "constant logits": ("temperature", torch.zeros(60, 3).double(), drawn(60, 3)[1], "say nothing|predicted rightly"),
+    "constant logits": ("temperature", torch.zeros(60, 3).double(), drawn(60, 3)[1], "say nothing|predicted correctly"),
     "a class is absent": ("vector", *with_labels(60, 3, ROWS % 2), "is of class 2"),
     "a class is absent, isotonic": ("isotonic", *with_labels(60, 3, ROWS % 2), "is of class 2"),
     "few rows": ("temperature", *drawn(9, 3), "needs 10 held-out rows or more for 3 classes, got 9"),

@@ -478,7 +478,7 @@ def test_loading_hooks():
 
     module = Lit(width=6)
     torch.save({f"old.{name}": t for name, t in module.net.state_dict().items()}, "w.pt")
-    with pytest.raises(CheckpointError, match=r"hparams_file='hparams.yaml' is not read. Give what it holds"):
+    with pytest.raises(CheckpointError, match=r"hparams_file='hparams.yaml' is not read. Give its values"):
         Hooked.load_from_checkpoint("w.pt", hparams_file="hparams.yaml")
     loaded = Hooked.load_from_checkpoint("w.pt", width=6)
     assert max_output_difference(module.net, loaded.net, torch.ones(1, 3)) == 0

@@ -50,7 +50,7 @@ def test_show_refuses_and_runs_nothing(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["ckpt", "show", "w.pt"])
     assert exit_.value.code == 1
-    assert "error: w.pt is a pickle that asks for a call of" in capsys.readouterr().err
+    assert "error: w.pt is a pickle that asks to call" in capsys.readouterr().err
     assert not Path("pwned").exists()
 
 

@@ -222,7 +222,7 @@ def test_unclear_heads_are_refused():
 @pytest.mark.parametrize("name", ["auto", ""])
 def test_a_model_that_is_itself_a_layer_has_no_head(name):
     model = nn.Linear(4, 5)
-    with pytest.raises(CheckpointError, match="the model is itself a Linear, with no module around"):
+    with pytest.raises(CheckpointError, match="the model is itself a Linear, in no other module"):
         replace_head(model, 3, name)
     assert list(model.children()) == []
 

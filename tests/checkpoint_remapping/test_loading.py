@@ -227,12 +227,12 @@ def test_numbers_of_8_bits_without_a_scale_are_weights_and_said():
         n: tensor.to(torch.float8_e5m2) if tensor.dim() > 1 else tensor for n, tensor in source.state_dict().items()
     }
     report = load_weights(target, file)
-    assert "0.weight, 3.weight are of 8 bits in the file, and loaded as such numbers" in report.diagnosis
+    assert "0.weight, 3.weight have 8 bits in the file, and are loaded with that precision" in report.diagnosis
     assert torch.equal(target[3].weight, file["3.weight"].float())
     target.register_buffer("counts", torch.ones(2, 2, dtype=torch.int64))
     file["counts"] = torch.zeros(2, 2).to(torch.float8_e5m2)
     report = load_weights(target, file, allow_mismatched="counts")
-    assert "; 0.weight, 3.weight are of 8 bits" in report.diagnosis, "what is left out is not loaded"
+    assert "; 0.weight, 3.weight have 8 bits" in report.diagnosis, "what is left out is not loaded"
     extra = {"more.index": torch.ones(3, 3, dtype=torch.int64), "more.scale": torch.ones(3), "3.note": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"3 tensors are left over in the file"):
         load_weights(small(), source.state_dict() | extra)
@@ -318,7 +318,7 @@ def test_weight_norm_becomes_what_the_model_has(prefix):
             report = load_weights(target, file)
             assert max_output_difference(source, target, inputs) < 1e-6  # torch divides in another order
             is_plain = "0.weight" in target.state_dict()
-            assert is_plain == ("5 tensors were computed of the file's weight norm" in report.diagnosis)
+            assert is_plain == ("5 tensors were computed from the file's weight norm" in report.diagnosis)
             with pytest.raises(CheckpointError) if not is_plain else contextlib.nullcontext() as error:
                 load_weights(target, _normed(lambda layer, dim=0: layer).state_dict())
             if not is_plain:

@@ -313,7 +313,7 @@ def test_another_order_of_elements_is_said_instead_of_a_rule(one, other, orders,
         load_weights(net, source)
     assert ("rules=[" in str(error.value)) == ("if the model has rotary embeddings" in str(error.value))
     report = load_weights(net, source, rules=[(one, other)])
-    assert "rules rename what is kept in another order" in report.diagnosis
+    assert "rules rename tensors that are stored in another order" in report.diagnosis
     w, heads = source[f"{one}.weight"], 2
     there = eval(re.search(r"w = (.*?) for each", report.diagnosis)[1], {"w": w, "heads": heads})
     load_weights(net, {f"{other}.weight": there, **rest})

@@ -553,14 +553,14 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"loader": [(X, Y.unsqueeze(1))]}, ValueError, r"targets must be class indices, \(30,\), got \(30, 1\)"),
         ({"loader": [(X, Y[:7])]}, ValueError, r"targets must be class indices, \(30,\), got \(7,\)"),
         ({"loader": [(X.where(X > -1, torch.nan), Y)]}, ValueError, "of 30 calibration rows are NaN or infinite"),
-        ({"loader": [(X[:, :1], Y)]}, ValueError, r"classes, \(N, C\), got \(30, 1\): of one logit .*pad"),
+        ({"loader": [(X[:, :1], Y)]}, ValueError, r"classes, \(N, C\), got \(30, 1\): for a single logit .*pad"),
         ({"loader": [(X[:, 0], Y)]}, ValueError, r"got \(30,\)"),
         ({"module": nn.LSTM(3, 3)}, ValueError, "got tuple"),
         ({"groups": "class-conditional", "loader": [(X, Y * 0)]}, ValueError, "group 1 has 0, group 2 has 0"),
         ({"groups": lambda x: x[:, 0]}, ValueError, r"whole numbers \(30,\), got \(30,\) of torch.float32"),
         ({"groups": lambda x: torch.tensor(1)}, ValueError, r"groups must return whole numbers \(30,\), got \(\)"),
         ({"groups": lambda x: torch.arange(30) < 3}, ValueError, r"9 calibration rows of each group: group 1 has 3\."),
-        ({"score": "raps"}, ValueError, "at least 9 rows to calibrate, and as many, .* got 2. and .: give"),
+        ({"score": "raps"}, ValueError, "at least 9 rows to calibrate, and as many .* got 2. and .: give"),
     ],
 )  # fmt: skip
 def test_bad_input_of_classifiers_is_refused(arguments, error, message):
@@ -573,7 +573,11 @@ def test_bad_input_of_classifiers_is_refused(arguments, error, message):
     [
         ({"score": "normalized"}, ValueError, "score must be one of absolute, normalised, quantile, .*'normalised'"),
         ({"groups": "class-conditional"}, TypeError, "groups must be a function of the inputs of a batch"),
-        ({"loader": [(X, X)]}, ValueError, r"module must return one number for each row, .* got \(30, 3\): of several"),
+        (
+            {"loader": [(X, X)]},
+            ValueError,
+            r"module must return one number for each row, .* got \(30, 3\): use a separate",
+        ),
         ({"loader": [(X[:, 0], X)]}, ValueError, r"targets must be one number for each row, .* got \(30, 3\)"),
         ({"loader": [(X[:, 0], X[:7, 0])]}, ValueError, "the module returns 30 values for 7 targets"),
         ({"loader": [(X[:1, 0], X[:, 0])]}, ValueError, "the module returns 1 values for 30 targets"),

@@ -85,12 +85,12 @@ def test_memory_that_really_runs_out_in_training(tmp_path, told):
         "  [1]: int64 4 on cpu, 32 B",
     ):
         assert line in text.splitlines()
-    for words in ("exp_avg of net.0.weight", "512x64", "4503599627370496 bytes", "more than all memory"):
+    for words in ("exp_avg of net.0.weight", "512x64", "4503599627370496 bytes", "more than the device has"):
         assert words in text
     assert [path.name for path in (tmp_path / "made" / "here").iterdir()] == ["out_of_memory-rank0.txt"]
     advice = told(error)
-    assert "memory of cpu ran out on rank 0, stage train, epoch 0, batch 3." in advice
-    assert "more than all memory" in advice
+    assert "cpu ran out of memory on rank 0, stage train, epoch 0, batch 3." in advice
+    assert "more than the device has" in advice
     assert str(tmp_path / "made" / "here" / "out_of_memory-rank0.txt") in advice
     assert isinstance(callback.report, MemoryReport)
     assert "exp_avg of net.0.weight" in {one.name for one in callback.report.largest}
@@ -109,7 +109,7 @@ def test_memory_that_really_runs_out_in_training(tmp_path, told):
 )
 def test_each_stage_is_named_once(tmp_path, told, function, where, words):
     error = run(Hungry(where), CudaMemory(dirpath=str(tmp_path)), function)
-    assert told(error).count("ran out on rank 0") == 1
+    assert told(error).count("ran out of memory on rank 0") == 1
     text = (tmp_path / "out_of_memory-rank0.txt").read_text()
     assert words in text.splitlines()
     assert ("4x64" in text) == ("outside" not in words)
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_does_not_replace_the_error(tmp_path, to
     error = run(Hungry(), CudaMemory(dirpath=tmp_path / "file" / "folder"))
     assert "can't allocate memory" in str(error)
     assert re.search("The report could not be written to .*file.folder: NotADirectoryError", told(error))
-    assert "more than all memory" in told(error)
+    assert "more than the device has" in told(error)
 
 
 def test_a_failure_in_the_report_does_not_replace_the_error(tmp_path, monkeypatch, lightning_log):
@@ -180,7 +180,8 @@ def test_a_failure_in_the_report_does_not_replace_the_error(tmp_path, monkeypatc
     error = run(Hungry(), callback)
     assert "can't allocate memory" in str(error)
     assert any(
-        "could not report on the memory that ran out: LookupError('no figures')" in line for _, line in lightning_log
+        "could not report the use of the memory that ran out: LookupError('no figures')" in line
+        for _, line in lightning_log
     )
     assert callback._step is None
 
@@ -285,7 +286,7 @@ def test_a_worker_of_the_loader_that_runs_out(tmp_path, told):
     data = DataLoader(Refused(), num_workers=1)
     with pytest.raises(RuntimeError) as caught:
         fit(Net(), CudaMemory(dirpath=tmp_path), data=data)
-    assert "more than all memory" in told(caught.value)
+    assert "more than the device has" in told(caught.value)
     assert "8192 TiB were requested" in (tmp_path / "out_of_memory-rank0.txt").read_text()
 
 

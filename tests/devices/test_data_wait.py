@@ -266,7 +266,7 @@ _SHORT = WaitTotals(seconds=1, waited=0.4, n_batches=800)  # measured: a worker 
         (
             _SHORT, loader(0), 8, 40,
             "loading a batch takes only 0.5 ms, which worker processes would not make faster; use larger batches, or "
-            "take each batch out of tensors in memory at once.",
+            "index each batch at once out of tensors in memory.",
         ),
         (waited(80), loader(0), 2, 80,
          "try num_workers=2, now 0 (4 would keep up, on 2 cores: make loading cheaper, too)."),
@@ -277,7 +277,7 @@ _SHORT = WaitTotals(seconds=1, waited=0.4, n_batches=800)  # measured: a worker 
         ),
         (
             waited(50, first=40), loader(4), 16, 50,
-            "most of it was at the start of epochs, where the workers start anew; try persistent_workers=True.",
+            "most of it was at the start of epochs, when the workers start again; try persistent_workers=True.",
         ),
         (waited(50, first=10), loader(4), 16, 50, "try num_workers=8, now 4."),
         (waited(50, first=40), loader(4, True), 16, 50, "try num_workers=8, now 4."),

@@ -240,7 +240,7 @@ def test_heat_is_told_once(on_gpus):
     with pytest.warns(UserWarning, match="DeviceMonitor") as warned:
         fit(Heats(), Samples(monitor), monitor)
     (heat,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
-    assert heat.startswith("DeviceMonitor: gpu0 has 90 °C, and warn_temperature=85.")
+    assert heat.startswith("DeviceMonitor: gpu0 is at 90 °C, and warn_temperature=85.")
 
 
 def test_a_gpu_that_is_lost_is_told_once(on_gpus):
@@ -316,7 +316,7 @@ def test_what_the_system_refuses_is_told_once_and_ends_nothing(monkeypatch, erro
                     raise error
 
     monitor = DeviceMonitor()
-    words = r"could not measure everything, and leaves out what it could not: OSError\(24"
+    words = r"could not measure everything, and leaves out the rest: OSError\(24"
     if error is None:
         with pytest.warns(UserWarning, match=words):
             fit(monitor, Breaks(), Samples(monitor))

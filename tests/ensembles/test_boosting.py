@@ -377,7 +377,7 @@ def test_two_ranks_stop_at_the_same_stage():
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ({}, {"max_epochs": 4}, "has 3 stages of equal length, into which max_epochs=4 does not divide"),
+        ({}, {"max_epochs": 4}, "has 3 stages of equal length, and max_epochs=4 is not a multiple"),
         ({"early_stopping_rounds": 1}, {"max_epochs": 3}, r"early_stopping_rounds=1 needs validation data"),
         (
             {"early_stopping_rounds": 1},

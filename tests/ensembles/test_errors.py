@@ -153,7 +153,7 @@ def test_collated_batches_that_mix_samples():
 
     data = [(torch.rand(64), torch.tensor(index % 10)) for index in range(8)]
     loader = DataLoader(data, 4, shuffle=True, collate_fn=pack)
-    with pytest.raises(ValueError, match="which are not those of 2 members: collate_fn mixes samples"):
+    with pytest.raises(ValueError, match="not the same number for each of 2 members: collate_fn mixes samples"):
         fit(VotingClassifier(MLP, 2), loader)
 
 

@@ -258,7 +258,12 @@ def test_a_trainer_tests_and_predicts(family):
 SHORT = {
     "stages": ("GradientBoosting", {}, "ends in stage 1 of 3; .* Set max_epochs=3 to train", 1),
     "long stages": ("GradientBoosting", {"epochs_per_estimator": 2}, "stage 1 of 3; .* Set max_epochs=6 to train", 1),
-    "cycles": ("SnapshotEnsemble", {}, r"max_epochs=1 \(4 steps\) do not divide; 3 cycles have 1 steps each", 3),
+    "cycles": (
+        "SnapshotEnsemble",
+        {},
+        r"max_epochs=1 \(4 steps\) is not a multiple of 3; 3 cycles have 1 steps each",
+        3,
+    ),
     "base": ("FastGeometric", {"base_epochs": 2}, "for base_epochs=2 epochs, and then 3 cycles of 4 .*=14", 0),
     "no base": ("FastGeometric", {"base_epochs": None}, "its base model, and then .* set max_epochs=12 or more", 0),
 }

@@ -185,7 +185,7 @@ def test_members_that_compute_with_other_values_are_not_taken_for_one_another(na
     stack, x = as_members(members), torch.rand(5, 64)
     assert torch.equal(stack.forward_shared(x), torch.stack([member(x) for member in members]))
     named = "config" if name == "scale" else name
-    assert stack.reason == f"member 1 is of another structure than member 0 ({named})"
+    assert stack.reason == f"member 1 has another structure than member 0 ({named})"
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,10 @@ def test_members_that_share_a_layer_go_on_sharing_it():
     ("members", "reason"),
     [
         (seeded(Recurrent, 4), "LSTM has no stacked form (lstm)"),
-        ([MLP(), MLP(hidden=16)], "member 1 is of another structure than member 0"),
-        ([MLP(), CNN()], "member 1 is of another structure than member 0"),
-        ([MLP(), nn.DataParallel(MLP())], "member 1 is of another structure than member 0"),
-        ([nn.Sequential(MLP(), nn.Dropout(p)) for p in (0.1, 0.2)], "member 1 is of another structure than member 0"),
+        ([MLP(), MLP(hidden=16)], "member 1 has another structure than member 0"),
+        ([MLP(), CNN()], "member 1 has another structure than member 0"),
+        ([MLP(), nn.DataParallel(MLP())], "member 1 has another structure than member 0"),
+        ([nn.Sequential(MLP(), nn.Dropout(p)) for p in (0.1, 0.2)], "member 1 has another structure than member 0"),
         (seeded(_tied, 4), "layers share a parameter"),
         (seeded(_hooked, 4), "Linear has hooks (first)"),
         (seeded(_Bare, 4), "_Bare has no stacked form"),
@@ -234,7 +234,7 @@ def test_what_cannot_be_stacked_is_a_loop_with_the_reason(members, reason):
 
 def test_convolutions_are_stacked_only_when_asked():
     assert isinstance(as_members(seeded(CNN, 4)), SequentialMembers)
-    assert as_members(seeded(CNN, 4)).reason == "convolutions of their own are faster than one for all members"
+    assert as_members(seeded(CNN, 4)).reason == "separate convolutions are faster than one for all members"
     assert isinstance(as_members(seeded(CNN, 4), vectorize=True), StackedMembers)
     assert isinstance(as_members(seeded(LitMLP, 4)), StackedMembers), "a step of their own is the ensemble's matter"
 

@@ -116,7 +116,7 @@ def test_a_function_of_values_keeps_the_members_apart(lightning_log):
     with torch.no_grad():
         ensemble.estimators_[1].first.weight.mul_(9)
     ensemble.set_members(copy.deepcopy(list(ensemble.estimators_)))
-    assert ensemble.estimators_.reason.startswith("the function optimizer= makes other parameter groups of member 1")
+    assert ensemble.estimators_.reason.startswith("the function optimizer= makes other parameter groups for member 1")
     alone = [copy.deepcopy(member) for member in ensemble.estimators_]
     same(trained(ensemble), [alone_by(member, of_values) for member in alone])
 

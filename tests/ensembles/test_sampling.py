@@ -120,10 +120,10 @@ class _Own(DataLoader):
     ("loader", "reason"),
     [
         ([1, 2], "a list is not a DataLoader"),
-        (DataLoader(Stream(), 2), "Stream is an IterableDataset, which gives one order"),
+        (DataLoader(Stream(), 2), "Stream is an IterableDataset, which has only one order"),
         (DataLoader(Squares(), batch_size=None), "Squares makes the batches itself"),
         (DataLoader(Squares(), batch_sampler=[[1, 2], [3]]), "list makes the batches itself"),
-        (_Own(Squares()), "_Own iterates in a way of its own"),
+        (_Own(Squares()), "_Own has its own __iter__"),
         (DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)), ""),
         (DataLoader(Squares()), ""),
     ],
@@ -177,5 +177,5 @@ def test_the_middle_of_an_epoch_is_not_resumed_on_other_ranks():
     next(iterator)
     resumed = _loader(DataLoader(_in_memory(), 4))
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"2 ranks shared out the samples .* and 1 would see other ones: resume on 2"):
+    with pytest.raises(ValueError, match=r"2 ranks divided the samples .* and 1 would see other samples: resume on 2"):
         next(iter(resumed))

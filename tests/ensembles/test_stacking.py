@@ -503,7 +503,7 @@ def test_a_checkpoint_is_loaded_without_scikit_learn(tmp_path, final, monkeypatc
     assert torch.equal(other.predict(x), ensemble.predict(x))
     assert torch.equal(copy.deepcopy(ensemble).predict(x), ensemble.predict(x))
     wrong = {} if final else {"final_estimator": nn.Linear(20, 10)}
-    with pytest.raises(ValueError, match=r"The checkpoint's final_estimator is a .*: give final_estimator= such a one"):
+    with pytest.raises(ValueError, match=r"The checkpoint's final_estimator is a .*: give final_estimator= one, too"):
         StackingClassifier.load_from_checkpoint(tmp_path / "saved.ckpt", estimators=MLP, **wrong)
 
 
@@ -552,7 +552,7 @@ REAL, ONE_CLASS = (DataLoader(TensorDataset(torch.zeros(9, 64), y)) for y in (to
 @pytest.mark.parametrize(
     ("arguments", "loader", "trainer", "words"),
     [
-        ({}, DataLoader(Stream()), {}, "Stream is an IterableDataset, which gives one order"),
+        ({}, DataLoader(Stream()), {}, "Stream is an IterableDataset, which has only one order"),
         ({}, CHOSEN, {}, "a WeightedRandomSampler chooses rows: give a Subset"),
         ({}, {"a": TWELVE}, {}, "a dict is not a DataLoader"),
         ({"cv": 13}, TWELVE, {}, "the 12 rows of the data do not fit cv=13, give fewer folds"),

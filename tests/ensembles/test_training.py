@@ -291,7 +291,7 @@ def test_lightning_modules_train_by_their_own_step(optimizer, lightning_log):
     expected = trained_alone(alone, made, train, 2, label_smoothing=0.1)
     same(ensemble.estimators_.member(1).state_dict(), expected)
     assert {"member_0/smooth", "member_1/smooth", "train/loss", "val/acc"} <= trainer.callback_metrics.keys()
-    assert any("LitMLP has a training_step of its own" in message for _, message in lightning_log)
+    assert any("LitMLP has its own training_step" in message for _, message in lightning_log)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LitMLP, "configure_optimizers", lambda self: [made, made])
         if optimizer is None:
@@ -417,8 +417,8 @@ def test_the_learning_rate_of_cycles_can_be_kept_within_limits():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_epochs": 4}, r"3 cycles of equal length, into which max_epochs=4 \(16 steps\) do not divide"),
-        ({"max_epochs": -1, "max_steps": 7}, r"into which 7 steps do not divide: set max_steps to a multiple of"),
+        ({"max_epochs": 4}, r"3 cycles of equal length, and max_epochs=4 \(16 steps\) is not a multiple of 3"),
+        ({"max_epochs": -1, "max_steps": 7}, r"7 steps is not a multiple of 3: set max_steps to a multiple of"),
         ({"max_epochs": -1}, "the run has no end"),
     ],
 )

@@ -248,7 +248,9 @@ def test_a_second_injection_is_refused_and_known_by_its_settings():
     settings = AdapterSettings(4, kind="parallel")
     report = add_adapters(model, settings)
     assert Adapters(4, kind="parallel").adapt(model) == report
-    with pytest.raises(ValueError, match="has adapters already, which a second call would reset: build the model anew"):
+    with pytest.raises(
+        ValueError, match="has adapters already, which a second call would reset: build the model again"
+    ):
         add_adapters(model, settings)
     for other in ({"bottleneck": 5}, {"kind": "pfeiffer", "scale": 4.0}, {"scale": 1.0}, {"exclude": "layers.0"}):
         with pytest.raises(ValueError, match="other layers or of another kind"):

@@ -90,8 +90,8 @@ def test_reports_what_trains_from_when(caplog):
     (line,) = (line for line in caplog.text.splitlines() if "GradualUnfreezing" in line)
     assert line.split(maxsplit=1)[1] == (
         "from epoch 0: 106 values in 4 tensors (head.*); "
-        "from epoch 1: 88 values in 4 tensors (block.*, head.0.*), 2 more that match train since earlier; "
-        "from epoch 2: 536 values in 4 tensors (*), 8 more that match train since earlier, "
+        "from epoch 1: 88 values in 4 tensors (block.*, head.0.*), 2 more that match train already; "
+        "from epoch 2: 536 values in 4 tensors (*), 8 more that match train already, "
         "requires_grad was False before the fit in 1 of them"
     )
     assert caplog.text.count("GradualUnfreezing") == 1

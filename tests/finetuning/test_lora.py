@@ -484,7 +484,7 @@ def test_dropout_is_in_the_side_branch_alone_and_a_warning_says_where_there_is_n
     model = ReadsWeights()
     add_lora(model, _settings(dropout=0.5))
     disturb(model)
-    with pytest.warns(UserWarning, match="the weight of a LinearLoRALinear is read by another .* If it computes"):
+    with pytest.warns(UserWarning, match="the weight of a LinearLoRALinear is read by another .* If that computes"):
         model(_noise(3, 8))
     model = nn.Sequential(nn.Linear(8, 8))
     add_lora(model, _settings(dropout=0.5))
@@ -536,7 +536,9 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing(given, words):
 
 def test_all_layers_that_a_rank_exceeds_are_named():
     model = nn.Sequential(*[nn.Linear(8, 1) for _ in range(3)], nn.Linear(8, 8))
-    words = r"rank=2 exceeds .* of 0\.weight, 1 .* train it whole\. So it does in 2 more: 1\.weight, 2\.weight\.$"
+    words = (
+        r"rank=2 exceeds .* of 0\.weight, 1 .* train it whole\. It exceeds that of 2 more, too: 1\.weight, 2\.weight\.$"
+    )
     with pytest.raises(ValueError, match=words):
         add_lora(model, _settings())
     add_lora(model, _settings(rank_pattern={"[012]": 1}))
@@ -695,7 +697,7 @@ def test_a_class_that_was_changed_since_is_not_restored():
     disturb(model)
     before = model(_noise(3, 8))
     model[0].__class__ = type("Sharded", (type(model[0]),), {})
-    with pytest.raises(ValueError, match="a module was made a Sharded after it was changed: undo that first"):
+    with pytest.raises(ValueError, match="a module became a Sharded after it was changed: undo that first"):
         merge(model)
     assert torch.equal(model(_noise(3, 8)), before)
 

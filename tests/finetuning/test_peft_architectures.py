@@ -12,10 +12,10 @@ from tests.finetuning.peft_models import ARCHITECTURES, perturb
 peft = pytest.importorskip("peft")
 
 _WORDS = (
-    "is not a change of their weights",  # convolutions with groups and the like
+    "by more than a change of their weights",  # convolutions with groups and the like
     "twice: as a layer, and as a part of the attention",
     "which share a weight in the model",
-    "which are one tensor in the model",
+    "are one tensor in the model",
     "LoRA of this package has no such setting",
 )
 

@@ -288,7 +288,7 @@ def test_with_lora_on_the_same_attention(lora_first):
     merge(model)
     torch.testing.assert_close(attention(x, x, x)[0], out)
     assert len(_parts(model)) == 1
-    with pytest.raises(ValueError, match=r"no LoRA to merge\. What was added in 0\.prefix cannot be folded"):
+    with pytest.raises(ValueError, match=r"no LoRA to merge\. The layers added in 0\.prefix cannot be merged"):
         merge(model)
 
 

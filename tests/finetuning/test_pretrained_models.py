@@ -22,7 +22,7 @@ def test_a_head_of_an_adapted_model_is_replaced():
 def test_an_adapted_file_says_what_its_model_needs():
     model = timm_vit()
     add_lora(model, LoRASettings(rank=2))
-    with pytest.raises(CheckpointError, match=r"changes of LoRA: call add_lora\(model\) first"):
+    with pytest.raises(CheckpointError, match=r"has LoRA weights: call add_lora\(model\) first"):
         load_weights(timm_vit(), model.state_dict())
 
 

@@ -276,6 +276,6 @@ def test_says_what_a_resume_with_another_method_drops(lab):
     lab.fit([GradientClipping(method=PercentileClip(20))], max_epochs=1, save_to=lab.folder / "one.ckpt")
     with pytest.warns(
         UserWarning,
-        match="has another method than in the checkpoint, so the statistics of '0:the rest' in the checkpoint are not",
+        match="has another method than the checkpoint, so the statistics of '0:the rest' in the checkpoint are not",
     ):
         lab.fit([GradientClipping(0.5)], ckpt_path=lab.folder / "one.ckpt")

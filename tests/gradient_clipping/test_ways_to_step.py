@@ -225,7 +225,7 @@ class _StepsSomethingElse(_Manual):
         super().step(optimizer, batch, which)
 
 
-_PAST = r"cannot clip optimizer 0: it was stepped past Lightning.*use_pl_optimizer=True"
+_PAST = r"cannot clip optimizer 0: it was stepped without Lightning.*use_pl_optimizer=True"
 _UNHEARD = "cannot clip optimizer 0: _Forgets.step did not call its `closure`.*super"
 _LIGHTNINGS = "The closure hasn't been executed. HINT: did you call `optimizer_closure"
 _WRAPPERS = (_Wraps, _WrapsInGroups, _Shows)

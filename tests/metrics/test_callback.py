@@ -477,12 +477,12 @@ def test_best_history_and_plot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"best": {"val/f2": "max"}}, r"'val/f2', and what a fit logs is val/acc, .*/loss\. Did you mean 'val/f1'\?"),
-        ({"best": {"test/f1": "max"}}, "'test/f1', and what a fit logs is train/acc, .*val/acc"),
-        ({"best": {"f1": "max"}}, "'f1', and what a fit logs is train/acc"),
-        ({"best": {"train/f1": "max"}, "stages": ["val"]}, "'train/f1', and what a fit logs is val/acc"),
-        ({"best": {"train/f1": "max"}, "stages": ["test"]}, "'train/f1', and what a fit logs is nothing"),
-        ({"best": {"val/f1": "max"}, "prefix": "ema"}, "what a fit logs is ema/train/acc, .* mean 'ema/val/f1'"),
+        ({"best": {"val/f2": "max"}}, r"'val/f2', but a fit logs only val/acc, .*/loss\. Did you mean 'val/f1'\?"),
+        ({"best": {"test/f1": "max"}}, "'test/f1', but a fit logs only train/acc, .*val/acc"),
+        ({"best": {"f1": "max"}}, "'f1', but a fit logs only train/acc"),
+        ({"best": {"train/f1": "max"}, "stages": ["val"]}, "'train/f1', but a fit logs only val/acc"),
+        ({"best": {"train/f1": "max"}, "stages": ["test"]}, "'train/f1', but a fit logs only nothing"),
+        ({"best": {"val/f1": "max"}, "prefix": "ema"}, "a fit logs only ema/train/acc, .* mean 'ema/val/f1'"),
     ],
 )
 def test_a_key_of_best_that_no_fit_logs_is_refused_at_once(arguments, words):
@@ -543,13 +543,13 @@ def test_a_key_of_best_in_a_fit_that_does_not_validate_is_a_warning(key, argumen
 
 def test_a_key_of_best_that_only_data_can_refuse():
     loader = loader_of(*table(8)[:2])
-    with pytest.raises(MetricsError, match="'val/own', and what was logged is val/own/longest, val/own/shortest"):
+    with pytest.raises(MetricsError, match="'val/own', but the fit logged only val/own/longest, val/own/shortest"):
         trainer(MetricsMonitor({"own": Parts()}, best={"val/own": "min"})).fit(OneLoader(), loader, loader)
     monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/loss": "min"})
-    with pytest.raises(MetricsError, match="'val/loss', and what was logged is val/f1"):
+    with pytest.raises(MetricsError, match="'val/loss', but the fit logged only val/f1"):
         trainer(monitor).fit(OneLoader(), loader, loader)  # whose validation returns none
     monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/f1_macro": "max"})
-    with pytest.raises(MetricsError, match=r"'val/f1_macro', and what was logged is val/f1\. Did you mean"):
+    with pytest.raises(MetricsError, match=r"'val/f1_macro', but the fit logged only val/f1\. Did you mean"):
         trainer(monitor).fit(OneLoader(), loader, loader)
 
 

@@ -349,7 +349,7 @@ def test_ranks_of_which_one_returns_nothing(tmp_path):
 def test_a_best_of_a_stage_that_returns_nothing_is_refused():
     with pytest.raises(MetricsError, match=r"loss alone in batch 0 of train.*best has the key 'train/acc'"):
         told(trainer(MetricsMonitor(ACC, best={"train/acc": "max"})), fits(Answers(train=lambda o, _: o["loss"])))
-    with pytest.raises(MetricsError, match="best has the key 'val/acc', and what was logged is nothing"):
+    with pytest.raises(MetricsError, match="best has the key 'val/acc', but the fit logged only nothing"):
         told(trainer(MetricsMonitor(ACC, best={"val/acc": "max"})), fits(Answers(val=lambda *_: None)))
 
 

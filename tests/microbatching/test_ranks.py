@@ -157,7 +157,7 @@ def test_real_fp16_on_two_ranks(tmp_path):
 
 
 def test_a_row_that_fits_on_no_rank_ends_all(tmp_path):
-    with pytest.raises(Exception, match="memory runs out with a single row"):
+    with pytest.raises(Exception, match="a single row runs out of memory"):
         fit_ranks(tmp_path / "none", Ranked(Memory(0), 1), Microbatching())
 
 

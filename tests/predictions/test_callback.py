@@ -157,7 +157,7 @@ def test_what_a_distributed_sampler_repeats_is_left_out(lightning_log):
 def test_samples_that_get_lost_are_counted():
     """Ranks with random numbers of their own shuffle differently, so that Lightning's sampler loses samples."""
     data = DataLoader(Numbers(21), 4, shuffle=True)
-    with pytest.raises(Exception, match=r"of 21 samples to out.npz, without \d+ that were repeated. Samples get lost"):
+    with pytest.raises(Exception, match=r"of 21 samples to out.npz, without \d+ that were repeated. Samples are lost"):
         predict([SeedEverything(3, per_rank=True), PredictionWriter("out.npz")], Draws(), data, **TWO_RANKS)
     rows = rows_of("out.npz")
     assert 10 < len(rows) < 21
@@ -571,18 +571,18 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     for name in ("weight", "counted"):
         other = Squares()
         torch.nn.init.constant_(getattr(other, name), 2)
-        words = r"another run.*\(weights: \['\w+'\] then, .*Give resume=False"
+        words = r"another run.*\(weights: \['\w+'\] before, .*Give resume=False"
         with pytest.raises(MisconfigurationException, match=words):
             predict(resumed, other)
-    with pytest.raises(MisconfigurationException, match=r"\(precision: 32-true then, bf16-mixed now\)"):
+    with pytest.raises(MisconfigurationException, match=r"\(precision: 32-true before, bf16-mixed now\)"):
         predict(resumed, precision="bf16-mixed")
-    with pytest.raises(MisconfigurationException, match=r"\(samples: \{'0': 21\} then, \{'0': 22\} now\)"):
+    with pytest.raises(MisconfigurationException, match=r"\(samples: \{'0': 21\} before, \{'0': 22\} now\)"):
         predict(resumed, loaders=DataLoader(Numbers(22), 4))
-    with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 then, 4 now"):
+    with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 before, 4 now"):
         predict(resumed, limit_predict_batches=4)
-    with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 then, 1 now"):
+    with pytest.raises(MisconfigurationException, match=r"limit_predict_batches: 1.0 before, 1 now"):
         predict(resumed, limit_predict_batches=1)
-    with pytest.raises(MisconfigurationException, match=r"columns: None then, .'square'. now"):
+    with pytest.raises(MisconfigurationException, match=r"columns: None before, .'square'. now"):
         predict(PredictionWriter("out.jsonl", resume=True, columns=["square"]))
     with pytest.raises(
         MisconfigurationException, match="its columns are prediction, and those of another batch square"
@@ -593,7 +593,7 @@ def test_what_belongs_to_another_run_is_refused_in_words():
     for damaged in ("", content[:50], "[]", "[" * 100_000, '{"hyperparameters": []}'):
         (folder / "run.json").write_text(damaged)
         with pytest.raises(
-            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start anew\."
+            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start again\."
         ):
             predict(resumed)
     (folder / "run.json").write_text(content)
@@ -620,7 +620,9 @@ def test_other_hyperparameters_are_named():
     for warns in (True, False):
         with pytest.raises(ZeroDivisionError):
             predict(PredictionWriter("out.jsonl"), Thresholded(0.5), Data(["a"] * 100_000))
-        words = r"stay \(words: \['a', .{70,75} then, \['b', .{70,75} now, threshold: 0.5 then, 0.7 now\)"
+        words = (
+            r"hyperparameters \(words: \['a', .{70,75} before, \['b', .{70,75} now, threshold: 0.5 before, 0.7 now\)"
+        )
         with pytest.warns(UserWarning, match=words) if warns else nullcontext():
             predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min), Data(["b"] * 100_000))
         assert rows_of("out.jsonl") == squares()
@@ -630,7 +632,7 @@ def test_predictions_of_loaders_in_another_order_are_refused():
     loaders = {"a": DataLoader(Numbers(8), 4), "b": DataLoader(Numbers(8), 4)}
     with pytest.raises(ZeroDivisionError):
         predict(PredictionWriter("out.jsonl"), Squares(None, 7, ZeroDivisionError), loaders)
-    with pytest.raises(MisconfigurationException, match=r"samples: {'a': 8, 'b': 8} then, {'b': 8, 'a': 8} now"):
+    with pytest.raises(MisconfigurationException, match=r"samples: {'a': 8, 'b': 8} before, {'b': 8, 'a': 8} now"):
         predict(PredictionWriter("out.jsonl", resume=True), loaders=dict(reversed(loaders.items())))
 
 
@@ -799,7 +801,7 @@ def test_parts_that_get_lost_are_an_error_and_the_rest_can_be_resumed():
             next(Path("out.jsonl.parts").glob("*.part")).unlink()
         return texts_and_lists(values, numbers)
 
-    with pytest.raises(MisconfigurationException, match=r"out.jsonl.parts holds 0 of 21 predictions that were"):
+    with pytest.raises(MisconfigurationException, match=r"out.jsonl.parts contains 0 of 21 predictions that were"):
         predict(PredictionWriter("out.jsonl"), Squares(transform=loses))
     predict(PredictionWriter("out.jsonl", resume=True), Squares(transform=texts_and_lists))
     assert len(rows_of("out.jsonl")) == 21

@@ -114,7 +114,7 @@ def test_validations_of_a_finder_do_not_count(tmp_path):
 
 def test_nan_alone_is_never_the_best(tmp_path, lightning_log):
     module, watches = Scored((math.nan,)), Watches(tmp_path, "score")
-    with pytest.warns(UserWarning, match="holds the last weights. score was NaN in 4 "):
+    with pytest.warns(UserWarning, match="keeps the last weights. score was NaN in 4 "):
         fit([RestoreBest("score"), watches], module)
     assert same(state_of(module), watches.seen()[-1][1])
 
@@ -129,7 +129,9 @@ def test_without_a_validation_the_module_stays(lightning_log, options):
 
 
 def test_a_missing_value_names_those_that_there_are():
-    with pytest.raises(MisconfigurationException, match=r"Log it, or name one of them: loss. Did you mean 'loss'\?"):
+    with pytest.raises(
+        MisconfigurationException, match=r"Log it, or name one of the logged values: loss. Did you mean 'loss'\?"
+    ):
         fit([RestoreBest("los")], EvaluatedNet())
 
 
@@ -214,14 +216,14 @@ def test_layers_that_change_since_are_named_and_nothing_is_mixed(tmp_path):
             module.requires_grad_()
 
     watches = Watches(tmp_path, "score")
-    with pytest.warns(UserWarning, match=r"other weights than in its best validation, in epoch 1: .*lora"):
+    with pytest.warns(UserWarning, match=r"other layers than in its best validation, in epoch 1: .*lora"):
         fit([LoRA(4), RestoreBest("score"), Hooks(on_train_epoch_start=merges), watches], module := Scored())
     assert same(state_of(module), watches.seen()[-1][1])
 
 
 def test_pruning_that_is_made_permanent_at_the_end_is_named():
     pruning = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
-    with pytest.warns(UserWarning, match=r"other weights than in its best validation.*weight_orig"):
+    with pytest.warns(UserWarning, match=r"other layers than in its best validation.*weight_orig"):
         fit([pruning, RestoreBest("loss")], EvaluatedNet())
 
 
@@ -287,13 +289,13 @@ def resumed(path, module, *arguments, **record):
 
 @pytest.mark.parametrize(("arguments", "best"), [(("score", "max"), 2), (("loss", "min"), 3)])
 def test_a_resumed_run_with_another_monitor_starts_anew(tmp_path, arguments, best):
-    with pytest.warns(UserWarning, match=r"the best by \['score', 'min'\], not by .*\]. It does not count"):
+    with pytest.warns(UserWarning, match=r"checkpoint is by \['score', 'min'\], not by .*\]: it is ignored"):
         callback = resumed(tmp_path / "a.ckpt", Scored((0.0, 0.0, 0.1, 0.05)), *arguments)
     assert callback.best_epoch == best
 
 
 def test_the_shards_of_another_rank_do_not_count(tmp_path):
-    with pytest.warns(UserWarning, match="holds the last weights.*or the run was resumed from a checkpoint that has"):
+    with pytest.warns(UserWarning, match="keeps the last weights.*or the run was resumed from a checkpoint that has"):
         resumed(tmp_path / "a.ckpt", Scored((math.nan,)), "score", rank=[0, 2])
 
 
@@ -303,7 +305,9 @@ def test_a_resumed_run_may_lack_the_value_in_some_validations(tmp_path):
             if self.trainer.current_epoch != 2:
                 super().on_validation_epoch_end()
 
-    with pytest.warns(UserWarning, match="this validation has other values. Log it, or name one of them: loss"):
+    with pytest.warns(
+        UserWarning, match="this validation did not log it. Log it, or name one of the logged values: loss"
+    ):
         callback = resumed(tmp_path / "a.ckpt", Gaps((0.0, 0.0, 0.0, 0.1)), "score")
     assert callback.best_epoch == 3
 
@@ -348,7 +352,7 @@ def test_after_an_exception_or_ctrl_c_the_module_is_as_it_was_and_the_best_can_b
     assert same(state_of(module), last)
     callback.restore(module)
     assert same(state_of(module), watches.seen()[1][1])
-    with pytest.raises(MisconfigurationException, match="keeps no weights"):
+    with pytest.raises(MisconfigurationException, match="has no weights to restore"):
         callback.restore(module)
 
 

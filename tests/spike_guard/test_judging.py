@@ -90,7 +90,7 @@ def test_weights_that_a_step_has_spoilt_end_skip_in_words(tmp_path):
                 self.weight.data.fill_(math.inf)
 
     guard = SpikeGuard(threshold=math.inf, max_consecutive=2)
-    with pytest.raises(RuntimeError, match=r'at batch 8 .*spoilt the weights, which only "rewind" takes back'):
+    with pytest.raises(RuntimeError, match=r'at batch 8 .*damaged the weights, which only "rewind" undoes'):
         run(tmp_path / "run", DataLoader(range(48), 4), [guard], module=lambda: Spoiling({}))
 
 

@@ -387,7 +387,7 @@ def test_a_folder_of_locks_that_cannot_be_used_is_one_line(command, capsys, monk
     monkeypatch.setenv("LIGHTNING_TRICKS_LOCK_DIR", str(Path("file").absolute()))
     with FakeNvml([FakeGpu()]):
         assert command("fit", "--model", "my_project.Net", *_DIGITS, "--select_gpus=1") == 2
-    assert re.fullmatch(r"lightning-tricks: error: .*file, where the locks .*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"lightning-tricks: error: .*file, the path for GPU locks.*\n", capsys.readouterr().err)
 
 
 def test_gpus_without_the_extra_are_one_line(command, capsys, monkeypatch):

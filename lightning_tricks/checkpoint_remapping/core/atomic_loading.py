@@ -1,4 +1,4 @@
-"""Load tensors into a module that stays as it was where loading fails, and whose tied tensors stay tied."""
+"""Load tensors into a module: a failure leaves it unmodified, and tied tensors stay tied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None = None) -> None:
-    """Load what a plan says, or leave the module as it is; `assign` is that of `load_weights`.
+    """Load the tensors of a plan, or leave the module unmodified; `assign` is the argument of `load_weights`.
 
     Raises:
         CheckpointError: If `load_state_dict` of the module raises, or does not take a name of its `state_dict`.
@@ -55,8 +55,8 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, befor
                 if before is None:
                     raise
                 raise CheckpointError(
-                    f"{method} raised {type(error).__name__}: {str(error)[:1000]} The module was not modified. Mend "
-                    "what it runs at loading, or load into a part with submodule=...."
+                    f"{method} raised {type(error).__name__}: {str(error)[:1000]} The module was not modified. Fix "
+                    "the code that it runs, or load into a part with submodule=...."
                 ) from error
             lost = [name for name in getattr(result, "unexpected_keys", ()) if not name.endswith("_extra_state")]
             lost += [name for name in getattr(result, "missing_keys", ()) if name in part]
@@ -64,8 +64,8 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, befor
             if lost:
                 raise CheckpointError(
                     f"{method} did not take {list_names(dict.fromkeys(lost))}, although state_dict() has such names: a "
-                    "hook or a method of the module drops or renames tensors in one of the two alone. The module was "
-                    "not modified. Give both the same names, or load into a part with submodule=...."
+                    "hook or a method of the module drops or renames tensors in only one of them. The module was "
+                    "not modified. Use the same names in both, or load into a part with submodule=...."
                 )
 
 

@@ -51,9 +51,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
     """
     check_count("num_classes", num_classes)
     if isinstance(model, nn.Linear | nn.Conv2d):
-        raise CheckpointError(
-            f"the model is itself a {type(model).__name__}, with no module around: build another one."
-        )
+        raise CheckpointError(f"the model is itself a {type(model).__name__}, in no other module: create a new one.")
     names = names_of_modules(model)
     added = {inner for _, part in added_modules(model) for inner in part.modules()}  # LoRA and adapters
     layers = [part for part in names if list(part.parameters(recurse=False)) and part not in added]
@@ -63,7 +61,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
             f"{name} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
         )
     if any(compiled_module(part) is old for part in model.modules()):  # what torch.compile returned calls the old one
-        raise CheckpointError(f"{names[old][0]} is compiled by itself: replace it first, and call torch.compile then.")
+        raise CheckpointError(f"{names[old][0]} is compiled by itself: replace it first, and then call torch.compile.")
     new = _resized(old, num_classes)
     _replace_module(model, old, new)
     if num_classes != (classes := _outputs(old)):
@@ -149,7 +147,7 @@ def _set_counts(around: Iterable[nn.Module], classes: int, num_classes: int) -> 
     for config in configs:
         if misfit is not None and getattr(config, "problem_type", None) == misfit:
             config.problem_type = None
-            said.append(f"config.problem_type was {misfit!r}, and is None now: the labels decide about the loss.")
+            said.append(f"config.problem_type was {misfit!r}, and is None now: the labels decide which loss is used.")
     return said
 
 

@@ -1,4 +1,4 @@
-"""`load_weights`: which tensors of a file go where in a model, checked before any changes, and their loading."""
+"""`load_weights`: plan which tensor of a file goes where in a model, check the plan before any change, and load."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class LoadPlan:
         self._notes = [*adapters, *normed, *notes]
         widened = [name for name in self.loaded if is_widened(self.loaded[name], self.model_tensors[name])]
         if widened:
-            self._notes.append(f"{list_names(widened)} are of 8 bits in the file, and loaded as such numbers")
+            self._notes.append(f"{list_names(widened)} have 8 bits in the file, and are loaded with that precision")
         self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
         self._resize()
         self.tensors = self.loaded | extra
@@ -352,7 +352,7 @@ class LoadPlan:
         if problems:
             remedy = ""
             if any(".lora_" in f".{name}" for name in unexpected):
-                remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. "
+                remedy = "The file has LoRA weights: call add_lora(model) first, as in training. "
             raise CheckpointError(
                 f"{self.source} does not fit {model}, which was not modified. {remedy}{'; '.join(problems)}. "
                 f"{len(self.loaded)} of {found.total} tensors would load: {found.diagnosis}"
@@ -422,7 +422,7 @@ def _described(source: str) -> str:
 def _problem(
     what: str, tensors: Mapping[str, object], argument: str, known: Sequence[str], resizable: Sequence[str] = ()
 ) -> list[str]:
-    """Return the sentence about tensors, by name with what is shown of them, and the patterns that allow them."""
+    """Return the sentence about tensors (name -> text to show), with the patterns that allow them."""
     if not tensors:
         return []
     allowed = f"{_patterns_for(argument, [*tensors], known)} allows that"

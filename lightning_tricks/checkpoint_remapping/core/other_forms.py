@@ -76,7 +76,7 @@ def normed_as_in(
             made[weight] = tensors[direction] * (tensors[length] / lengths)
     used = {name for normed in given.values() for name in (normed.length, normed.direction)}
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
-    return rest | made, [] if wanted else [f"{len(given)} tensors were computed of the file's weight norm"]
+    return rest | made, [] if wanted else [f"{len(given)} tensors were computed from the file's weight norm"]
 
 
 # Files of quantized weights: which of their tensors are codes, and not the numbers that a model computes with

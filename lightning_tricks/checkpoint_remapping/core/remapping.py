@@ -266,7 +266,7 @@ RulesArgument = Rules | str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class AppliedRules:
-    """What rules made of the tensors of a file.
+    """The tensors of a file after rules were applied.
 
     Attributes:
         tensors: The tensors under their new names.

@@ -106,7 +106,7 @@ class DataWait:
         return self._stages[-1] if self._stages else None
 
     def enter(self, stage: str) -> None:
-        """Begin an epoch of a stage; nothing if it runs already, as where a resumed epoch repeats its first hooks."""
+        """Begin an epoch of a stage; nothing if it runs already, as when a resumed epoch repeats its first hooks."""
         if stage in self._stages:
             return
         self._count_time()
@@ -212,12 +212,12 @@ def _remedy(wait: WaitTotals, loader: Any, cores: int, cpu_utilization: float | 
         return "load in worker processes, or make loading cheaper"
     lasting = getattr(loader, "persistent_workers", False)
     if wait.waited_first > wait.waited / 2 and loader.num_workers and not lasting:
-        return "most of it was at the start of epochs, where the workers start anew; try persistent_workers=True"
+        return "most of it was at the start of epochs, when the workers start again; try persistent_workers=True"
     per_batch = wait.waited / wait.n_batches
     if loader.num_workers == 0 and per_batch < _HAND_OVER:
         return (
             f"loading a batch takes only {1000 * per_batch:.2g} ms, which worker processes would not make faster; use "
-            "larger batches, or take each batch out of tensors in memory at once"
+            "larger batches, or index each batch at once out of tensors in memory"
         )
     needed = num_workers_needed(wait, loader.num_workers)
     if loader.num_workers >= cores:

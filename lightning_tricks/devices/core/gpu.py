@@ -48,7 +48,7 @@ THROTTLE_REASONS = (  # that it is idle (bit 0) slows nothing down
 
 
 class Told(NamedTuple):
-    """How NVML tells a field.
+    """How NVML reports a field.
 
     Attributes:
         calls: Functions with what they take after the device; the first that driver and module know is called.
@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
 
 def _told(*calls: str | tuple[Any, ...], **how: Any) -> Any:
-    """Return a field of a dataclass that NVML tells, see `Told`; None stands for whatever it does not report."""
+    """Return a field of a dataclass that NVML reports, see `Told`; None stands for whatever it does not report."""
     return field(default=None, metadata={"told": Told(calls, **how)})
 
 

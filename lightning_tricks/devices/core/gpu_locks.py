@@ -37,9 +37,9 @@ def lock_folder() -> Path:
         _make_shared(folder, parents=chosen)
         mode = (folder.stat() if chosen else folder.lstat()).st_mode
     except OSError as error:
-        raise GpuLockError(f"The folder {folder} for the locks of GPUs cannot be made ({error}). {_REMEDY}") from error
+        raise GpuLockError(f"The folder {folder} for GPU locks cannot be created ({error}). {_REMEDY}") from error
     if not stat.S_ISDIR(mode):
-        raise GpuLockError(f"{folder}, where the locks of GPUs are to be, is not a folder. {_REMEDY}")
+        raise GpuLockError(f"{folder}, the path for GPU locks, is not a folder. {_REMEDY}")
     return folder
 
 
@@ -56,7 +56,7 @@ def named_folder() -> tuple[Path, bool]:
     """Return the path of the folder, and whether the user has chosen it."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen and not Path(chosen).is_absolute():
-        raise GpuLockError(f"{FOLDER_VARIABLE} must be an absolute path, or each job has its own, got {chosen!r}.")
+        raise GpuLockError(f"{FOLDER_VARIABLE} must be an absolute path, the same for all jobs, got {chosen!r}.")
     if chosen:
         return Path(chosen), True
     # not TMPDIR, which jobs of one machine may have each for itself
@@ -119,7 +119,9 @@ def choosing(folder: Path) -> Iterator[None]:
     while (descriptor := try_lock(path)) is None:
         if time.monotonic() > deadline:
             who = f"process {pid}" if (pid := lock_holder(path)) else "another process"
-            raise GpuLockError(f"{who} has been choosing GPUs for {LONGEST_CHOICE:g} s, and holds {path}. End it.")
+            raise GpuLockError(
+                f"{who} has been choosing GPUs for {LONGEST_CHOICE:g} s, and holds the lock {path}. End it."
+            )
         time.sleep(0.02)
     try:
         yield

@@ -15,7 +15,7 @@ _LEAST_GROWTH = 2**20  # bytes in these epochs together; the allocator hands out
 
 
 def resolve_device(device: int | str | torch.device | None) -> torch.device:
-    """Return a device with its index where it is of CUDA; None is the current one if this process uses CUDA.
+    """Return a device, with its index if it is a CUDA device; None is the current one if this process uses CUDA.
 
     Raises:
         RuntimeError: If it is a CUDA device and there is none, or if the device does not exist.

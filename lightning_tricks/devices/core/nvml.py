@@ -76,7 +76,7 @@ def error_code(error: BaseException) -> int:
 
 
 def available(value: Any) -> Any:
-    """Return what NVML tells, or None where the value stands for "not available"."""
+    """Return the value of NVML, or None if it stands for "not available"."""
     return None if isinstance(value, int) and value in _NOT_AVAILABLE else value
 
 

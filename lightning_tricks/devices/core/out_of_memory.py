@@ -99,13 +99,13 @@ def advise(
     """
     if requested is not None and report.total is not None and requested > report.total:
         return [
-            f"One tensor of {format_bytes(requested)} was requested, more than all memory "
+            f"One tensor of {format_bytes(requested)} was requested, more than the device has "
             f"({format_bytes(report.total)}): look at the shapes in the line that failed."
         ]
     if is_of_worker:
         return [
             "A worker process of the DataLoader ran out of memory: use a smaller batch_size, num_workers or "
-            "prefetch_factor, as each worker keeps prefetch_factor batches ready, or a Dataset that holds less."
+            "prefetch_factor, as each worker keeps prefetch_factor batches ready, or a Dataset that stores less."
         ]
     advice = [*_about_waste(report, stage, requested or 0, limit), _ABOUT_BATCHES.get(stage, _ABOUT_VALIDATION)]
     advice += _about_shares(report, stage)
@@ -119,8 +119,8 @@ def advise(
 _LOADER = "Use a smaller batch_size in the {} loader; results that are averaged by batch size stay the same."
 _ABOUT_VALIDATION = _LOADER.format("validation")
 _ABOUT_BATCHES = {
-    "train": "Use a smaller batch_size and Trainer(accumulate_grad_batches=n), n times as small: the gradients are "
-    "those of the large batch, except for batch norm.",
+    "train": "Use an n times smaller batch_size and Trainer(accumulate_grad_batches=n): the gradients are those of "
+    "the large batch, except for batch norm.",
     "test": _LOADER.format("test"),
     "predict": "Use a smaller batch_size in the prediction loader. If predictions pile up, write them with a "
     "BasePredictionWriter and call predict(return_predictions=False).",
@@ -147,7 +147,7 @@ def _about_waste(report: MemoryReport, stage: str, requested: int, limit: float 
         )
     if stage != "train" and _is_large(report.in_graph, report):
         yield (
-            f"Tensors of {format_bytes(report.in_graph)} belong to a graph of autograd, which {stage} does not need: "
+            f"Tensors of {format_bytes(report.in_graph)} belong to an autograd graph, which {stage} does not need: "
             "do not enable gradients there, and keep no outputs of training steps without .detach()."
         )
     if _is_cuda(report) and reserved is not None and allocated is not None:
@@ -165,13 +165,13 @@ def _about_shares(report: MemoryReport, stage: str) -> Iterator[str]:
     states = report.found_by_kind.get("optimizer states", 0)
     if _is_large(states, report):
         yield (
-            f"The optimizer's states hold {format_bytes(states)} of {format_bytes(allocated)}: use an optimizer with "
+            f"The optimizer's states take {format_bytes(states)} of {format_bytes(allocated)}: use an optimizer with "
             "fewer states, or shard them over GPUs with ModelParallelStrategy (FSDP2)."
         )
     activations = allocated - sum(size for kind, size in report.found_by_kind.items() if kind != "other")
     if stage == "train" and _is_large(activations, report):
         yield (
-            "What is neither weights, gradients nor optimizer states, activations above all, holds "
+            "Memory other than weights, gradients and optimizer states, mostly activations, takes "
             f"{format_bytes(activations)}: recompute activations with torch.utils.checkpoint (activation "
             "checkpointing)."
         )

@@ -37,7 +37,7 @@ _LAUNCHERS = (
     ("LOCAL_RANK", "", ("LOCAL_WORLD_SIZE",)),
 )
 _ABOUT_LIGHTNING = (
-    " Where Lightning starts them, call select_gpus before the Trainer runs; a program that a rank starts must not "
+    " If Lightning starts them, call select_gpus before the Trainer runs; a program that a rank starts must not "
     "inherit LOCAL_RANK."
 )
 # CUDA_VISIBLE_DEVICES as it was set here, and before; in the environment, as the programs that are started inherit both
@@ -229,8 +229,8 @@ def refuse_to_choose(environment: Mapping[str, str], n: int) -> None:
         line = f"lightning-tricks gpus --select {n} -- {launcher or '<launcher>'} ..."
         raise RankError(
             f"Leave select_gpus out, and start the run with `{line}`, which selects and locks GPUs for all ranks: "
-            f"Trainer(devices='auto') uses them. Here each rank would select GPUs of its own, as {sign} says that "
-            f"{launcher or 'a launcher'} has started several." + ("" if launcher else _ABOUT_LIGHTNING)
+            f"Trainer(devices='auto') uses them. Otherwise each rank would select GPUs for itself, as {sign} shows "
+            f"that {launcher or 'a launcher'} has started several ranks." + ("" if launcher else _ABOUT_LIGHTNING)
         )
 
 
@@ -288,7 +288,7 @@ def _follows_a_choice(environment: Mapping[str, str]) -> bool:
         return True
     if sys.platform != "win32":
         return False
-    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
+    psutil = import_extra("psutil", "devices", "Selecting GPUs for multiple ranks needs psutil")
     with suppress(psutil.Error, OSError):  # the python.exe of a virtual environment starts another one
         return bool(psutil.Process(os.getppid()).ppid() == leader)
     return False

@@ -102,7 +102,7 @@ def refusal(device: VisibleDevice, request: Request, held: bool) -> str | None:
     if gpu.mig_mode and device.part is None:
         return "is in MIG mode, and has no slices"
     if device.part is not None and request.n > 1:
-        return f"is a MIG slice, of which a CUDA process sees one only, and n={request.n}"
+        return f"is a MIG slice: a CUDA process sees only one, and n={request.n}"
     if device.part is not None and device.uuid is None:
         return "is a MIG slice without a UUID, so CUDA cannot be told to use it"
     usage = usage_of(device, held)

@@ -35,7 +35,7 @@ from lightning_tricks.devices.core.result import (
 from lightning_tricks.devices.core.scoring import Request, describe_owner, in_order, parse_size, refusal
 from lightning_tricks.devices.core.visible_devices import Machine, VisibleDevice, hidden_gpus, see_machine
 
-_REMEDY = "Relax the limits that are named, wait by timeout=<seconds>, or train without a GPU by fallback='cpu'."
+_REMEDY = "Relax these limits, wait with timeout=<seconds>, or train without a GPU with fallback='cpu'."
 
 
 def select_gpus(
@@ -202,7 +202,7 @@ def _use_now(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
     if len(choice) != request.n:
         raise RankError(
             f"The ranks of this run use {len(choice)} selected GPUs ({', '.join(choice)}), and n={request.n}. All "
-            "calls of select_gpus in a script that runs on several ranks have to ask for the same number."
+            "calls of select_gpus in a script that runs on multiple ranks must request the same number."
         )
     try:
         machine = see_machine(state.visible_value(), nvml)

@@ -158,7 +158,7 @@ def find_cuda_handles(nvml: Any, indices: Iterable[int]) -> dict[int, Any]:
 
 
 def _uuids(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Return the handles of a GPU and of its MIG slices by their UUIDs, as far as these are told."""
+    """Return the handles of a GPU and of its MIG slices by their UUIDs, if NVML reports these."""
     devices = (handle, *(part for _, part in mig_handles(DeviceReader(nvml, handle))))
     uuids = [read_field(DeviceReader(nvml, device), "uuid") for device in devices]
     return {bare_uuid(uuid): device for uuid, device in zip(uuids, devices, strict=True) if uuid is not None}

@@ -293,6 +293,6 @@ def _number_gpus_by_bus(gpu_count: int, order_matters: bool) -> None:
         os.environ[_ORDER_VARIABLE] = _PCI_ORDER
     elif order != _PCI_ORDER and order_matters and gpu_count > 1:
         raise ValueError(
-            f"{_ORDER_VARIABLE}={order!r}: CUDA would number the {gpu_count} GPUs in another order than NVML does, "
-            f"which select_gpus reads, and only CUDA knows which order. Unset it, or set it to {_PCI_ORDER}."
+            f"{_ORDER_VARIABLE}={order!r}: CUDA would number the {gpu_count} GPUs in another order than NVML, "
+            f"which select_gpus reads, and only CUDA knows this order. Unset it, or set it to {_PCI_ORDER}."
         )

@@ -196,11 +196,11 @@ def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bo
     ):
         off = relative_difference(ours, theirs, floor=1e-6)
         if off > tolerance:
-            return f"the model mixes rows of a batch outside its layers ({kind} are {off:.2g} of the largest off)"
+            return f"the model mixes rows of a batch outside its layers ({kind} differ by {off:.2g} of the largest)"
     for name in dict.fromkeys(name for changed in (*at_once.changed, *alone.changed) for name in changed):
         values = [changed.get(name) for changed in alone.changed]
         if not same_or_rows_of(at_once.changed[0].get(name), values, tolerance):
-            return f"the model keeps {name}, which would be that of all members"
+            return f"the model keeps {name}, which all members would share"
     return ""
 
 

@@ -26,14 +26,14 @@ class Members(nn.Module):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Return a member: itself where members run one after another, or else one that shares memory with it."""
+        """Return a member: itself if members run one after another, or else one that shares memory with it."""
         return self.member(range(len(self))[index])
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (self[index] for index in range(len(self)))
 
     def member(self, index: int) -> nn.Module:
-        """Return one member as a module of its own: itself where members run one after another, or else a copy."""
+        """Return one member as a separate module: itself if members run one after another, or else a copy."""
         raise NotImplementedError
 
     def running_modules(self) -> list[nn.Module]:

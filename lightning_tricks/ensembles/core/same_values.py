@@ -45,7 +45,7 @@ def different_attributes(
 
 
 def same_or_rows_of(value: Any, parts: Sequence[Any], tolerance: float) -> bool:
-    """Whether a value is that of each of several, or tensors that hold their rows one after another.
+    """Whether a value equals each of several, or contains the rows of these tensors one after another.
 
     Args:
         value: The value of a module for all members.

@@ -113,9 +113,9 @@ def why_not_reorder(loader: Any) -> str:
     if not isinstance(loader, data.DataLoader):
         return f"a {type(loader).__name__} is not a DataLoader"
     if type(loader).__iter__ is not data.DataLoader.__iter__:
-        return f"{type(loader).__name__} iterates in a way of its own"
+        return f"{type(loader).__name__} has its own __iter__"
     if isinstance(loader.dataset, data.IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset, which gives one order"
+        return f"{type(loader.dataset).__name__} is an IterableDataset, which has only one order"
     if type(loader.batch_sampler) is not data.BatchSampler:
         return f"{type(loader.batch_sampler or loader.dataset).__name__} makes the batches itself"
     return _why_not_ask(sampler_of(loader))
@@ -249,8 +249,8 @@ class MemberLoader:
         saved = resumed.get("ranks", now)
         if self.given and saved != now:
             raise ValueError(
-                f"{saved} ranks shared out the samples of each member in this epoch, and {now} would see other ones: "
-                f"resume on {saved}, or from the end of an epoch."
+                f"{saved} ranks divided the samples of each member in this epoch, and {now} would see other samples: "
+                f"resume on {saved} ranks, or from the end of an epoch."
             )
         self.data = tensors_in_memory(self.loader)
         for batch in self._load_batches() if self.data is None else self._index_batches(*self.data):

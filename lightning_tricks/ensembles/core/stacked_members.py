@@ -289,7 +289,7 @@ def as_members(members: Sequence[nn.Module], vectorize: bool | str = "auto", why
     if not reason and vectorize == "auto":
         kinds = map(stacked_type, members[0].modules())
         if any(not isinstance(kind, str) and kind.sequential_is_faster_on_cpu for kind in kinds):
-            return SequentialMembers(members, "convolutions of their own are faster than one for all members")
+            return SequentialMembers(members, "separate convolutions are faster than one for all members")
     return SequentialMembers(members, reason) if reason else StackedMembers(members)
 
 
@@ -320,7 +320,7 @@ def why_not_stack(members: Sequence[nn.Module]) -> str:
     for index, other in enumerate(others, start=1):
         difference = _different_structure(first, other)
         if difference is not None:
-            return f"member {index} is of another structure than member 0{difference}"
+            return f"member {index} has another structure than member 0{difference}"
     parameters = [id(value) for member in members for _, value in member.named_parameters(remove_duplicate=False)]
     return "members share a parameter" if len(set(parameters)) < len(parameters) else ""
 

@@ -15,7 +15,7 @@ from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_
 
 @dataclass
 class AdapterCoverage:
-    """Which of some modules a batch used.
+    """Records which modules a batch used.
 
     Attributes:
         called: The names of the modules whose `forward` ran.

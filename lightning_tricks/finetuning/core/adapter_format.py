@@ -53,7 +53,7 @@ _USED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What of an `adapter_config.json` decides about the outputs of a model, and how training goes on.
+    """The settings of an `adapter_config.json` that determine a model's outputs and how training continues.
 
     Attributes:
         alpha: The scale of layers without one of their own.
@@ -246,7 +246,7 @@ def parse_names(
         if matrix in pair:
             raise ValueError(
                 f"it changes {layer}.{weight} twice: as a layer, and as a part of the attention around it. The outputs "
-                "of peft are other ones before merge_and_unload than after it: load it with peft."
+                "of peft before merge_and_unload differ from those after it: load it with peft."
             )
         pair[matrix] = tensor
     halves = [

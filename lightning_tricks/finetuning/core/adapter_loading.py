@@ -164,8 +164,8 @@ class _Adapter:
         if otherwise:
             listed = list_names([f"{layer} ({why})" for layer, why in otherwise.items()])
             raise ValueError(
-                f"what peft adds to the outputs of {len(otherwise)} layers is not a change of their weights: {listed}. "
-                "Load it with peft."
+                f"peft changes the outputs of {len(otherwise)} layers by more than a change of their weights: "
+                f"{listed}. Load it with peft."
             )
 
     def _check_shapes(self) -> None:
@@ -178,7 +178,7 @@ class _Adapter:
             *(registered_or_computed(self.modules[name], own) for name, own in self.factors),
         ]
         if any(hasattr(tensor, "full_tensor") for tensor in owned):
-            raise ValueError("the model is sharded already: load the adapter before.")
+            raise ValueError("the model is sharded already: load the adapter before sharding.")
         wrong = [
             f"{name} is {tuple(value.shape)}, and {tuple(self.state[name].shape)} in the model"
             for name, value in self.values.items()
@@ -214,8 +214,8 @@ class _Adapter:
                 same = other in self.factors and all(map(torch.equal, pair, self.factors[other]))
                 if not same:
                     raise ValueError(
-                        f"it changes {place[0]} otherwise than {other[0]}, which share a weight in the model: load it "
-                        "with peft, which changes layers, and not weights."
+                        f"it changes {place[0]} and {other[0]} differently, which share a weight in the model: load it "
+                        "with peft, which changes layers, not weights."
                     )
 
     def _check_tied(self) -> None:
@@ -229,7 +229,7 @@ class _Adapter:
             for other in names[id(self.state[name])]:
                 if not torch.equal(self.values[name], self.values.get(other, self.state[name].to(self.values[name]))):
                     raise ValueError(
-                        f"it has another {name} than {other}, which are one tensor in the model: untie them first "
+                        f"{name} and {other} differ in it, and are one tensor in the model: untie them first "
                         "(layer.weight = nn.Parameter(layer.weight.detach().clone())), or load it with peft."
                     )
 
@@ -240,7 +240,7 @@ class _Adapter:
         if missing or unexpected:
             raise ValueError(
                 f"the model has LoRA of other layers: {list_names(missing)} are not in the file, and "
-                f"{list_names(unexpected)} are not in the model. merge(model) first, or build the model anew."
+                f"{list_names(unexpected)} are not in the model. merge(model) first, or build the model again."
             )
         for place, change in self.present.items():
             there = (change.rank, change.alpha, change.use_rslora)
@@ -248,7 +248,7 @@ class _Adapter:
             if there != here:
                 raise ValueError(
                     f"{place[0]} has (rank, alpha, use_rslora) = {here} in the file, and {there} in the model: "
-                    "merge(model) first, or build the model anew."
+                    "merge(model) first, or build the model again."
                 )
 
     def _alpha_of(self, place: Place) -> float:

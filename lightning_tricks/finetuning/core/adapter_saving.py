@@ -219,7 +219,7 @@ def _why_not(layer: str, weight: str, modules: Mapping[str, nn.Module], changes:
     if attention is not None:
         parts = [changes.get((attention, "in_proj_weight")), changes.get((f"{attention}.out_proj", "weight"))]
         if None in parts or len({(part.rank, part.alpha) for part in parts if part}) > 1:
-            return "attention, of which a part is changed, or parts by other ranks"
+            return "attention that is changed only in part, or with different ranks"
         return None if layer == attention else "peft <= 0.21 adds its change twice, huggingface/peft#3774"
     around = modules.get(layer.rpartition(".")[0])
     if around is not None and reads_weights_of_its_parts(around):

@@ -57,8 +57,8 @@ def check_restorable(module: nn.Module, mixin: type) -> None:
         if issubclass(own, mixin):
             return
     raise ValueError(
-        f"a module was made a {type(module).__name__} after it was changed: undo that first, or load a checkpoint "
-        "into a model that is built anew."
+        f"a module became a {type(module).__name__} after it was changed: undo that first, or load a checkpoint "
+        "into a newly built model."
     )
 
 

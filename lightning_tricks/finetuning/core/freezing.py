@@ -372,7 +372,7 @@ class UnfreezingPlan:
             released = self.released_at(key)
             line = f"from {unit} {key}: {ParameterCount.of(released)} ({list_names(schedule[key])})"
             if key in self.overlaps:
-                line += f", {self.overlaps[key]:,} more that match train since earlier"
+                line += f", {self.overlaps[key]:,} more that match train already"
             was_frozen = [self.names[parameter] for parameter in released if not parameter.requires_grad]
             if was_frozen:
                 line += f", requires_grad was False before the fit in {len(was_frozen):,} of them"

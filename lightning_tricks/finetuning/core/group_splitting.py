@@ -135,8 +135,8 @@ def _expanded(scheduler: Any, parts: Sequence[_Part], groups: int) -> Iterator[t
         own["last_lr"] = (scheduler.get_last_lr(), True)
     elif not own:
         raise ValueError(
-            f"{type(scheduler).__name__} is not an LRScheduler of torch: what it keeps for each parameter group is not "
-            "known. Make the groups with their learning rates in configure_optimizers instead."
+            f"{type(scheduler).__name__} is not an LRScheduler of torch: its state for each parameter group is not "
+            "known. Create the groups with their learning rates in configure_optimizers instead."
         )
     for name, (values, are_rates) in own.items():
         if len(values) != groups:
@@ -167,7 +167,7 @@ def _check_rates(scheduler: Any, groups: int) -> None:
         vars(scheduler).update(before)
     if count != groups:
         raise ValueError(
-            f"{type(scheduler).__name__} does not return a learning rate for each of {groups} parameter groups: it "
-            "keeps something for each group that is not known. Make the groups with their learning rates in "
+            f"{type(scheduler).__name__} does not return a learning rate for each of {groups} parameter groups: its "
+            "state for each group is not known. Create the groups with their learning rates in "
             "configure_optimizers instead."
         )

@@ -96,7 +96,7 @@ class Injection(ABC):
     part: ClassVar[type[AddedParameters]]  # the module that holds the parameters of a target
     noun: ClassVar[str]
     otherwise: ClassVar[str]  # how those that a model has already may differ
-    remedy: ClassVar[str] = "build the model anew"
+    remedy: ClassVar[str] = "build the model again"
     may_be_the_model: ClassVar[bool] = False  # whether the model itself may be a target
 
     def __init__(self, model: nn.Module, settings: Any) -> None:
@@ -174,7 +174,7 @@ class Injection(ABC):
         return [name.rpartition(".")[0] for name, part in added_modules(model) if isinstance(part, cls.part)]
 
     def _heads(self) -> dict[str, nn.Module]:
-        """Return the modules called `head`, without those that a pattern of `target_modules` means alone."""
+        """Return the modules called `head`, without those that are all that a pattern of `target_modules` matches."""
         heads = self.matching("re:(^|[.])head$", self.modules)
         for pattern in as_patterns("target_modules", self.settings.target_modules):
             matched = set(self.matching(pattern.text, self.modules).values())
@@ -247,7 +247,7 @@ def parameters_of(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def freeze_base(model: nn.Module, saved: Iterable[nn.Module] = ()) -> None:
-    """Freeze the parameters of a model but those of some modules, and those that were added before.
+    """Freeze the parameters of a model, except those of some modules and those that were added before.
 
     What is compiled already, as a whole or in part, is compiled anew when it is called next.
     """

@@ -98,7 +98,7 @@ class LoRAInjection(Injection):
     part = LowRank
     noun = "LoRA"
     otherwise = "with other layers, ranks, scales or dropout"
-    remedy = "merge(model) first, or build the model anew"
+    remedy = "merge(model) first, or build the model again"
 
     def choose_targets(self) -> dict[str, nn.Module]:
         """Return the layers whose weights are changed."""
@@ -111,7 +111,7 @@ class LoRAInjection(Injection):
         misfits = [change for change in self.changes if change.rank > change.largest_rank]
         if misfits:
             others = [".".join(change.places[0][::2]) for change in misfits[1:]]
-            more = f" So it does in {len(others)} more: {list_names(others)}." if others else ""
+            more = f" It exceeds that of {len(others)} more, too: {list_names(others)}." if others else ""
             raise ValueError(f"{misfits[0].too_large()}{more}")
         return targets
 
@@ -252,7 +252,7 @@ def merge(model: nn.Module) -> nn.Module:
     layers: list[tuple[str, Any]] = [(name, part) for name, part in model.named_modules() if isinstance(part, LoRA)]
     if not layers:
         others = [name for name, _ in added_modules(model)]
-        remark = f" What was added in {list_names(others)} cannot be folded into a weight." if others else ""
+        remark = f" The layers added in {list_names(others)} cannot be merged into a weight." if others else ""
         raise ValueError(f"{type(model).__name__} has no LoRA to merge.{remark}")
     merged: dict[int, Tensor] = {}
     parametrized: list[tuple[nn.Module, str, Tensor]] = []
@@ -306,7 +306,7 @@ def _merged_parametrization(name: str, module: Any, weight: str) -> Tensor:
         kinds = ", ".join(type(part).__name__ for part in computed)
         raise ValueError(
             f"{name}.{weight} cannot take the change: its parametrization ({kinds}) does not give back what is "
-            "assigned to it, so that the merged model would be another one. Keep the LoRA, or call "
+            "assigned to it, so the merged model would give other outputs. Keep the LoRA, or call "
             f"torch.nn.utils.parametrize.remove_parametrizations(layer, {weight!r}) before it is added."
         )
     value: Tensor = copy.deepcopy(computed).eval()()

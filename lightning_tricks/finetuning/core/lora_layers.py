@@ -344,8 +344,8 @@ def _add_product(base: Tensor, thin: Tensor, right: Tensor, scaling: float) -> T
 
 def _warn_of_dropout(kind: str) -> None:
     warnings.warn(
-        f"LoRA(dropout=...): the weight of a {kind} is read by another module or function. If it computes with it, "
-        "there is no dropout in this layer, as that of LoRA does not reach the input.",
+        f"LoRA(dropout=...): the weight of a {kind} is read by another module or function. If that computes with it, "
+        "this layer has no dropout, as LoRA's dropout does not reach the input.",
         stacklevel=4,
     )
 

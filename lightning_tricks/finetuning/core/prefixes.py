@@ -206,7 +206,7 @@ class PrefixAttention(nn.MultiheadAttention):
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask whose True forbids as one that is added."""
+    """Convert a mask whose True forbids to one that is added to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
@@ -229,8 +229,8 @@ class PrefixInjection(Injection):
             patterns = "*"
         else:
             raise ValueError(
-                f'target_modules="attention": none of the {len(self.rest)} modules is an nn.MultiheadAttention, which '
-                "alone takes prefixes: use Adapters(...) or LoRA(...)."
+                f'target_modules="attention": none of the {len(self.rest)} modules is an nn.MultiheadAttention, the '
+                "only layer that takes prefixes: use Adapters(...) or LoRA(...)."
             )
         what = "nn.MultiheadAttention"
         targets = self.select(

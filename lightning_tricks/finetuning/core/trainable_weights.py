@@ -103,7 +103,7 @@ def complete_checkpoint(
         model: The model, with the weights that it had before it was trained, in the parts that were left out.
         checkpoint: A checkpoint that `leave_out_base` made smaller.
         strict: Whether a tensor that was left out and that the model does not have is an error.
-        to_resume: Whether training goes on. Otherwise averaged weights take the place of those that they are made of.
+        to_resume: Whether training continues. Otherwise averaged weights take the place of those that they are made of.
 
     Returns:
         A new dict, whose weights have the model's names. What its `state_dict` lacked shares memory with the model.
@@ -376,7 +376,7 @@ def _phrase(names: Collection[str], what: str, describe: Callable[[str], tuple[s
         return ""
     described = names
     if describe is not None:
-        described = [f"{name}: {now} in the model, {then} then" for name in names for now, then in [describe(name)]]
+        described = [f"{name}: {now} in the model, {then} before" for name in names for now, then in [describe(name)]]
     return f"{len(names):,} {'is' if len(names) == 1 else 'are'} {what} ({list_names(described)})"
 
 

@@ -34,7 +34,7 @@ def _matrix_product(left: Tensor, right: Tensor) -> int:
 
 
 def _num_stored(tensor: Tensor) -> int:
-    """Return the number of elements of a dense tensor; of a sparse one that of the elements that it stores."""
+    """Return the number of elements of a dense tensor; of a sparse one only those that it stores."""
     parts = parts_of_sparse(tensor)
     return parts[-1].numel() if parts else tensor.numel()
 

@@ -109,7 +109,7 @@ class ClipState:
     def skip_step_(
         self, optimizer: Optimizer, nonfinite: Tensor, *, by_scaler: bool, schedulers: list[Any] | None
     ) -> bool:
-        """Skip the optimizer's next step where its gradients are not finite.
+        """Skip the optimizer's next step if its gradients are not finite.
 
         Args:
             optimizer: The optimizer.

@@ -211,7 +211,7 @@ def check_method(method: ClipMethod | None, max_norm: float | None) -> ClipMetho
 
 
 def check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, ClipMethod]:
-    """Return pattern -> method, where a number stands for `ClipNorm`, or raise an error that names the wrong value."""
+    """Return pattern -> method, with `ClipNorm` for a number, or raise an error that names the wrong value."""
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"groups must be a dict of pattern -> max_norm or method, got {groups!r}.")
     methods = {}
@@ -291,7 +291,7 @@ class PercentileThreshold:
         return torch.where(threshold.isnan(), torch.inf, threshold)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the history (NaN where there is no norm yet) and the position of the next norm."""
+        """Return the history (NaN for norms that are not there yet) and the position of the next norm."""
         if self._norms is None:
             return {}
         return {"norms": self._norms.cpu(), "position": self._position.cpu()}

@@ -50,14 +50,14 @@ class FactorLR(LRScheduler):
         self.optimizer.register_step_pre_hook(adopt)
 
     def adopt_groups(self) -> None:
-        """Take the learning rates of new groups for their bases, and apply the factor of now to them."""
+        """Take the learning rates of new groups as their base rates, and apply the current factor to them."""
         groups = self.optimizer.param_groups
         for group in groups:
             if "initial_lr" in group:
                 continue
             rate = group["lr"]
             if isinstance(rate, Tensor):
-                # the optimizer's default is one tensor for all groups, which holds the rate of now
+                # the optimizer's default is one tensor for all groups, which holds the current rate
                 known = (other["initial_lr"] for other in groups if other["lr"] is rate and "initial_lr" in other)
                 group["initial_lr"] = next(known, rate).clone()
                 rate.copy_(group["initial_lr"] * self.factor(self.last_epoch))

@@ -109,8 +109,8 @@ def _check_masks(preds: Any, target: Any) -> None:
             if mask.ndim != 3 or mask.dtype not in (torch.bool, torch.uint8) or mask.shape[1:] != masks[0].shape[1:]:
                 found = f"{str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
                 raise ValueError(
-                    f"masks must be bool or uint8 of shape (M, H, W), those of an image of one size, got {found}: of "
-                    "what torchvision's models return, give (masks > 0.5).squeeze(1)."
+                    f"masks must be bool or uint8 of shape (M, H, W), of one size in an image, got {found}: for the "
+                    "masks of torchvision's models, give (masks > 0.5).squeeze(1)."
                 )
 
 

@@ -119,7 +119,7 @@ def _remedy_for_scores(preds: Tensor, target: Tensor, classes: int | None) -> st
     if preds.ndim == target.ndim and 1 in (target.shape[1], target.shape[-1]):
         return f"return target.squeeze({1 if target.shape[1] == 1 else -1})"
     if preds.shape[:-1] == target.shape:
-        return "the second dimension must be that of the classes, as of preds.movedim(-1, 1)"
+        return "the second dimension must be that of the classes, as in preds.movedim(-1, 1)"
     return "return one class for each place that has scores"
 
 

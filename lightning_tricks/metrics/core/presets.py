@@ -47,7 +47,7 @@ class SoftTargetPreset(Preset):
         super().update(**own.split_soft_target({"preds": preds, "target": target}))
 
     def forward(self, preds: Tensor, target: Tensor) -> dict[str, Any]:
-        """Add a batch, and return the values of it alone."""
+        """Add a batch, and return the values of only this batch."""
         return super().forward(**own.split_soft_target({"preds": preds, "target": target}))
 
 

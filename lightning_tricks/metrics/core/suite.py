@@ -183,7 +183,7 @@ class MetricSuite:
         return next((group.matrix().cpu() for group in groups), None)
 
     def score_histogram(self) -> Tensor | None:
-        """Return the histograms of scores of shape (K, 2, bins), on the CPU, or None where none are kept."""
+        """Return the histograms of scores of shape (K, 2, bins), on the CPU, or None if none are kept."""
         self._buffer.flush()
         counts = None if self._histogram is None else self._histogram.state()
         return None if counts is None else counts.cpu()

@@ -33,8 +33,8 @@ def count_rows(batch: Any) -> int:
     lengths = [f"{name} has {length}" for name, length in lengths_in(batch, "batch").items()]
     reason = "it holds no tensor with rows" if numbers is None else f"lengths differ ({list_names(lengths, 6)})"
     raise ValueError(
-        f"A batch cannot be cut into rows: {reason}. Give all that belongs to the rows one first dimension, or pass "
-        "the samples as a list, and keep what is the same for all rows in the module."
+        f"A batch cannot be cut into rows: {reason}. Give all tensors with rows the same first dimension, or "
+        "pass the samples as a list, and keep values that all rows share in the module."
     )
 
 
@@ -104,7 +104,7 @@ def _length(value: Any) -> int | None:
 
 
 def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like another one that holds other parts."""
+    """Return a container like another one, with other parts."""
     if not parts:
         return value
     if isinstance(value, list | tuple):

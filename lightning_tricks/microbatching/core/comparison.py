@@ -154,14 +154,14 @@ def compare_with_parts(
                 except Exception as error:
                     if not is_deterministic or memory_that_ran_out(error) or isinstance(error, ComparisonError):
                         raise
-                    reason = f"fails where its modules are in evaluation mode ({describe_error(error)})"
+                    reason = f"fails with its modules in evaluation mode ({describe_error(error)})"
                     raise ComparisonError(f"`training_step` draws random numbers, and {reason}", False) from error
                 restore_rng_state(random_state)
     finally:
         restore_step_state(module, state)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-    raise ComparisonError("`training_step` draws random numbers also where its modules are in evaluation mode", False)
+    raise ComparisonError("`training_step` draws random numbers even with its modules in evaluation mode", False)
 
 
 def _is_random_state(state: dict[str, Any]) -> bool:
@@ -205,9 +205,7 @@ class _Sample:
             return reduction, differs
         if self._may_be_rounding(gap):
             return None, False
-        text = (
-            f"the gradient of {self._rows} rows, a {reduction}, and that of {sizes[0]} and {sizes[1]} of them differ by"
-        )
+        text = f"the gradient of {self._rows} rows, a {reduction}, and that of {sizes[0]} and {sizes[1]} rows differ by"
         raise ComparisonError(problem or f"{text} {gap / norm:.2g} of its norm", True)
 
     def _may_be_rounding(self, gap: float) -> bool:
@@ -230,7 +228,7 @@ class _Sample:
         )  # the least error of a probability near 1
 
     def _gradient(self, losses: Sequence[tuple[Any, float]], anew: bool = False) -> float:
-        """Add the gradients of weighted losses to those that there are, or to none; return the norm of all."""
+        """Add the gradients of weighted losses to the present ones, or to none; return the norm of all."""
         for parameter in self._parameters if anew else ():
             parameter.grad = None
         for loss, weight in losses:

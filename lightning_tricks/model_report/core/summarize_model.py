@@ -72,7 +72,7 @@ def summarize_call(
     graph: bool | Mapping[str, Any] = True,
     optimizers: Optimizer | Iterable[Optimizer] = (),
 ) -> ModelReportSummary:
-    """Describe a model and a given call of it, or None for the model alone; see `summarize_model`."""
+    """Describe a model and a given call of it, or None for only the model; see `summarize_model`."""
     model = unwrap_model(model)
     notes: list[str] = []
     layers = dot = None
@@ -202,7 +202,7 @@ def _total(model: nn.Module, name: str) -> str:
 
 
 class _TrainingStep(nn.Module):
-    """Runs a module's `training_step` as its `forward`, because torchinfo calls modules with data alone.
+    """Runs a module's `training_step` as its `forward`, because torchinfo calls modules with only data.
 
     Args:
         module: The module.

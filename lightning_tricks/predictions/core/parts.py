@@ -51,13 +51,13 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: bool) -> tuple[int, str]:
-    """Create a folder for the parts of a run, or go on with those in it.
+    """Create a folder for the parts of a run, or continue with those in it.
 
     Args:
         path: The path of the file into which they will be merged.
         folder: The folder, in which nothing but parts is removed.
         run: What tells the run from others, as plain values, and its "hyperparameters".
-        resume: Whether to go on with the parts of a run that was killed; False removes them.
+        resume: Whether to continue with the parts of a run that was killed; False removes them.
 
     Returns:
         How many files there are, and which hyperparameters differ from those of the parts.
@@ -78,8 +78,8 @@ def begin_parts(path: Path, folder: Path, run: Mapping[str, Any], *, resume: boo
     changed = _differences(before.pop("hyperparameters"), now.pop("hyperparameters"))
     if differing := _differences(before, now):
         raise ValueError(
-            f"{folder} holds predictions of another run, which are not mixed with those of this one "
-            f"({differing}). Give resume=False to remove them and start anew, or another path."
+            f"{folder} contains predictions of another run, which differs from this one ({differing}). Give "
+            "resume=False to remove them and start again, or another path."
         )
     return len([*folder.glob("*.part"), *folder.glob("*.values")]), changed
 
@@ -92,14 +92,14 @@ def _read_run(file: Path) -> dict[str, Any]:
         if isinstance(run, dict) and isinstance(run.get("hyperparameters"), dict):
             return run
     raise ValueError(
-        f"{file} is damaged, so that nobody can tell whose parts lie there. Give resume=False to start anew."
+        f"{file} is damaged, so the run that wrote these parts is unknown. Give resume=False to start again."
     )
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what differs as text: 1 batch is not 1.0, all of them, and the order of loaders counts."""
     pairs = {name: (f"{before.get(name)}", f"{now.get(name)}") for name in {**before, **now}}
-    differing = [f"{name}: {then:.80} then, {value:.80} now" for name, (then, value) in pairs.items() if then != value]
+    differing = [f"{name}: {old:.80} before, {new:.80} now" for name, (old, new) in pairs.items() if old != new]
     return list_names(differing, 10) if differing else ""
 
 

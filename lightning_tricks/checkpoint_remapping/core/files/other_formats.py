@@ -35,7 +35,7 @@ def refuse_formats(head: bytes) -> None:
 
 
 def describe_other(head: bytes, error: NotACheckpointError) -> str:
-    """Say what a file is that does not read as a pickle, by its beginning."""
+    """Describe a file that is not a pickle, by its first bytes."""
     if head[:1] == b"\x80" and head[1:2] <= b"\x05":
         return f"{str(error).rstrip('.')}. {DOWNLOAD_AGAIN}"
     if all(32 <= byte < 127 or byte in b"\t\r\n\f" for byte in head):
@@ -48,7 +48,7 @@ def describe_other(head: bytes, error: NotACheckpointError) -> str:
 
 
 def describe_directory(path: Path) -> str:
-    """Say what a directory is, and how to make one file of weights of it."""
+    """Describe a directory, and how to make one file of weights from it."""
     files = {file.name for file in path.iterdir()}
     if ".metadata" in files:
         tool = (
@@ -67,6 +67,6 @@ def describe_directory(path: Path) -> str:
 
 
 def describe_archive(names: list[str]) -> str:
-    """Say what a zip archive is without a checkpoint in it."""
+    """Describe a zip archive that contains no checkpoint."""
     shown = ", ".join(name[:80] for name in names[:3])
     return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK_IT}"

@@ -272,7 +272,7 @@ class _Machine:
             if isinstance(state, dict) and "_metadata" in state:
                 set_state_dict_versions(target, state["_metadata"])
         elif not isinstance(target, torch.Tensor):
-            raise UnsafeCheckpointError(f"a pickle that asks for changes to {describe_value(target)}")
+            raise UnsafeCheckpointError(f"a pickle that asks to change {describe_value(target)}")
 
     def _build_array(self, described: Placeholder) -> None:
         """Put an array in the place of its description, on the stack and in the memo, if it is one of numbers."""

@@ -1,4 +1,4 @@
-"""What stands for the values and the calls of a pickle that is read as data, and limits on both."""
+"""Placeholders for the values and calls of a pickle that is read as data, and limits on both."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _is_never_needed(function: Global) -> bool:
 
 
 class Calls:
-    """What becomes of the calls that a pickle asks for: a plain value, a `Placeholder`, or an error.
+    """Handles the calls that a pickle asks for: a plain value, a `Placeholder`, or an error.
 
     Args:
         constructors: Our functions by the qualified names of the functions that they stand for, beside those of
@@ -275,7 +275,7 @@ class Calls:
             name = ".".join(describe_value(part).strip("'") for part in function.args)
             return Placeholder(name, arguments)  # of a class inside of a class
         if not isinstance(function, Global):
-            raise UnsafeCheckpointError(f"a pickle that asks for a call of {describe_value(function)}")
+            raise UnsafeCheckpointError(f"a pickle that asks to call {describe_value(function)}")
         if not isinstance(arguments, tuple):
             raise TypeError(f"it calls {function} without a tuple of arguments")
         self.charge(arguments)
@@ -288,7 +288,7 @@ class Calls:
                 self.charge(part)
             return make(*arguments)
         if _is_never_needed(function):
-            raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
+            raise UnsafeCheckpointError(f"a pickle that asks to call {name}")
         self.budget.spend(512)
         return Placeholder(name, arguments)
 

@@ -126,7 +126,7 @@ def _explaining_errors(path: Path, name: str) -> Iterator[None]:
         yield
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(
-            f"{name} is {error}. Nothing of it was run, and it was not read. Use a file of tensors alone, such as "
+            f"{name} is {error}. Nothing of it was run, and it was not read. Use a file with only tensors, such as "
             ".safetensors, or one from another source."
         ) from error
     except CheckpointError as error:

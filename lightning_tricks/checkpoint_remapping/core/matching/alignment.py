@@ -1,4 +1,4 @@
-"""`Alignment`: what `align` found, as rules, applied to tensors, and in words."""
+"""`Alignment`: what `align` found, as rules, applied to tensors, and as text."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def suggestions_for(alignment: Alignment, missing: Collection[str]) -> list[Matc
 
 
 def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> str:
-    """Return the sentence about what is likely alone, with the arguments that accept it or say it.
+    """Return the sentence about likely matches, with the arguments that accept or correct them.
 
     Args:
         alignment: An alignment.
@@ -264,7 +264,7 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
     count = "1 tensor has" if len(targets) == 1 else f"{len(targets)} tensors of the model have"
     return (
         f"{count} a likely match, which may be wrong: {suggested[0].reason}. If they are right, "
-        f"accept={patterns[:_MOST_SHOWN]} takes them as suggested{more[0]}; if not, give the rules with what is true: "
+        f"accept={patterns[:_MOST_SHOWN]} takes them as suggested{more[0]}; if not, correct the rules: "
         f"rules={rules[:_MOST_SHOWN]} takes them one by one{more[1]}. align(...).report() shows all"
     )
 
@@ -310,7 +310,7 @@ def diagnose(
     prefixes: Prefixes | None,
     computed: Iterable[str],
 ) -> str:
-    """Return what was found about the names of a file, in words.
+    """Describe what was found about the names of a file.
 
     Args:
         found: All matches.
@@ -325,11 +325,11 @@ def diagnose(
     if found.matches and source:
         carry = [name for name in source_shapes if name.startswith(f"{source}.")]
         said.append(
-            f"{_count_keys(carry, source_shapes)} carry `{source}.`: saved from a model that holds this one as "
+            f"{_count_keys(carry, source_shapes)} carry `{source}.`: saved from a model that contains this one as "
             f"`{source}`"
         )
     if found.matches and target:
-        said.append(f"the model holds what was saved as `{target}`")
+        said.append(f"the model contains what was saved as `{target}`")
     if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
         said += _other_names(found)
     if not found.matches and not found.ambiguous:

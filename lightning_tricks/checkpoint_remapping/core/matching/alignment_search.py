@@ -1,4 +1,4 @@
-"""`align`: find which tensor of a file is which of a model without rules, or refuse where it is ambiguous."""
+"""`align`: match the tensors of a file to those of a model without rules, or refuse if that is ambiguous."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def tensors_of(holder: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict
         holder = holder.state_dict if isinstance(holder, Checkpoint) else holder.state_dict()
     if not isinstance(holder, Mapping):
         raise TypeError(
-            f"expected a model, what read_checkpoint returned, or tensors by name, got {holder!r}; a file is read by "
+            f"expected a model, a result of read_checkpoint, or tensors by name, got {holder!r}; to read a file, call "
             "read_checkpoint(path)."
         )
     return {name: tensor for name, tensor in holder.items() if isinstance(tensor, torch.Tensor)}
 
 
 class Found(NamedTuple):
-    """What a model takes of a file.
+    """The tensors of a file that a model takes.
 
     Attributes:
         alignment: Which tensor became which.
@@ -126,7 +126,7 @@ def find_tensors(
     left_over: Sequence[Pattern],
     accept: Sequence[Pattern],
 ) -> Found:
-    """Find what a model takes of a file: what rules made, then what they do not name; of tied tensors one name alone.
+    """Match the tensors of a file, first those that rules name, then the others; of tied tensors only one name.
 
     Args:
         own: The model's tensors.
@@ -160,7 +160,7 @@ def _notes_on_orders(applied: AppliedRules) -> Iterator[str]:
     if not any(rule.shape for rule in rules) and (
         note := describe_orders((applied.origins[name], name) for name in sorted(applied.pinned))
     ):
-        yield f"rules rename what is kept in another order: {note}"
+        yield f"rules rename tensors that are stored in another order: {note}"
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -182,7 +182,7 @@ def _find_aliases(tied: list[list[str]], named: Collection[str]) -> dict[str, st
 def _leave_out_repeated(
     tensors: dict[str, torch.Tensor], shapes: Collection[torch.Size], named: Collection[str]
 ) -> None:
-    """Leave out the further names of one tensor in a file where the model has other names for such ones."""
+    """Leave out the further names of one tensor in a file if the model has other names for such tensors."""
     names_at: dict[object, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.shape in shapes and tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:

@@ -135,7 +135,7 @@ class Part(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """What a name stands for.
+    """The tensor that a name stands for.
 
     Attributes:
         name: The name.

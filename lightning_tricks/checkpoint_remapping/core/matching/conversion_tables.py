@@ -1,4 +1,4 @@
-"""The names of one architecture in several projects, where words and sizes alone do not say what is what."""
+"""The names of one architecture in several projects, for layers that words and sizes do not identify."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ class Justification:
         return False
 
     def _find_whether_sizes_rise(self, source: Parts, target: Parts) -> bool:
-        """Whether sizes that one numbered part alone has are in the same places, and not in the same from the end."""
+        """Whether sizes that only one numbered part has are in the same places, and not in the same from the end."""
         places = [
             {number: place for place, number in enumerate(sorted(set(numbers)))}
             for numbers in zip(*self._numbers_below(source, target, self.source.branches[source]), strict=True)
@@ -332,7 +332,7 @@ class Justification:
         return is_lopsided and all(one == other for one, other in found)
 
     def _find_whether_numbers_rise(self, source: Parts, target: Parts) -> bool:
-        """Whether the numbers of sizes that one numbered part alone has rise on both sides, from other starts."""
+        """Whether the numbers of sizes that only one numbered part has rise on both sides, from other starts."""
         numbers = self._numbers_below(source, target, self._distinct(source))
         first, last = min(numbers, default=(0, 0)), max(numbers, default=(0, 0))
         return _never_falls(numbers) and first[1] < last[1]
@@ -385,7 +385,7 @@ def _equal_names(source: Fork, target: Fork) -> int:
 
 
 def _are_equal_if_exchanged(source: Fork, target: Fork) -> bool:
-    """Whether what follows the numbers that differ is equal the other way round alone: the list counts backwards."""
+    """Whether names are equal after the differing numbers only in reverse order: the list counts backwards."""
     (one, other), (first, second) = ((fork.first[1:], fork.second[1:]) for fork in (source, target))
     return one != other and (one, other) == (second, first)
 

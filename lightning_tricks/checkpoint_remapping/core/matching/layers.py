@@ -181,7 +181,7 @@ def equal_groups(
 
 
 def series_of(layers: list[Layer], template: Template) -> list[Series]:
-    """Return the series: layers of one kind whose names differ in numbers alone, in the order of these numbers."""
+    """Return the series: layers of one kind whose names differ only in numbers, in the order of these numbers."""
     series: dict[object, Series] = defaultdict(list)
     for layer in layers:
         series[template(layer), layer.tensor_kinds].append(layer)

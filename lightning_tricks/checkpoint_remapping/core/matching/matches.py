@@ -242,7 +242,7 @@ def suggested_patterns(names: Sequence[str], known: Sequence[str], most: int | N
 
 
 def _globs(name: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield globs for a name, from the widest: all below a parent, then names that differ in numbers alone."""
+    """Yield globs for a name, from the widest: all below a parent, then names that differ only in numbers."""
     ends = [found.start() for found in re.finditer(r"\.", name)]
     yield from (f"{_escaped(name[:end])}.*" for end in ends)
     numbered = LIST_NUMBER.sub("*", _escaped(name))

@@ -23,7 +23,7 @@ Shapes = Mapping[str, Shape]
 
 
 class NameMatching(NamedTuple):
-    """What names alone say.
+    """A matching by names only.
 
     Attributes:
         matching: Tensors with equal names and shapes, or with the shape of a matrix that is another way round.
@@ -75,7 +75,7 @@ def _with_sorted_sizes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def replace_prefix(name: str, source: str, target: str) -> str:
-    """Return a name with one prefix instead of another; empty where it does not have the first."""
+    """Return a name with one prefix instead of another; empty if it does not have the first."""
     if source and not name.startswith(f"{source}."):
         return ""
     rest = name[len(source) + 1 :] if source else name
@@ -101,7 +101,7 @@ def _numbers(name: str) -> Iterator[tuple[str, str]]:
 def _best_prefixes(
     source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]
 ) -> tuple[Prefixes, list[Prefixes]]:
-    """Return the prefixes that fit most tensors and, where others fit as many, all of these."""
+    """Return the prefixes that fit most tensors; all of them if several fit as many."""
     counts = _count_prefixes(source_shapes, target_shapes)
     if not counts:
         return ("", ""), []
@@ -231,7 +231,7 @@ def _kind_and_numbers(name: str) -> tuple[str, _Numbers]:
 
 
 def _is_turned(source: str, target: str, sources: Shapes, targets: Shapes) -> bool:
-    """Whether a matrix of the file is that of the model with rows and columns exchanged, which no bias denies."""
+    """Whether a matrix of the file is that of the model with rows and columns exchanged, if no bias denies it."""
     if not (source.endswith("weight") and target.endswith("weight")):
         return False  # a table of another size, not the matrix of a layer
     biases = _bias_of(source, sources), _bias_of(target, targets)
@@ -246,7 +246,7 @@ def _bias_of(weight: str, shapes: Shapes) -> Shape | None:
 
 
 def turn_squares(found: Matching, ruled: list[Match], sources: Shapes, targets: Shapes) -> Matching:
-    """Return the matches, those of square matrices transposed where all other matrices of their kind are.
+    """Return the matches, with square matrices transposed if all other matrices of their kind are.
 
     Of the same kind are the layers of the blocks of one list or, where none of these is oblong, of the whole model. A
     layer with a bias, which no embedding has, follows those with a bias. No square matrix is taken for a kernel of ones
@@ -324,9 +324,9 @@ def _ask_for_way(unclear: list[Match], turned: list[str]) -> str:
     more = f" (and so on for {len(names) - _MOST_KINDS} more)" if len(names) > _MOST_KINDS else ""
     return (
         f"it is ambiguous whether the square {list_names(source for source, _ in names)} are transposed, as other "
-        f"matrices of the file are ({list_names(turned)}): their shapes do not say it, and what is like "
-        f"them differs or is not there. If they are, give rules={rules}{more}; instead of the rule of one that is "
-        f"not, give a pair such as {names[0]}, which takes it as it is."
+        f"matrices of the file are ({list_names(turned)}): their shapes do not show it, and similar "
+        f"layers differ or are missing. If they are, give rules={rules}{more}; for one that is not, give a pair such "
+        f"as {names[0]} instead, which takes it as it is."
     )
 
 

@@ -330,7 +330,7 @@ def norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
 
 
 def _norms_by_size(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer, Layer]:
-    """Return the norms of convolutions where each has channels of its own."""
+    """Return the norms of convolutions if each has a different number of channels."""
     fitting = {layer: [norm for norm in norms if _is_norm_of(norm, layer)] for layer in convolutions}
     alone = [found[0] for found in fitting.values() if len(found) == 1]
     return dict(zip(fitting, alone, strict=True)) if len({*alone}) == len(fitting) == len(norms) else {}
@@ -345,7 +345,7 @@ def _norms_in_sequence(family: list[Layer]) -> dict[Layer, Layer]:
 
 
 def _norms_along_channels(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer, Layer]:
-    """Return the norms by number, if convolutions follow each other in one order alone by their channels and norms."""
+    """Return the norms by number, if the channels and norms of the convolutions allow only one order."""
     (stems, numbers) = zip(*map(_stem_and_number, norms), strict=True) if norms else ((), ())
     if len(norms) != len(convolutions) or len({*stems}) > 1 or not all(numbers) or not 1 < len(norms) <= _MOST_IN_A_ROW:
         return {}

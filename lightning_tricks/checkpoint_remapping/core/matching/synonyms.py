@@ -151,7 +151,7 @@ def describe_fused(names: Iterable[str]) -> str:
 
 
 def remedy(source: str, target: str) -> str:
-    """Return what to do where a file has one order and a model another."""
+    """Return what to do if a file has one order and a model another."""
     formula = _FORMULAS.get((source, target))
     how = f", here w = {formula} for each such tensor w of the file, with its number of heads" if formula else ""
     return (
@@ -163,5 +163,5 @@ def describe_families(family: str, source: str, target: str, names: Iterable[str
     """Return the sentence about the names of one architecture in two projects that keep elements in two orders."""
     return (
         f"the names are those of {family} in two projects: the file has {source}, the model {target} in "
-        f"{list_names(names)} and those like it: {remedy(source, target)}; then take each by a rule."
+        f"{list_names(names)} and those like it: {remedy(source, target)}; then match each with a rule."
     )
