@@ -240,7 +240,7 @@ def test_heat_is_told_once(on_gpus):
     with pytest.warns(UserWarning, match="DeviceMonitor") as warned:
         fit(Heats(), Samples(monitor), monitor)
     (heat,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
-    assert heat.startswith("DeviceMonitor: gpu0 has 90 °C, and warn_temperature=85.")
+    assert heat.startswith("DeviceMonitor: gpu0 is at 90 °C, and warn_temperature=85.")
 
 
 def test_a_gpu_that_is_lost_is_told_once(on_gpus):

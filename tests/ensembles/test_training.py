@@ -418,7 +418,7 @@ def test_the_learning_rate_of_cycles_can_be_kept_within_limits():
     ("arguments", "words"),
     [
         ({"max_epochs": 4}, r"3 cycles of equal length, and max_epochs=4 \(16 steps\) is not a multiple of 3"),
-        ({"max_epochs": -1, "max_steps": 7}, r"into which 7 steps do not divide: set max_steps to a multiple of"),
+        ({"max_epochs": -1, "max_steps": 7}, r"7 steps is not a multiple of 3: set max_steps to a multiple of"),
         ({"max_epochs": -1}, "the run has no end"),
     ],
 )

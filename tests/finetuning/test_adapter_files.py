@@ -403,7 +403,7 @@ def test_a_tied_layer_that_peft_trained_whole_is_not_written_into_the_others(tmp
 
     config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["language.out"])
     perturb(peft.get_peft_model(seeded(make), config)).save_pretrained(tmp_path)
-    with refused(r"another language\.out\.weight than language\.embedding\.weight, .* untie them"):
+    with refused(r"language\.out\.weight and language\.embedding\.weight differ .* untie them"):
         load_adapter(seeded(make), tmp_path)
     untied = seeded(make)
     untied["language"].out.weight = nn.Parameter(untied["language"].out.weight.detach().clone())

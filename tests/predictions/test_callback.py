@@ -620,7 +620,9 @@ def test_other_hyperparameters_are_named():
     for warns in (True, False):
         with pytest.raises(ZeroDivisionError):
             predict(PredictionWriter("out.jsonl"), Thresholded(0.5), Data(["a"] * 100_000))
-        words = r"hyperparameters \(words: \['a', .{70,75} before, \['b', .{70,75} now, threshold: 0.5 before, 0.7 now\)"
+        words = (
+            r"hyperparameters \(words: \['a', .{70,75} before, \['b', .{70,75} now, threshold: 0.5 before, 0.7 now\)"
+        )
         with pytest.warns(UserWarning, match=words) if warns else nullcontext():
             predict(PredictionWriter("out.jsonl", resume=warns), Thresholded(0.7, min), Data(["b"] * 100_000))
         assert rows_of("out.jsonl") == squares()
