@@ -82,7 +82,9 @@ class RunReport(TrickCallback):
         self._position_to_keep, self._position, self._last_fit = None, Position(), None
         writes = trainer.is_global_zero and not is_fast_dev_run(trainer)
         if writes and (problem := find_write_problem(Path(self.dirpath), is_folder=True)):
-            raise MisconfigurationException(f"RunReport cannot write {self.dirpath}: {problem}. Choose another path.")
+            raise MisconfigurationException(
+                f"RunReport cannot write {self.dirpath}: {problem}. Choose another dirpath."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the record, or continue it after a resume, and observe what is logged."""
