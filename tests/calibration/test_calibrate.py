@@ -381,7 +381,7 @@ def test_outputs_that_may_be_either_kind_are_asked_for(method, times, shape):
 
 def test_what_is_said_of_outputs_has_to_be_so(voting):
     logits, labels = drawn()
-    with pytest.raises(ValueError, match=r'outputs="probabilities", but 600 of the 600 rows .* give outputs="logits"'):
+    with pytest.raises(ValueError, match=r'outputs="probabilities", but 600 of the 600 rows .* pass outputs="logits"'):
         calibrate(nn.Identity(), loader_of(logits, labels), outputs="probabilities")
     with pytest.raises(
         ValueError, match="outputs='logits', but VotingClassifier returns probabilities: leave outputs out"
@@ -505,7 +505,7 @@ def test_wrong_arguments_are_refused():
         calibrate(nn.Identity(), LightningDataModule())
     with pytest.raises(TypeError, match="must return a tensor of logits, got tuple"):
         calibrate(nn.LSTM(3, 3), [(LOGITS[:, None], LABELS)])
-    with pytest.raises(ValueError, match="is one of 2 classes"):
+    with pytest.raises(ValueError, match="is for 2 classes"):
         calibrate(nn.Identity(), [drawn(classes=2)], "vector").module(LOGITS)
     with pytest.raises(ValueError, match="a label for each row"):
         calibration_scores(LOGITS.softmax(1), LABELS[:3])

@@ -97,7 +97,7 @@ def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "0 of 1 ranks stood still for 0.4 s, 1 did before." in said
     assert "the end of its run, epoch 0, step" in said, "the batch of a validation is no place in the training"
-    assert "; before, 1 s, at on_validation_batch_start, in wait (test_callback.py:" in said
+    assert "; stood still earlier for 1 s, at on_validation_batch_start, in wait (test_callback.py:" in said
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
@@ -249,7 +249,7 @@ def test_a_file_that_is_no_record_is_named(tmp_path, capsys, content):
     (tmp_path / "rank0.hang").write_bytes(content)
     with pytest.raises(SystemExit):
         main(["hang", str(tmp_path)])
-    assert "rank0.hang is no record of HangWatch" in capsys.readouterr().err
+    assert "rank0.hang is not a record of HangWatch" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_record_is_named(tmp_path, capsys):

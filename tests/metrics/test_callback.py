@@ -704,7 +704,7 @@ def test_from_inside_the_module(tmp_path):
         hparams = torch.load(tmp_path / "it.ckpt", weights_only=True)["hyper_parameters"]
         assert hparams["tricks"]["metrics_monitor"] == {"metrics": preset.spec}
         assert Inside.load_from_checkpoint(tmp_path / "it.ckpt").tricks.metrics_monitor == {"metrics": preset.spec}
-    with pytest.raises(TypeError, match="holds a MulticlassF1Score, which cannot be saved as plain values"):
+    with pytest.raises(TypeError, match="contains a MulticlassF1Score, which cannot be saved as plain values"):
         Inside(Tricks(metrics_monitor={"metrics": tm.MulticlassF1Score(10)}))
 
 
