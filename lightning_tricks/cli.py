@@ -18,10 +18,10 @@ from lightning_tricks._shared.checks import file_argument, path_argument
 from lightning_tricks._shared.console import write_output
 
 _STAGES = {
-    "fit": "train a model that a YAML file or options describe, with any of the tricks",
-    "validate": "validate it",
-    "test": "test it",
-    "predict": "predict with it",
+    "fit": "train a model from a YAML file or options, with any of the tricks",
+    "validate": "validate the model",
+    "test": "test the model",
+    "predict": "predict with the model",
 }
 _SIGINT_STATUS = 130  # what a shell says of a program that Ctrl+C has ended, 128 + SIGINT
 _SIGPIPE_STATUS = 141  # and of one that a broken pipe has ended, 128 + SIGPIPE
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--print-completion",
         action=_PrintCompletion,
         choices=("bash", "zsh", "fish"),
-        help="print what makes this shell complete commands, options and files",
+        help="print the completion of commands, options and files for this shell",
     )
     commands = parser.add_subparsers(metavar="COMMAND")
     for room in iter_modules(lightning_tricks.__path__):

@@ -39,7 +39,7 @@ from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.seeding import SeedEverything
 
 _SELECT_GPUS = (
-    "Train on so many GPUs that are free, which are locked until the process ends: a number, or a dict of arguments of "
+    "The number of free GPUs to train on, which are locked until the process ends; or a dict of arguments of "
     "lightning_tricks.select_gpus such as {n: 1, min_free_memory: 20GiB, timeout: 600}. It replaces "
     "trainer.accelerator and trainer.devices."
 )
@@ -99,7 +99,9 @@ class SaveConfigOnce(SaveConfigCallback):
         with files.open(path, "w") as target:
             target.write(text)
         if number > 1:
-            rank_zero_info(f"{folder}/{self.config_filename} holds another configuration: this one is in {path}.")
+            rank_zero_info(
+                f"{folder}/{self.config_filename} contains another configuration: this one was saved to {path}."
+            )
 
 
 class TricksCLI(ConfigurationOnlyCLI):
@@ -164,7 +166,7 @@ class TricksCLI(ConfigurationOnlyCLI):
             with _aliases_checked():
                 self.config = parser.parse_args(args)
         except UnicodeDecodeError as error:
-            parser.error(f"a file of --config is not text in UTF-8: {error}")
+            parser.error(f"a --config file is not text in UTF-8: {error}")
 
     def before_instantiate_classes(self) -> None:
         """Seed as `SeedEverything` does, before the model is built."""
@@ -334,15 +336,15 @@ def _remedy(line: str, classes: Iterable[type], options: Iterable[str]) -> str:
     """Return a sentence that says what to write instead, or an empty string."""
     if found := re.search(r"no class is called '(\S+)'", line):
         names = sorted({kind.__name__ for kind in classes})
-        return f"{did_you_mean(found[1], names)} A class of your own is named as module.Class."
+        return f"{did_you_mean(found[1], names)} Name a class of your own as module.Class."
     if found := re.search(r"([\w.]+): Option '([\w.]+)' is not accepted", line):
         module, _, name = found[1].rpartition(".")
         known = list(signature(getattr(import_module(module), name)).parameters)
         return f" {name} takes {', '.join(known) or 'no arguments'}.{did_you_mean(found[2], known)}"
     if re.search(r"subclass of Lightning|subclass of Callback", line) and OTHER in sys.modules:
-        return f" Where it is one of `{OTHER}`, set {VARIABLE}={OTHER} in the environment."
+        return f" If it is one of `{OTHER}`, set {VARIABLE}={OTHER} in the environment."
     if "No module named" in line:
-        return " Modules are looked for in the working directory and among the installed packages."
+        return " Python looks for modules in the working directory and among the installed packages."
     if found := re.search(r"arguments are required: (\w+)\.model", line):
         stage = found[1]
         return f" Write `{stage} --config FILE`, with a YAML file that has a model, or `{stage} --model module.Class`."
@@ -351,5 +353,5 @@ def _remedy(line: str, classes: Iterable[type], options: Iterable[str]) -> str:
     if found := re.search(r"unrecognized arguments: --([\w.]+)", line):
         return f"{did_you_mean(found[1], options)} `fit --help` lists them all."
     if line.startswith("Unexpected config"):
-        return " A file of --config holds options, such as `trainer: {max_epochs: 5}`."
+        return " A --config file contains options, such as `trainer: {max_epochs: 5}`."
     return ""

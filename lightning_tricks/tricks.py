@@ -133,7 +133,7 @@ class Tricks:
                     f"Tricks({name}=...) must be {spec.__name__}(...) or a dict of its arguments, got {value!r}."
                 )
         if self.schedule is not None and self.optimizer is None:
-            raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) beside it.")
+            raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) as well.")
 
     def _forget_paths(self) -> None:
         """Switch off the fields that name a file or a folder: a module is being built of what a file says."""
@@ -152,8 +152,8 @@ class Tricks:
         if off:
             rank_zero_warn(
                 "These tricks are off, as a checkpoint must not decide which files are read or written: "
-                f"{', '.join(off)}. To use them, give the tricks, load_from_checkpoint(path, tricks=Tricks(...)), or "
-                "all arguments of the module; or make it yourself, and call load_weights(module, path)."
+                f"{', '.join(off)}. To use them, pass load_from_checkpoint(path, tricks=Tricks(...)) or all arguments "
+                "of the module; or create the module yourself, and call load_weights(module, path)."
             )
 
     @classmethod
@@ -300,8 +300,9 @@ def _to_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         if METHODS.get(type(value).__name__) is not type(value):
             raise TypeError(
-                f"Tricks(...) holds a {type(value).__name__}, which cannot be saved as plain values in a checkpoint; "
-                f"only {', '.join(METHODS)} can. Pass the callback that takes this object to the Trainer instead."
+                f"Tricks(...) contains a {type(value).__name__}, which cannot be saved as plain values in a "
+                f"checkpoint; only {', '.join(METHODS)} can. Pass the callback that takes this object to the Trainer "
+                "instead."
             )
         arguments = {part.name: _to_plain(getattr(value, part.name)) for part in fields(value)}
         return {"class_path": f"lightning_tricks.gradient_clipping.{type(value).__name__}", "init_args": arguments}
@@ -310,8 +311,9 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         if not hasattr(value, "spec"):
             raise TypeError(
-                f"Tricks(metrics_monitor=...) holds a {type(value).__name__}, which cannot be saved as plain values in "
-                "a checkpoint: name a preset, such as {'task': 'binary'}, or pass MetricsMonitor to the Trainer."
+                f"Tricks(metrics_monitor=...) contains a {type(value).__name__}, which cannot be saved as plain "
+                "values in a checkpoint: name a preset, such as {'task': 'binary'}, or pass MetricsMonitor to the "
+                "Trainer."
             )
         return _to_plain(value.spec)
     if isinstance(value, timedelta):

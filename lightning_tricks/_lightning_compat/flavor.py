@@ -130,6 +130,6 @@ def other_flavor(kind: type) -> str:
         return ""
     return (
         f"{kind.__name__} comes from `{OTHER}`, and lightning_tricks works with `{LIGHTNING}` in this process: import "
-        f"`{OTHER}`, or the library that does, before `{LIGHTNING}` and anything of lightning_tricks, or set "
+        f"`{OTHER}`, or the library that imports it, before `{LIGHTNING}` and lightning_tricks, or set "
         f"{VARIABLE}={OTHER} in the environment."
     )

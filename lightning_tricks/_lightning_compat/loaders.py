@@ -35,7 +35,7 @@ def transferred_batches(module: LightningModule | None, loader: Any, device: tor
         RuntimeError: If a hook asks for a Trainer that there is not.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        remedy = "must give batches, as a DataLoader or datamodule.val_dataloader() does"
+        remedy = "must yield batches, as a DataLoader or datamodule.val_dataloader() does"
         raise TypeError(f"loader {remedy}, got {loader!r} ({type(loader).__name__}).")
     for batch in loader:
         if module is not None:
@@ -51,13 +51,13 @@ def transferred_batches(module: LightningModule | None, loader: Any, device: tor
         yield batch
 
 
-@needs_private("MetricsMonitor on several ranks")
+@needs_private("MetricsMonitor on multiple ranks")
 def evaluation_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of the validation or test that runs; in `validate`, `val_dataloaders` are the last fit's."""
     return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
 
 
-@needs_private("MetricsMonitor with several loaders")
+@needs_private("MetricsMonitor with multiple loaders")
 def evaluation_loader_names(trainer: Trainer) -> list[str]:
     """Return the names of the loaders of the validation or test that runs, if they were given as a dict."""
     combined = trainer._evaluation_loop._combined_loader
@@ -111,7 +111,7 @@ def batch_sampler_replaced(loader: Any, replace: Callable[[Any], Any]) -> Iterat
         set_private(wrapper, _batch_sampler=sampler)
 
 
-@needs_private("RunReport with several training loaders")
+@needs_private("RunReport with multiple training loaders")
 def ends_with_shortest_loader(trainer: Trainer) -> bool:
     """Whether an epoch of training ends with the shortest of its loaders, not with the longest."""
     combined = trainer.fit_loop._combined_loader
@@ -189,7 +189,7 @@ def changing_train_loader(
         yield
 
 
-@needs_private("an ensemble on several ranks")
+@needs_private("an ensemble on multiple ranks")
 def uses_distributed_sampler(trainer: Trainer) -> bool:
     """Whether the Trainer gives each rank its share of the samples (`use_distributed_sampler`)."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)

@@ -57,11 +57,11 @@ def get_sampler_shard(loader: Any) -> SamplerShard | str:
         return f"{type(batch_sampler).__name__} makes the batches itself"
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
-        return f"{type(loader).__name__} has no DistributedSampler, so that each rank may see each sample"
+        return f"{type(loader).__name__} has no DistributedSampler, so each rank may read every sample"
     if not f"{type(sampler).__iter__.__module__}.".startswith(_OF_LIBRARIES):
-        return f"{type(sampler).__name__} has an order of its own"
+        return f"{type(sampler).__name__} chooses its own order"
     if getattr(loader, "drop_last", False) or sampler.drop_last:
-        return "drop_last leaves out other samples on several ranks than on one"
+        return "drop_last leaves out different samples on multiple ranks than on one"
     length = len(sampler.dataset)  # type: ignore[arg-type]
     num_own = len(range(sampler.rank, length, sampler.num_replicas))
     return SamplerShard(num_own, sampler.num_samples, loader.batch_size or 1)
@@ -137,8 +137,8 @@ class OwnSamples:
             return own, num_own
         if self._counted is not None:
             warnings.warn(  # not on rank zero alone: the last batch of one rank may differ from those of the others
-                f"{self._counted}: {size - num_own} of the {size} samples of the last batch of {stage} are repeated "
-                f"ones, and it is unknown which rows belong to them ({own}), so they count twice.",
+                f"{self._counted}: {size - num_own} of the {size} samples of the last batch of {stage} are repeated, "
+                f"and it is unknown which rows belong to them ({own}), so they count twice.",
                 stacklevel=2,
             )
         return values, None

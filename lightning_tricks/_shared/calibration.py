@@ -93,7 +93,7 @@ class Calibration(nn.Module):
         columns = as_logits(to_double(logits), None if self.from_probabilities is None else "probabilities")
         first, *others = (getattr(self, name).to(columns) for name in METHODS[method])
         if first.ndim and len(first) != columns.shape[1]:
-            raise ValueError(f"The calibration is one of {len(first)} classes, but got logits {tuple(logits.shape)}.")
+            raise ValueError(f"The calibration is for {len(first)} classes, but got logits {tuple(logits.shape)}.")
         if method == "temperature":
             found = (columns / first).softmax(-1)
         elif method == "vector":
@@ -118,9 +118,7 @@ class Calibration(nn.Module):
         missing, unexpected, errors = problems
         given = {name: state_dict[prefix + name] for name in _NAMES if prefix + name in state_dict}
         if not given and self.method is not None:
-            words = (
-                "the weights in the file are not calibrated, and the calibration of other ones is dropped: load again"
-            )
+            words = "the weights in the file are not calibrated, so the previous calibration was dropped: load again"
             missing.append(f"{prefix}{METHODS[self.method][0]} ({words}, then call calibrate)")
         unexpected += [key for key in state_dict if key.startswith(prefix) and key[len(prefix) :] not in _NAMES]
         if _are_of_one_method(given):
@@ -182,14 +180,14 @@ def check_outputs(outputs: str | None, between: Tensor, sums_to_one: Tensor) -> 
     """
     if outputs is None and between.all():
         raise ValueError(
-            f"All {len(between):,} rows that the module returns are between 0 and 1, so that they may be logits or "
-            'probabilities. Say which: outputs="probabilities" if it ends with softmax or sigmoid, else '
+            f"All {len(between):,} rows that the module returns are between 0 and 1, so they may be logits or "
+            'probabilities. Pass outputs="probabilities" if it ends with softmax or sigmoid, else '
             'outputs="logits".'
         )
     if outputs == "probabilities" and (wrong := int((~sums_to_one).sum())):
         raise ValueError(
-            f'outputs="probabilities", but {wrong:,} of the {len(between):,} rows that the module returns are none, '
-            'from 0 to 1 and with the sum 1: give outputs="logits", or return the output of softmax.'
+            f'outputs="probabilities", but {wrong:,} of the {len(between):,} rows that the module returns are not '
+            'probabilities, from 0 to 1 and with the sum 1: pass outputs="logits", or return the output of softmax.'
         )
 
 

@@ -157,7 +157,7 @@ def check_path(
     if is_address(value) and not (takes_address and "://" in text):
         where = "" if takes_address else " on a local or mounted disk"
         if takes_address:
-            remedy = "Give an address as a string, as pathlib leaves out one of its slashes."
+            remedy = "Give an address as a string, as pathlib drops one of its slashes."
         elif text.lower().startswith("file:"):
             remedy = f"Give the path without {text[:5]}//."
         local = "" if "://" in text else " If it is a local path, give it as an absolute one."

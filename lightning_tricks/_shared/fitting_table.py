@@ -101,7 +101,7 @@ class FittingTable(Table):
             replace(column, width=width, overflow="fold") for (column, _), width in zip(sizes, widths, strict=True)
         ]
         yield from Table.__rich_console__(fitting, console, options)
-        lines = [f"left out for want of width: {', '.join(left_out)}"] if left_out else []
+        lines = [f"left out to fit the width: {', '.join(left_out)}"] if left_out else []
         if lines := [*lines, *filter(None, [self.notes])]:
             yield Text("\n".join(lines), style="table.caption")
 

@@ -66,7 +66,7 @@ def explained_arguments() -> Iterator[None]:
     except TypeError as error:
         if "positional argument" not in str(error) and "keyword argument" not in str(error):
             raise
-        remedy = "a batch must hold what `forward` takes, and then the labels: leave all else out, by collate_fn"
+        remedy = "a batch must contain what `forward` takes, and then the labels: drop the rest in collate_fn"
         raise TypeError(f"{error}; {remedy}.") from error
 
 

@@ -101,7 +101,7 @@ def check_repeats(expression: str) -> None:
         >>> check_repeats(r"^layer(\d+)\.(.*)$")
         >>> check_repeats("(a+)+$")
         Traceback (most recent call last):
-        ValueError: '(a+)+$' repeats a group, which can take very long: write it without.
+        ValueError: '(a+)+$' repeats a group, which can take very long: rewrite it without.
     """
     repeats, before = 0, ""
     for part in _TOKENS.findall(expression):
@@ -112,7 +112,7 @@ def check_repeats(expression: str) -> None:
         ):  # after a repeat it makes the repeat lazy or possessive
             repeats += 1
             if before == ")" and part != "?":
-                raise ValueError(f"{expression[:80]!r} repeats a group, which can take very long: write it without.")
+                raise ValueError(f"{expression[:80]!r} repeats a group, which can take very long: rewrite it without.")
         before = part
     if repeats > MAX_REPEATS:
         raise ValueError(

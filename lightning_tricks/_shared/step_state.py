@@ -70,7 +70,7 @@ def refuse_lazy(values: Mapping[str, Any]) -> None:
     if lazy := [name for name, value in values.items() if is_lazy(value)]:
         raise ValueError(
             f"{list_names(lazy)} of a lazy layer can be neither copied nor compared before it has a shape: run a batch "
-            "through the module before the fit, as in `setup`."
+            "through the module before the fit, such as in `setup`."
         )
 
 

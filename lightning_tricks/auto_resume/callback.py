@@ -41,8 +41,8 @@ from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
 _OUTLIVES = (
-    "Give a directory that outlives the machine, such as one of a network file system, or copy a local one with a tool "
-    "of that storage: after the run, and back before the next start."
+    "Give a directory that outlives the machine, such as one on a network file system; or copy a local directory "
+    "with a tool of that storage, after the run and back before the next start."
 )
 _REFUSED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy)
 
@@ -243,9 +243,9 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         run_files.check_shared()
         if misses_slurm_signals():
             rank_zero_warn(
-                "AutoResume: this job runs without srun, so that signals of Slurm (--signal, scancel --signal) do not "
-                "reach it, unless the job script sends them on. Start it by `srun python ...`; or by `exec python ...` "
-                "with `#SBATCH --signal=B:USR1@90`."
+                "AutoResume: this job runs without srun, so signals from Slurm (--signal, scancel --signal) do not "
+                "reach it unless the job script forwards them. Start it with `srun python ...`, or with `exec python "
+                "...` and `#SBATCH --signal=B:USR1@90`."
             )
         self._installed.enter_context(durable_checkpoints(trainer.strategy))
         self._installed.enter_context(run_files.others.observed())
@@ -299,7 +299,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         seconds = None if math.isinf(self.seconds_between_saves) else self.seconds_between_saves
         units = (("step", self.every_n_train_steps), ("epoch", self.every_n_epochs), ("second", seconds))
         often = (f"every {unit}" if n == 1 else f"every {n:g} {unit}s" for unit, n in units if n is not None)
-        return ", ".join(often) or "at its end"
+        return ", ".join(often) or "at the end of the fit"
 
     @property
     def seconds_between_saves(self) -> float:

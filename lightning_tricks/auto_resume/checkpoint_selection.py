@@ -118,8 +118,8 @@ class CheckpointSelection:
         if is_sharding(self.trainer.strategy) and not path.is_dir():
             strategy = type(self.trainer.strategy).__name__
             raise MisconfigurationException(
-                f"AutoResume: {path} was saved whole, and {strategy} restores shards. Resume with the strategy of the "
-                "run, or start anew in another dirpath; load_weights takes its weights."
+                f"AutoResume: {path} was saved without shards, and {strategy} restores shards. Resume with the "
+                "strategy of the run, or start a new run in another dirpath; load_weights can load the weights."
             )
         stream, self._stream = self._stream or main_file(path).open("rb"), None
         with stream:
@@ -143,9 +143,9 @@ class CheckpointSelection:
     def _note_given(self, user_path: str | os.PathLike[str], manifest: Manifest | None) -> None:
         """Note what is said of a checkpoint that the user gave: it is resumed if the run has none of its own."""
         if manifest is not None:
-            others = f"{manifest.file!r} is resumed, and not {str(user_path)!r}"
+            others = f"the run resumes from {manifest.file!r}, not from {str(user_path)!r}"
             self._announce = partial(
-                rank_zero_info, f"AutoResume: {others}. To begin with that, choose another dirpath."
+                rank_zero_info, f"AutoResume: {others}. To start from the latter, choose another dirpath."
             )
         elif self.run_files.fit_that_wrote(user_path) == self.run_files.others.origin.fit:
             self._announce = partial(
@@ -164,8 +164,8 @@ class CheckpointSelection:
             self._stream.seek(0)
         if found:
             raise MisconfigurationException(
-                f"AutoResume: {self.folder.path} holds checkpoints of another model: {'; '.join(found)}. Choose "
-                "another dirpath to start a new run; load_weights takes those weights of it that fit."
+                f"AutoResume: {self.folder.path} contains checkpoints of another model: {'; '.join(found)}. Choose "
+                "another dirpath to start a new run; load_weights loads the weights that fit."
             )
 
 
@@ -180,7 +180,7 @@ def _check_plain(checkpoint: Mapping[str, Any], path: Path) -> None:
     if found := find_objects(checkpoint):
         raise MisconfigurationException(
             f"AutoResume: {list_names(found, 3)} in {path}. Objects are not restored, as that would run code of "
-            "the file. If nobody else writes to that directory, AutoResume(..., allow_pickle=True) restores them."
+            "the file. If only you write to that directory, AutoResume(..., allow_pickle=True) restores them."
         )
 
 

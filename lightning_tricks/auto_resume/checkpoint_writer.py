@@ -259,7 +259,7 @@ class CheckpointWriter:
             write()
         except Exception as error:  # of the disk, a logger, or the pickling of a user's object
             folder = self.run_files.folder
-            kept = "The checkpoint before it is complete" if folder.manifests() else "There is no checkpoint before it"
+            kept = "The previous checkpoint is complete" if folder.manifests() else "There is no earlier checkpoint"
             return f"AutoResume: step {self._saved_step} could not be saved in {folder.path}: {error}. {kept}."
         return ""
 
@@ -269,8 +269,8 @@ class CheckpointWriter:
         if new:
             rank_zero_warn(
                 f"AutoResume: these values changed in this fit, and cannot be saved: {list_names(new, 20)}. A resumed "
-                "run starts with their initial values, or what a mapped file holds. Keep plain values, tensors or "
-                "objects with a state_dict there, or save them in on_save_checkpoint."
+                "run starts with their initial values, or the contents of a memory-mapped file. Keep plain values, "
+                "tensors or objects with a state_dict there, or save them in on_save_checkpoint."
             )
 
     def _why_not_loadable(self, checkpoint: Mapping[str, Any], path: Path) -> str:
@@ -287,8 +287,8 @@ class CheckpointWriter:
         if not new:
             return ""
         return (
-            f"AutoResume: {'; '.join(new)}. A run is not resumed from a checkpoint with objects, as that would run "
-            "code of the file. Save plain values and tensors, such as float(x) or x.tolist(), or set "
+            f"AutoResume: {'; '.join(new)}. AutoResume does not resume from a checkpoint that contains objects, as "
+            "that would run code of the file. Save plain values and tensors, such as float(x) or x.tolist(), or set "
             "AutoResume(..., allow_pickle=True)."
         )
 

@@ -19,9 +19,9 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("resume", help="inspect the checkpoints of AutoResume")
     subcommands = parser.add_subparsers(metavar="TOOL")
     descriptions = {
-        "status": "show how far a run is, and from which checkpoint it would resume",
-        "verify": "check that each checkpoint has the bytes that were written; the exit status is 1 if one has not, 2 "
-        "if there is none",
+        "status": "show the progress of a run, and the checkpoint from which it would resume",
+        "verify": "check that each checkpoint is intact, byte for byte; the exit status is 1 if one is not, 2 if there "
+        "is none",
     }
     for name, run, error_status in (("status", _status, 1), ("verify", _verify, 2)):
         subcommand = subcommands.add_parser(
@@ -41,7 +41,9 @@ def _run(run: Any, arguments: argparse.Namespace) -> int:
         if folder.manifests() or folder.problems() or folder.read_status()
     ]
     if not folders:
-        raise FileNotFoundError(f"{arguments.dirpath} holds no checkpoints of AutoResume. Give the dirpath of a run.")
+        raise FileNotFoundError(
+            f"{arguments.dirpath} contains no checkpoints of AutoResume. Give the dirpath of a run."
+        )
     return int(run(folders, arguments.json))
 
 

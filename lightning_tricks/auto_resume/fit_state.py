@@ -296,9 +296,9 @@ def _as_sentences(names: Sequence[str], drawn: Sequence[str], of_data: Sequence[
         )
     if names:
         found.append(
-            f"these values were not restored: {list_names(names, 5)}. The run continues and may diverge from the one "
-            "that was never stopped. Keep values in a state_dict, or in on_save_checkpoint and on_load_checkpoint. "
-            "Change other things, such as hooks, in on_train_epoch_start, which a resumed run calls again."
+            f"these values were not restored: {list_names(names, 5)}. The run continues and may diverge from an "
+            "uninterrupted one. Keep values in a state_dict, or in on_save_checkpoint and on_load_checkpoint. Make "
+            "other changes, such as hooks, in on_train_epoch_start, which a resumed run calls again."
         )
     return found
 

@@ -91,7 +91,7 @@ class LoaderTracker(Part):
         if len(saved["train"]) != len(self._train) or saved["replays"] != bool(self._to_replay):
             rank_zero_warn(
                 "AutoResume: the training loaders differ from those of the stopped run, so the order of the epoch is "
-                "lost. To resume exactly, give the loaders that the run had."
+                "lost. To resume exactly, pass the same loaders as before."
             )
             return
         for loader, state in zip(self._train, saved["train"], strict=True):
@@ -164,9 +164,9 @@ class LoaderTracker(Part):
             if failed := loader.objects.failed:
                 listed = list_names([f"{path} ({why})" for path, why in failed.items()], _MAX_LISTED)
                 loader.report_difference(
-                    f"is not as in the stopped run, as these were not restored: {listed}. Set them in "
-                    "on_train_epoch_start, which is called again, or keep plain values, tensors or random generators "
-                    "there"
+                    f"differs from the stopped run, as these values were not restored: {listed}. Set them in "
+                    "on_train_epoch_start, which a resumed run calls again, or keep plain values, tensors or random "
+                    "generators there"
                 )
         return pending
 
@@ -208,15 +208,15 @@ class LoaderTracker(Part):
             listed = list_names([f"{path} ({kind})" for path, kind in new.items()], _MAX_LISTED)
             rank_zero_warn(
                 f"AutoResume: these values of {loader.name} changed and are not saved: {listed}. A resumed run starts "
-                "with their initial values, or what their files hold. If the data depend on them, keep plain values, "
-                "tensors or random generators there."
+                "with their initial values, or the contents of their files. If the data depend on them, keep plain "
+                "values, tensors or random generators there."
             )
         if loader.draws_in_between:
             self._warn_once(
-                f"the samples or the order of {loader.name} draw from the global random state in between "
-                "the training steps, which draw from it as well. A run that is resumed in the middle of an epoch reads "
-                "other data. Give the data set or the sampler a generator of its own, such as random.Random(seed), or "
-                "read an iterable data set with num_workers=1."
+                f"the samples or the order of {loader.name} draw from the global random state between training steps, "
+                "which also draw from it. A run that resumes in the middle of an epoch reads other data. Give the "
+                "dataset or the sampler its own generator, such as random.Random(seed), or read an iterable dataset "
+                "with num_workers=1."
             )
 
     def _warn_once(self, sentence: str) -> None:
@@ -231,8 +231,8 @@ class LoaderTracker(Part):
         if before and others:
             differ = f"{list_names(others, 1)} attributes differ" if others[1:] else f"{others[0]} differs"
             loader.report_difference(
-                f"has other data than in the stopped run: {differ}. Create them as before: split them with a "
-                "generator=torch.Generator().manual_seed(...), and call seed_everything before they are created"
+                f"has other data than in the stopped run: {differ}. Create the data as before: split them with a "
+                "generator=torch.Generator().manual_seed(...), and call seed_everything before you create them"
             )
 
     def _track(self, loaders: Sequence[Any], name: str, prefetches: bool = False) -> list[TrackedDataLoader]:

@@ -71,7 +71,7 @@ class LoggerState:
                 if kind == "csv" and is_writer:
                     open_csv_logger(logger)
             if (now := logger_version(logger)) != version:
-                others.append(f"{type(logger).__name__} writes to version {now!r}, and not to version {version!r}")
+                others.append(f"{type(logger).__name__} writes to version {now!r}, not to version {version!r}")
         return others
 
     def records(self) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ class LoggerState:
                 os.truncate(path, sizes[name])
         if present:  # files are read in the order of the seconds in their names
             time.sleep(1 - time.time() % 1)
-        return f"{folder} lacks what was logged before the save to {', '.join(sorted(lost))}." if lost else ""
+        return f"{folder} lacks values that were logged before the save, in {', '.join(sorted(lost))}." if lost else ""
 
 
 class CsvRows:

@@ -182,7 +182,10 @@ def carry_over(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """
     for callback in callbacks_of_type(trainer, ModelCheckpoint):
         if is_address(callback.dirpath):
-            rank_zero_warn(f"AutoResume: in {callback.dirpath}, which is an address, all that the run wrote stays.")
+            rank_zero_warn(
+                f"AutoResume: {callback.dirpath} is an address, where checkpoints of repeated steps are not removed: "
+                "all that the run wrote stays."
+            )
         key, ranks = callback.state_key, checkpoint[CHECKPOINT_KEY]["ranks"]
         of_ranks = [rank["value"]["callbacks"].get(key, {}).get("state_dict") for rank in ranks]
         states = [checkpoint["callbacks"].get(key), *of_ranks]
@@ -190,8 +193,8 @@ def carry_over(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
             before, state["dirpath"] = state["dirpath"], callback.dirpath
             if state is states[0] and before != callback.dirpath:
                 rank_zero_warn(
-                    f"AutoResume: ModelCheckpoint now writes to {callback.dirpath}; what it wrote to {before} stays "
-                    "there and counts as before. Give ModelCheckpoint a fixed dirpath to have all of it in one folder."
+                    f"AutoResume: ModelCheckpoint now writes to {callback.dirpath}; its checkpoints in {before} stay "
+                    "there and still count. Give ModelCheckpoint a fixed dirpath to keep all of them in one folder."
                 )
         best = states[0] and states[0]["best_model_path"]
         if best and not is_address(best) and not os.path.lexists(best):

@@ -104,11 +104,11 @@ def _shared_out(
             done = len(loader) - len(left)
             follows = {"at_end": not left, "rest": rest.as_dict(done), LEFT_KEY: left}
             return _with_positions(state, lambda _, own: _moved(own, done, **follows))
-        why = "its order cannot be drawn again" if left is None else "the sampler gives another number of samples"
+        why = "its order cannot be reproduced" if left is None else "the sampler now yields another number of samples"
     rank_zero_warn(
-        f"AutoResume: the rest of the epoch cannot be distributed again, as {why}: some samples come twice or "
-        "not at all. To see each once, use DataLoader(shuffle=True) and seed_everything, or resume with as many ranks "
-        "as before."
+        f"AutoResume: the rest of the epoch cannot be redistributed among the ranks, as {why}: some samples are "
+        "repeated or skipped. To read each sample once, use DataLoader(shuffle=True) and seed_everything, or resume "
+        "with as many ranks as before."
     )
     has_limit = isinstance(trainer.limit_train_batches, int)  # which is the same on any number of ranks
     return _with_other_batches(state, scale if has_limit else scale * ranks / before)
@@ -121,7 +121,9 @@ def _why_not_shared_out(loaders: Sequence[Any], trainer: Trainer) -> str:
     if _is_stream(loaders[0]):
         return f"only the {type(loaders[0].dataset).__name__} knows its order"
     if isinstance(trainer.limit_train_batches, int) or trainer.limit_train_batches != 1.0:
-        return f"limit_train_batches={trainer.limit_train_batches} leaves out others on each number of ranks"
+        return (
+            f"limit_train_batches={trainer.limit_train_batches} leaves out different batches for each number of ranks"
+        )
     batches, sampler = loaders[0].batch_sampler, loaders[0].sampler
     if type(batches) is not BatchSampler or batches.sampler is not sampler:
         return f"a {type(batches).__name__} chooses its batches"
@@ -141,11 +143,11 @@ def _refuse_other_streams(loader: Any, num_workers: int, saved: SavedState, trai
     ):
         if _is_stream(loader) and before != now:
             raise MisconfigurationException(
-                f"AutoResume: the run stopped in the middle of an epoch that {before} {what}, not {now} read, and only "
-                f"the {type(loader.dataset).__name__} knows how it shares its samples out among them. Resume with the "
-                "old number until the epoch's end, at which it can change (AutoResume saves there with "
-                "every_n_epochs=1), or go on with on_change='new': some samples of this epoch then come twice or not "
-                "at all."
+                f"AutoResume: the run stopped in the middle of an epoch that it read with {before} {what}, not {now}, "
+                f"and only the {type(loader.dataset).__name__} knows how it divides its samples among them. Resume "
+                "with the old number and change it at the end of an epoch (AutoResume saves there with "
+                "every_n_epochs=1), or continue with on_change='new', which repeats or skips some samples of this "
+                "epoch."
             )
 
 

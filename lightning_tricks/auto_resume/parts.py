@@ -93,9 +93,9 @@ class SavedState:
             results = [merged_result(item, of_ranks, is_distributed) for item in known]
             rank = {**rank, "rank_tensors": {}, "trainer": {**rank["trainer"], "results": results}}
             rank_zero_warn(
-                f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, optimizer "
-                "and position are restored. Ranks draw other random numbers than they would have, and means of "
-                "this epoch may lack what was logged before."
+                f"AutoResume: the run had {len(ranks)} ranks and resumes with {trainer.world_size}. Weights, "
+                "optimizer and position are restored. Ranks draw other random numbers than without the change, and "
+                "means of this epoch may lack values that were logged before the stop."
             )
         own, saved = state_dict_tensors(module.state_dict()), state_dict_tensors(checkpoint["state_dict"])
         other_precision = any(name in own and own[name].dtype != value.dtype for name, value in saved.items())

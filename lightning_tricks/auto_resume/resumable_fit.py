@@ -255,7 +255,7 @@ class ResumableFit(FitObserver):
             if every is not None and epoch == 1 and not self.trainer.global_step:
                 rank_zero_warn(
                     f"AutoResume: every_n_train_steps={every} saved nothing in the first epoch, as Lightning counted "
-                    "no step of an optimizer. Save by every_n_epochs or train_time_interval."
+                    "no optimizer step. Set every_n_epochs or train_time_interval instead."
                 )
             if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):
                 self._save(SavePoint.EPOCH_START, at_once=stop_requested)
@@ -381,7 +381,7 @@ def _check_classes(saved: SavedState, known: Mapping[str, str], present: Mapping
     for before, now in zip(known.values(), present.values(), strict=False):
         if before != now:
             raise MisconfigurationException(
-                f"AutoResume: the checkpoint {saved.path} has the state of {before}, and configure_optimizers now "
-                f"returned {now}: a hook exchanged it in the fit. Return {before} from configure_optimizers, or choose "
-                "another dirpath to start anew."
+                f"AutoResume: the checkpoint {saved.path} has the state of {before}, which a hook created during the "
+                f"fit, and configure_optimizers now returned {now}. Return {before} from configure_optimizers, or "
+                "choose another dirpath to start a new run."
             )

@@ -59,9 +59,9 @@ _OBSERVERS = (
 )
 # Why a change is no reason to stop -> what is said
 _SENTENCES = {
-    "record": "these do not train by themselves and differ from those of the first start; the run goes on",
-    "ranks": "schedules and loaders go on as those of a run with this number of ranks",
-    "ignored": "these changes take effect without a question, as ignore says",
+    "record": "these changed since the first start, do not change the training by themselves, and the run continues",
+    "ranks": "schedules and loaders continue as in a run with this number of ranks",
+    "ignored": "these changes take effect, as ignore lists them",
 }
 
 
@@ -194,17 +194,17 @@ class RunConfiguration(Part):
         if new and self.settings.on_change == "raise":
             names = [change.name for change in new[:_MOST_LINES]]
             raise MisconfigurationException(
-                f"AutoResume: {os.fspath(self.settings.dirpath)} holds a run that was started with other settings:\n  "
-                f"{_listed(new, chr(10) + '  ')}\n"
-                "Nothing was trained or changed. AutoResume(..., on_change='new') continues with the new values, and "
-                f"moments, position and random states go on; ignore={names} does so for these alone, whenever they "
-                "change; another dirpath starts a new run."
+                f"AutoResume: {os.fspath(self.settings.dirpath)} contains a run that was started with other "
+                f"settings:\n  {_listed(new, chr(10) + '  ')}\nNothing was trained or changed. AutoResume(..., "
+                "on_change='new') continues with the new values, and keeps optimizer states, position and random "
+                f"states; ignore={names} does so only for these, whenever they change; another dirpath starts a new "
+                "run."
             )
         self._check_can_go_on([*new, *reasons["ignored"]])
         if not self._said:
             reasons["record"] = changes_between(before.records, self._now.records)
             if names := before.changed_code(self._now):
-                rank_zero_info(f"AutoResume: the code of {list_names(names)} differs from that of the first start.")
+                rank_zero_info(f"AutoResume: the code of {list_names(names)} changed since the first start.")
         self._said |= {change.name for change in (*found, *reasons["record"])} | {""}
         self._rescheduled += [change.name for change in reasons["ranks"] if not _is_of_loaders(change)]
         self.changes += [*new, *reasons["ignored"]]
@@ -213,8 +213,8 @@ class RunConfiguration(Part):
                 rank_zero_info(f"AutoResume: {_SENTENCES[reason]}: {_listed(changes, '; ')}.")
         if new:
             is_over = self._saved.manifest.finished and not self.extended
-            end = " The run had finished: they take effect when it is given more epochs or steps." if is_over else ""
-            rank_zero_info(f"AutoResume: the run goes on with new values: {_listed(new, '; ')}.{end}")
+            end = " The run had finished: they take effect when you give it more epochs or steps." if is_over else ""
+            rank_zero_info(f"AutoResume: the run continues with new values: {_listed(new, '; ')}.{end}")
 
     def _check_can_go_on(self, changes: Sequence[Change]) -> None:
         manifest = self._saved.manifest
@@ -223,12 +223,12 @@ class RunConfiguration(Part):
         for change in changes:
             why = ""
             if change.name in done and not is_longer(done[change.name] - 1, change.now):
-                why = f"the run is at {done[change.name]} {_LIMITS[change.name.partition('.')[2]]}, beyond it"
+                why = f"it is already at {done[change.name]} {_LIMITS[change.name.partition('.')[2]]}"
             elif change.name == f"{ROOT}.automatic_optimization":
-                why = "the steps of a run are counted in another way then"
+                why = "Lightning counts the steps of a run differently then"
             if why:
                 raise MisconfigurationException(
-                    f"AutoResume: the run cannot go on with {change}: {why}. Set the old value, or choose another "
+                    f"AutoResume: the run cannot continue with {change}: {why}. Set the old value, or choose another "
                     "dirpath to start a new run."
                 )
 
@@ -261,9 +261,9 @@ class RunConfiguration(Part):
         regrouped, manifest = bool(self._saved.shared["groups"]), self._saved.manifest
         if regrouped and any(name.endswith(".groups") for name in names):
             raise MisconfigurationException(
-                "AutoResume: hooks changed the parameter groups of the run, and configure_optimizers now returns other "
-                "ones than at its first start, so that the saved states have no place. Return the groups of then, or "
-                "choose another dirpath."
+                "AutoResume: hooks changed the parameter groups of the run, and configure_optimizers now returns "
+                "other groups than at the first start, so the saved states do not match them. Return the groups of "
+                "the first start, or choose another dirpath."
             )
         try:
             options = {"regrouped": regrouped, "other_ranks": self._saved.world_size_changed}
@@ -273,8 +273,8 @@ class RunConfiguration(Part):
             states = changed.states(*saved, manifest.step, manifest.epoch)
         except Exception as error:  # of schedules, which may end, or call what cannot be copied
             raise MisconfigurationException(
-                f"AutoResume: the schedules of this start cannot be brought to step {manifest.step}, which the run has "
-                f"reached ({describe_error(error)}). Give a schedule that ends before it more steps, or choose another "
+                f"AutoResume: the new schedules cannot be advanced to step {manifest.step}, which the run has reached "
+                f"({describe_error(error)}). Give more steps to a schedule that ends earlier, or choose another "
                 "dirpath to start a new run."
             ) from error
         changed_entries = dict(zip(("optimizer_states", "lr_schedulers"), states, strict=True))
@@ -286,8 +286,8 @@ class RunConfiguration(Part):
         names = (name.removesuffix("_orig") for name, _ in self.module.named_parameters())  # of one that is masked
         if made := [name for name in names if name not in self._parameters]:
             raise MisconfigurationException(
-                f"AutoResume: configure_optimizers made the parameters {list_names(made)}, whose saved values a resume "
-                "could not load. Make them in __init__ or configure_model."
+                f"AutoResume: configure_optimizers created the parameters {list_names(made)}, so a resume could not "
+                "load their saved values. Create them in __init__ or configure_model."
             )
 
     def check_loaders(self, loaders: Sequence[Any], *, resumes: bool) -> float | None:

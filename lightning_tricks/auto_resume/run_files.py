@@ -85,9 +85,9 @@ class RunFiles:
             yield
         except OSError as error:
             self.problem = (
-                f"AutoResume: the directory {self.folder.path} cannot be written ({error}). Free space, make it "
-                "writable or remove what is not a file, and run the same command again: existing checkpoints are "
-                "complete, and another dirpath would start a new run."
+                f"AutoResume: the directory {self.folder.path} cannot be written ({error}). Free disk space, make it "
+                "writable or remove anything that is not a regular file, and run the same command again. Existing "
+                "checkpoints are complete; another dirpath would start a new run."
             )
 
     def _lock_directory(self) -> list[Any]:
@@ -106,7 +106,7 @@ class RunFiles:
         if not acquired:
             self.problem = (
                 f"AutoResume: the directory {self.root.path} is in use by process {last.get('pid', '?')} on "
-                f"{last.get('host', '?')}: two runs would overwrite each other's checkpoints. Wait for its end, or "
+                f"{last.get('host', '?')}: two runs would overwrite each other's checkpoints. Wait until it ends, or "
                 "choose another dirpath."
             )
             return []
@@ -127,7 +127,9 @@ class RunFiles:
         records = manifests[0].loggers if manifests else start.get("loggers")
         self.loggers, self._has_saves = loggers, bool(manifests)
         if others := loggers.restore_versions(records, is_writer=is_writer):
-            rank_zero_warn(f"AutoResume: {'; '.join(others)} as before. What was logged before is not removed.")
+            rank_zero_warn(
+                f"AutoResume: {'; '.join(others)} as before. Values that were logged before are not removed."
+            )
         if records:
             allow_existing_config(self.trainer)
         if not manifests:
@@ -170,7 +172,7 @@ class RunFiles:
         blind = [f"rank {rank} at {place}" for rank, (sees, place) in enumerate(ranks) if not sees]
         if blind:
             raise MisconfigurationException(
-                f"AutoResume: rank 0 writes to {ranks[0][1]}, which does not appear to {list_names(blind, 3)}. Each "
+                f"AutoResume: rank 0 writes to {ranks[0][1]}, which {list_names(blind, 3)} cannot see. Each "
                 "rank reads the checkpoints when the run resumes: give an absolute dirpath on a file system that all "
                 "nodes share."
             )
@@ -201,7 +203,7 @@ class RunFiles:
         try:
             self.folder.rewrite_manifest(manifest, loggers=self.loggers.records())
         except OSError as error:
-            rank_zero_warn(f"AutoResume: the positions of the loggers at the end could not be written ({error}).")
+            rank_zero_warn(f"AutoResume: the final positions of the loggers could not be written ({error}).")
 
     def discard_rows_after(self, manifest: Manifest) -> None:
         """Remove from the loggers what was logged after a save."""

@@ -102,13 +102,13 @@ class HangWatch(TrickCallback):
 
     def _move(self, hook: str, stage: str = "") -> None:
         if self._record is not None and (stood := self._record.move(hook.format(stage))):
-            where = f"`lightning-tricks hang {shlex.quote(os.fspath(self.dirpath))}` says where"
-            rank_zero_warn(f"HangWatch: nothing moved for {stood:.0f} s, and now it does; {where}.")
+            where = f"`lightning-tricks hang {shlex.quote(os.fspath(self.dirpath))}` shows where"
+            rank_zero_warn(f"HangWatch: the run stood still for {stood:.0f} s and now continues; {where}.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what is watched."""
         self._move("on_train_start")
-        self.say(f"writes stacks to {os.fspath(self.dirpath)} after {self._seconds:g} s without a move")
+        self.say(f"writes stacks to {os.fspath(self.dirpath)} after {self._seconds:g} s without progress")
         super().on_train_start(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -12,7 +12,7 @@ from lightning_tricks._shared.console import errors_of_use, write_json, write_ou
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
-    words = "say which rank of a run that stands still is behind, and which batches or logged values differ"
+    words = "show which rank of a hanging run is behind, and which batches or logged values differ"
     parser: argparse.ArgumentParser = commands.add_parser("hang", help=words, description=f"{words.capitalize()}.")
     parser.add_argument("folder", metavar="DIR", type=path_argument, help="the dirpath of HangWatch")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -115,7 +115,7 @@ class RunFingerprint(TrickCallback):
             if path.exists() and not (record is not None and source == 0):
                 aside = self._earlier(unused, trainer)
                 path.replace(aside)
-                self.say(f"the record in {path}, of another run, is now {aside}")
+                self.say(f"moved the record of another run from {path} to {aside}")
             recorder.writer.start_file(record)
             self.say(f"records each {self.detail} in {path}")
             if record is None:

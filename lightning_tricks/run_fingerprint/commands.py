@@ -15,8 +15,8 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("fingerprint", help="find where two recorded runs diverge")
     tools = parser.add_subparsers(metavar="TOOL")
     words = (
-        "print the first step at which two runs differ, and what differs; the exit status is then 1, else 0, and 2 if "
-        "the files cannot be compared"
+        "print the first step at which two runs differ, and what differs; the exit status is 0 if they are equal, 1 "
+        "if they differ, and 2 if the files cannot be compared"
     )
     diff = tools.add_parser("diff", help=words, description=words[0].upper() + words[1:] + ".")
     for name in "AB":

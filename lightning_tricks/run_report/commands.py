@@ -19,20 +19,26 @@ def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "report",
-        help="make the page of a run that RunReport recorded, a page that compares two, or a table of many",
-        description="Make the page of a run that RunReport recorded. Of two runs, make a page that compares them. Of "
-        "more, or of a folder that holds runs, print a table of them, the best first.",
+        help="write the page of a run that RunReport recorded, a page that compares two runs, or a table of many",
+        description="Write the page of a run that RunReport recorded. For two runs, write a page that compares them. "
+        "For more runs, or a folder of runs, print a table of them, the best first.",
     )
     parser.add_argument(
-        "folders", type=path_argument, metavar="DIR", nargs="+", help="the path of a RunReport, or a folder of several"
+        "folders",
+        type=path_argument,
+        metavar="DIR",
+        nargs="+",
+        help="the dirpath of a RunReport, or a folder of several",
     )
     parser.add_argument(
         "--out",
         type=path_argument,
         metavar="FILE",
-        help="the page (default: report.html in DIR; comparison.html in this folder for two runs)",
+        help="the file to write (default: report.html in DIR; for two runs, comparison.html in this folder)",
     )
-    parser.add_argument("--sort", metavar="KEY", help="print a table, sorted by this metric (default: of validation)")
+    parser.add_argument(
+        "--sort", metavar="KEY", help="print a table, sorted by this metric (default: one of validation)"
+    )
     direction = parser.add_mutually_exclusive_group()
     direction.add_argument(
         "--max", dest="sign", action="store_const", const=1, default=0, help="print a table, the highest value first"
@@ -56,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     has_table = bool(arguments.sort is not None or arguments.sign or arguments.json)
     if has_table or found != [[folder] for folder in folders] or len(folders) > 2:
         if arguments.out is not None:
-            arguments.parser.error("--out takes the page of one or two runs; a table of runs is printed.")
+            arguments.parser.error("--out is for the page of one or two runs; a table of runs is printed.")
         return _print_table(arguments, dict.fromkeys(run for runs in found for run in runs))
     records = [read_record(folder) for folder in folders]
     if len(records) == 1:

@@ -97,7 +97,8 @@ class SeedEverything(TrickCallback):
         saved_seed = checkpoint["callbacks"].get(self.state_key, {}).get("seed", self.seed)
         if saved_seed != self.seed:
             rank_zero_warn(
-                f"The checkpoint's run was seeded with {saved_seed}, but this one continues with {self.seed}."
+                f"The checkpoint's run was seeded with {saved_seed}, but this one continues with {self.seed}. To "
+                "resume exactly, keep the seed."
             )
         self._num_unseeded = 0
         self._seed_for_step(checkpoint["global_step"])

@@ -113,9 +113,7 @@ def test_a_save_that_failed_is_reported_by_the_next(tmp_path, monkeypatch, on_fa
 
     monkeypatch.setattr(CheckpointFolder, "save", save_or_fail)
     options = {"every_n_train_steps": 2, "asynchronous": True, "on_failed_save": on_failed_save, "steps": 6}
-    expected = (
-        r"step 2 could not be saved in .*: \[Errno 28\] No space left on device. There is no checkpoint before it"
-    )
+    expected = r"step 2 could not be saved in .*: \[Errno 28\] No space left on device. There is no earlier checkpoint"
     if on_failed_save == "raise":
         with pytest.raises(OSError, match=expected):
             fit(tmp_path, **options)

@@ -449,7 +449,7 @@ def test_a_missing_object_is_reported():
     attributes = AttributeTracker({"it": old, "gone": Holder()})
     old.inner.x = old.other.y = old.z = 2
     fresh = Holder(inner=None, other=Holder(y=1), z=1)
-    assert restore_changes({"it": fresh}, attributes.changes()) == {"it.inner": "it does not exist here"}
+    assert restore_changes({"it": fresh}, attributes.changes()) == {"it.inner": "it does not exist in this run"}
     assert (fresh.other.y, fresh.z) == (2, 2)
 
 
@@ -619,7 +619,7 @@ def test_added_modules_with_weights_are_reported():
     model.head = nn.Identity()
     assert attributes.changes()["lost"] == {
         "model.layers.1": "torch.nn.modules.linear.Linear that was added in the fit",
-        "model.head": "torch.nn.modules.linear.Identity that was exchanged in the fit",
+        "model.head": "torch.nn.modules.linear.Identity that was replaced in the fit",
     }
 
 
@@ -654,7 +654,7 @@ def test_registered_names_are_not_shadowed():
     attributes = AttributeTracker({"model": old})
     old.queue = torch.ones(2)
     assert restore_changes({"model": fresh}, attributes.changes()) == {
-        "model.queue": "it is registered in the module here"
+        "model.queue": "it is a parameter, buffer or submodule in this run"
     }
     assert "queue" not in vars(fresh)
 

@@ -357,8 +357,8 @@ def _job(number: int) -> dict[str, Any]:
 
 ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {}}
 LOADER = {"batch_size": 4, "shuffle": True}
-RECORDS = "these do not train by themselves and differ from those of the first start; the run goes on: "
-CODE = "the code of {} differs from that of the first start"
+RECORDS = "these changed since the first start, do not change the training by themselves, and the run continues: "
+CODE = "the code of {} changed since the first start"
 
 EDITS = {
     "lr": Edit({"lr": 0.01}, refused=("SGD.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)),
@@ -515,7 +515,7 @@ EDITS = {
     "manual optimization": Edit(
         {"build": _manual},
         refused=("module.automatic_optimization: True -> False",),
-        new="the steps of a run are counted in another way then",
+        new="Lightning counts the steps of a run differently then",
     ),
     "an argument that the module stores": Edit(
         {"argument": 0.25},
@@ -591,7 +591,7 @@ def stopped(tmp_path_factory):
 def said(text: str) -> list[str]:
     """Return what is logged about changes."""
     lines = re.findall(r"AutoResume: (.*)", text)
-    known = ("the run resumes at", "the run goes on with new values")
+    known = ("the run resumes at", "the run continues with new values")
     return [line.rstrip(".") for line in lines if not line.startswith(known)]
 
 
@@ -632,7 +632,7 @@ def test_what_an_edit_does(name, stopped, tmp_path, caplog):
         if not edit.warned and edit.now.keys() <= {"options", "optimizer", "temperature", "module", "activation"}:
             assert edit.said or same(module.state_dict(), run(None, **before)[1].state_dict())
         return
-    assert "the run goes on with new values: " in caplog.text
+    assert "the run continues with new values: " in caplog.text
     whole = run(None, **now)[1]
     resumed = {step: one for step, one in module.seen.items() if step >= RESUMED_AT}
     if edit.rates:
@@ -702,7 +702,7 @@ def test_a_finished_run_is_extended_and_takes_another_learning_rate_then(tmp_pat
     with pytest.raises(MisconfigurationException, match=r"SGD\.lr: 0\.1 -> 0\.01"):
         run(tmp_path, lr=0.01)
     run(tmp_path, lr=0.01, guard={"on_change": "new"})
-    assert "they take effect when it is given more epochs" in caplog.text
+    assert "they take effect when you give it more epochs" in caplog.text
     caplog.clear()
     _, module = run(tmp_path, lr=0.01, epochs=4, guard={"on_change": "new"})
     assert {rate for step, (rate, _) in module.seen.items() if step >= 33} == {0.01}
@@ -714,19 +714,19 @@ def test_what_was_done_cannot_be_taken_back(stopped, tmp_path):
     folder = stopped("lr", tmp_path / "run")
     with pytest.raises(MisconfigurationException, match=r"Trainer\.max_epochs: 3 -> 1"):
         run(folder, epochs=1)
-    with pytest.raises(MisconfigurationException, match=r"max_epochs: 3 -> 1: the run is at 2 epochs, beyond it"):
+    with pytest.raises(MisconfigurationException, match=r"max_epochs: 3 -> 1: it is already at 2 epochs"):
         run(folder, epochs=1, guard={"on_change": "new"})
 
 
 def test_a_parameter_that_the_optimizers_make_is_refused_before_training(tmp_path):
-    with pytest.raises(MisconfigurationException, match="configure_optimizers made the parameters temperature"):
+    with pytest.raises(MisconfigurationException, match="configure_optimizers created the parameters temperature"):
         run(tmp_path, temperature=2)
 
 
 def test_patterns_of_ignore(stopped, tmp_path, caplog):
     folder = stopped("lr", tmp_path / "run")
     run(folder, guard={"ignore": ["SGD.*", "re:^net.*p$"]}, lr=0.01, dropout=0.5)
-    assert "these changes take effect without a question, as ignore says: net.2.p: 0.2 -> 0.5; SGD.lr" in caplog.text
+    assert "these changes take effect, as ignore lists them: net.2.p: 0.2 -> 0.5; SGD.lr" in caplog.text
     for wrong, error in ((3, TypeError), ([3], TypeError), (["re:("], ValueError)):
         with pytest.raises(error, match="ignore"):
             AutoResume(tmp_path, ignore=wrong)

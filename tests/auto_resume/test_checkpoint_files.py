@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, kind, file, capsys):
     assert sentence.startswith(f"the checkpoint {path} cannot be used: ")
     assert words in sentence
     assert file in sentence
-    assert sentence.endswith(f". It was renamed to *.corrupt; {kept.file} is the newest one now.")
+    assert sentence.endswith(f". It was renamed to *.corrupt; the newest intact one is {kept.file}.")
     assert path.with_name(f"{path.name}.corrupt").is_dir()
     assert folder.newest(pytest.fail) == kept
     assert folder.save(checkpoint(), **KNOWN).number == 4, "numbers increase"
@@ -157,7 +157,7 @@ def test_the_only_checkpoint_is_damaged(tmp_path):
     folder, said = CheckpointFolder(tmp_path), []
     flip(folder.path_of(folder.save(checkpoint(), **KNOWN)))
     assert folder.newest(said.append) is None
-    assert "no other one is intact" in said[0]
+    assert "no other checkpoint is intact" in said[0]
 
 
 def test_a_later_release_is_refused(tmp_path):

@@ -124,7 +124,7 @@ def test_a_checkpoint_replaces_no_function_and_no_module():
     change = {"of": path, "value": 1, "in_place": False}
     changes = {"values": {f"{path}.{name}": {**change, "name": name} for name in ("helper", "Augments", "np")}}
     failed = restore_changes({"it": Counts()}, {**changes, "lost": {}})
-    assert set(failed.values()) == {"it is a function, a class or a module here"}
+    assert set(failed.values()) == {"it is a function, a class or a module in this run"}
     assert len(failed) == 3
 
 

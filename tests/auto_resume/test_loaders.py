@@ -498,7 +498,7 @@ def test_what_an_iterable_creates_again_is_not_reported():
 def test_a_shorter_loader_is_named():
     with isolated_rng(seed=3):
         _, positions = record(Noisy(21), batch_size=3)
-        with pytest.raises(RuntimeError, match="stopped after 5 batches of an epoch, and its loader now has 2"):
+        with pytest.raises(RuntimeError, match="stopped after 5 batches of an epoch, but its loader now has 2"):
             resume_epoch(Noisy(6), positions[4], 1, batch_size=3)
 
 

@@ -82,7 +82,7 @@ def test_event_files_of_others_are_left_alone(tmp_path):
     left = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*.host.*")}
     assert left == {names[0]: 5, names[1]: 5, names[2]: 7, "events.out.tfevents.2.host.9.0": 2}
     os.truncate(folder / names[0], 2)
-    with pytest.warns(UserWarning, match=f"{folder} lacks what was logged before the save to {names[0]}."):
+    with pytest.warns(UserWarning, match=f"{folder} lacks values that were logged before the save, in {names[0]}."):
         state.restore(records)
 
 

@@ -87,7 +87,7 @@ def test_a_file_that_training_writes_to_is_named(tmp_path, how, first, often):
     before, after = warned_in_two_starts(tmp_path, how, first, often)
     if first == 0 and how not in ("array", "tensor"):  # these are saved
         assert "dataset.x" in before[0]
-        assert "or what their files hold" in before[0]
+        assert "or the contents of their files" in before[0]
     if how != "c" or first == 0 or often:  # it is gone with the process
         assert any("dataset.x" in sentence for sentence in after)
 
@@ -113,7 +113,7 @@ class Holds(Net):
 def test_a_file_of_the_module_is_named(tmp_path):
     np.zeros(SHAPE, np.float32).tofile(tmp_path / "x")
     with pytest.warns(
-        UserWarning, match=r"cannot be saved: module.scores \(numpy.memmap\).*or what a mapped file holds"
+        UserWarning, match=r"cannot be saved: module.scores \(numpy.memmap\).*or the contents of a memory-mapped file"
     ):
         fit(AutoResume(tmp_path / "runs"), module=lambda: Holds(tmp_path / "x"))
 

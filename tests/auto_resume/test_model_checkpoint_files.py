@@ -258,7 +258,7 @@ def test_a_folder_with_the_date_in_its_name(tmp_path):
     (whole,) = script(tmp_path / "whole", kind, guarded=False, dirpath="files-1{}")
     script(tmp_path / "a", kind, at=("step", 15), dirpath="files-1{}")
     with pytest.warns(
-        UserWarning, match="Give ModelCheckpoint a fixed dirpath to have all of it in one folder"
+        UserWarning, match="Give ModelCheckpoint a fixed dirpath to keep all of them in one folder"
     ) as said:
         (again,) = script(tmp_path / "a", kind, dirpath="files-2{}")
     assert not [

@@ -15,7 +15,7 @@ from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.small import Net, loader, same
 
-_TOLD = "A run is not resumed from a checkpoint with objects"
+_TOLD = "AutoResume does not resume from a checkpoint that contains objects"
 
 
 class Mode(Enum):

@@ -339,15 +339,15 @@ def test_another_process_with_the_same_ranks_goes_on_as_the_one_before(tmp_path)
     [
         ({"sampler": "own"}, "a Backwards chooses its samples"),
         ({"sampler": "weighted"}, "a WeightedRandomSampler chooses its samples"),
-        ({"sampler": "few"}, "the sampler gives another number of samples"),
-        ({"limit": 0.9}, "limit_train_batches=0.9 leaves out others"),
-        ({"limit": 12}, "limit_train_batches=12 leaves out others"),
+        ({"sampler": "few"}, "the sampler now yields another number of samples"),
+        ({"limit": 0.9}, "limit_train_batches=0.9 leaves out different batches"),
+        ({"limit": 12}, "limit_train_batches=12 leaves out different batches"),
     ],
     ids=["sampler", "weights", "samples", "fraction", "number"],
 )
 def test_what_cannot_be_shared_out_is_said(tmp_path, options, why):
     chain(tmp_path, [stop(2, 5), {"ranks": 1}], **options)
-    assert f"cannot be distributed again, as {why}" in (tmp_path / "output.txt").read_text()
+    assert f"cannot be redistributed among the ranks, as {why}" in (tmp_path / "output.txt").read_text()
 
 
 @pytest.mark.parametrize("change", ["ranks", "workers"])
@@ -357,7 +357,7 @@ def test_a_stream_is_refused_in_the_middle_of_an_epoch(tmp_path, change):
     assert run(tmp_path, {**options, **first, **stop(2, 4)}, script=script) != 0
     assert run(tmp_path, {**options, **now, "start": 1}, script=script) == 1
     output = (tmp_path / "output.txt").read_text()
-    assert f"an epoch that 2 {change}, not 1 read, and only the Stream knows" in output
+    assert f"an epoch that it read with 2 {change}, not 1, and only the Stream knows" in output
     assert run(tmp_path, {**options, **now, "start": 2, "on_change": "new"}, script=script) == 0
 
 

@@ -84,7 +84,7 @@ def test_a_second_process_is_refused(tmp_path, capsys, impatient, ranks):
     assert statuses == [1]
     words = (tmp_path / "output.txt").read_text()
     assert f"is in use by process {os.getpid()} on {os.uname().nodename}: two runs would" in words
-    assert "Wait for its end, or choose another dirpath." in words
+    assert "Wait until it ends, or choose another dirpath." in words
     assert rows.read_text() == "mine\n"
     assert CheckpointFolder(tmp_path / "resume").read_status()["state"] == "finished"
     assert cli.main(["resume", "status", str(tmp_path / "resume")]) == 0

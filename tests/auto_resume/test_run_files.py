@@ -135,7 +135,7 @@ def test_rows_of_another_run_in_the_same_place_are_left_alone(tmp_path):
     log(tmp_path, "a", CSVLogger, ends=stop, step=7)
     metrics = tmp_path / "a" / "lightning_logs" / "version_0" / "metrics.csv"
     metrics.write_text("loss,step\n0.5,1\n")
-    with pytest.warns(UserWarning, match="CSVLogger writes to version 1, and not to version 0 as before"):
+    with pytest.warns(UserWarning, match="CSVLogger writes to version 1, not to version 0 as before"):
         log(tmp_path, "a", CSVLogger)
     assert metrics.read_text() == "loss,step\n0.5,1\n"
     log(tmp_path, "whole", CSVLogger, guarded=False)
@@ -272,7 +272,7 @@ def test_a_run_of_wandb_that_is_open_already_warns(tmp_path, wandb):
     wandb.run = Run("mine")
     logger = WandbLogger(save_dir=str(tmp_path))
     assert logger.experiment.id == "mine"
-    with pytest.warns(UserWarning, match="WandbLogger writes to version 'mine', and not to version 'run0' as before"):
+    with pytest.warns(UserWarning, match="WandbLogger writes to version 'mine', not to version 'run0' as before"):
         fit(AutoResume(tmp_path / "runs"), logger=logger, **options)
 
 

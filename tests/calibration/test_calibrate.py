@@ -162,7 +162,7 @@ def test_weights_without_a_calibration_do_not_keep_that_of_others(voting):
     weights, ensemble = values(voting), copy.deepcopy(voting)
     calibrate(ensemble, loader_of(*held_out()))
     calibrated = copy.deepcopy(ensemble)
-    with pytest.raises(RuntimeError, match="not calibrated, and the calibration of other ones is dropped: load again"):
+    with pytest.raises(RuntimeError, match="not calibrated, so the previous calibration was dropped: load again"):
         ensemble.load_state_dict(weights)
     assert ensemble.calibration.method is None  # the weights are the new ones: torch tells only after loading
     ensemble.load_state_dict(weights)
@@ -361,7 +361,7 @@ def test_outputs_that_may_be_either_kind_are_asked_for(method, times, shape):
     else:
         probabilities = logits.softmax(1)
     for asked in (calibrate, lambda *given: calibrate(CalibratedClassifier(given[0]), *given[1:])):
-        with pytest.raises(ValueError, match=r'may be logits or probabilities\. Say which: outputs="probabilities"'):
+        with pytest.raises(ValueError, match=r'may be logits or probabilities\. Pass outputs="probabilities"'):
             asked(nn.Identity(), loader_of(probabilities, labels), method)
     of_logits = calibrate(nn.Identity(), loader_of(logits, labels), method)
     table = calibrate(nn.Identity(), loader_of(probabilities, labels), method, outputs="probabilities")
@@ -381,7 +381,7 @@ def test_outputs_that_may_be_either_kind_are_asked_for(method, times, shape):
 
 def test_what_is_said_of_outputs_has_to_be_so(voting):
     logits, labels = drawn()
-    with pytest.raises(ValueError, match=r'outputs="probabilities", but 600 of the 600 rows .* give outputs="logits"'):
+    with pytest.raises(ValueError, match=r'outputs="probabilities", but 600 of the 600 rows .* pass outputs="logits"'):
         calibrate(nn.Identity(), loader_of(logits, labels), outputs="probabilities")
     with pytest.raises(
         ValueError, match="outputs='logits', but VotingClassifier returns probabilities: leave outputs out"
@@ -454,8 +454,12 @@ REFUSED = {
     "a dict without labels": ({"a": LOGITS, "b": LOGITS}, "the labels as one of target, .* got a, b", TypeError),
     "two kinds of labels": ({"x": LOGITS, "y": LABELS, "label": LABELS}, "the labels as one of", TypeError),
     "words": ((LOGITS, ["cat"] * 60), r"labels must be numbers, .* got \['cat', ", TypeError),
-    "indices of rows": ((LOGITS, LABELS, LABELS), "3 were given; a batch must hold what `forward` takes", TypeError),
-    "names of files": ({"x": LOGITS, "y": LABELS, "id": ["a"] * 60}, "keyword .*: leave all else out", TypeError),
+    "indices of rows": ((LOGITS, LABELS, LABELS), "3 were given; a batch must contain what `forward` takes", TypeError),
+    "names of files": (
+        {"x": LOGITS, "y": LABELS, "id": ["a"] * 60},
+        "keyword .*: drop the rest in",
+        TypeError,
+    ),
     "a label out of range": ((LOGITS, LABELS + 1), "Label 3 is not one of the 3 classes 0 to 2", ValueError),
     "ignored labels": ((LOGITS, torch.where(LABELS > 1, -100, LABELS)), "Label -100", ValueError),
     "float labels": ((LOGITS, LABELS.float()), "must be class indices .* float32", ValueError),
@@ -501,7 +505,7 @@ def test_wrong_arguments_are_refused():
         calibrate(nn.Identity(), LightningDataModule())
     with pytest.raises(TypeError, match="must return a tensor of logits, got tuple"):
         calibrate(nn.LSTM(3, 3), [(LOGITS[:, None], LABELS)])
-    with pytest.raises(ValueError, match="is one of 2 classes"):
+    with pytest.raises(ValueError, match="is for 2 classes"):
         calibrate(nn.Identity(), [drawn(classes=2)], "vector").module(LOGITS)
     with pytest.raises(ValueError, match="a label for each row"):
         calibration_scores(LOGITS.softmax(1), LABELS[:3])

@@ -542,7 +542,7 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"loader": []}, ValueError, "loader has no rows to calibrate with"),
         ({"loader": [(X[:0], Y[:0])]}, ValueError, "loader has no rows to calibrate with"),
         ({"loader": [X]}, TypeError, r"loader must give batches \(x, y\) .* got Tensor"),
-        ({"loader": [(X, Y, Y)]}, TypeError, "3 were given; a batch must hold what `forward` takes, and then"),
+        ({"loader": [(X, Y, Y)]}, TypeError, "3 were given; a batch must contain what `forward` takes, and then"),
         ({"loader": [(X, None)]}, TypeError, r"loader must give batches \(x, y\)"),
         ({"loader": LightningDataModule()}, TypeError, r"or datamodule.val_dataloader\(\) does, got .*DataModule"),
         ({"loader": [{"x": X, "y": Y}]}, TypeError, "got dict"),

@@ -144,7 +144,8 @@ def test_what_a_refusal_says_helps(tmp_path):
     late = _PROGRAM.format(imports=f"from lightning_tricks import AutoResume\nimport {_PL} as pl")
     run = _run(late, tmp_path, check=False)
     assert (
-        "import `pytorch_lightning`, or the library that does, before `lightning.pytorch` and anything of" in run.stderr
+        "import `pytorch_lightning`, or the library that imports it, before `lightning.pytorch` and lightning_tricks"
+        in run.stderr
     )
     assert _PL in _run(late, tmp_path, LIGHTNING_TRICKS_LIGHTNING=_PL).stdout
     assert _PL in _run(f"import {_PL}\n{late}", tmp_path).stdout

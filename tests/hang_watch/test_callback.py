@@ -87,7 +87,7 @@ def test_hooks_that_move_give_no_alarm(tmp_path):
 
 def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
     with pytest.warns(
-        UserWarning, match=r"nothing moved for 1 s, and now it does; `lightning-tricks hang .*hang` says"
+        UserWarning, match=r"the run stood still for 1 s and now continues; `lightning-tricks hang .*hang` shows"
     ):
         fit([HangWatch({"seconds": 0.4}, tmp_path / "hang"), Lasts("on_validation_batch_start", 1.2)])
     stacks = (tmp_path / "hang" / "rank0.stacks").read_text(encoding="utf-8")
@@ -97,7 +97,7 @@ def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "0 of 1 ranks stood still for 0.4 s, 1 did before." in said
     assert "the end of its run, epoch 0, step" in said, "the batch of a validation is no place in the training"
-    assert "; before, 1 s, at on_validation_batch_start, in wait (test_callback.py:" in said
+    assert "; stood still earlier for 1 s, at on_validation_batch_start, in wait (test_callback.py:" in said
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
@@ -107,7 +107,7 @@ def test_what_stands_still_at_the_very_end_is_said(tmp_path, monkeypatch, hook):
             monkeypatch.chdir(tmp_path.parent)
 
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(UserWarning, match="nothing moved for 1 s, and now it does; `lightning-tricks hang 'a b'` says"):
+    with pytest.warns(UserWarning, match="now continues; `lightning-tricks hang 'a b'` shows"):
         fit([HangWatch({"seconds": 0.3}, "a b"), Leaves(), Lasts(hook, 0.7)], limit_val_batches=0)
     (rank,) = compare_ranks(tmp_path / "a b").ranks
     assert (rank["hook"], rank["frames"], rank["lasted"]) == ("the end of its run", [], "1 s, at on_train_end")
@@ -143,14 +143,14 @@ def test_records_of_a_run_on_more_ranks_are_left_out(tmp_path):
 
 
 def test_files_of_a_hang_are_kept_where_the_run_starts_again(tmp_path):
-    with pytest.warns(UserWarning, match="nothing moved"):
+    with pytest.warns(UserWarning, match="the run stood still"):
         fit([HangWatch({"seconds": 0.3}, tmp_path), Lasts("on_train_batch_start", 0.7)])
     before = (tmp_path / "rank0.stacks").read_text(encoding="utf-8")
     fit([HangWatch("1 hour", tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["previous"]
     assert (tmp_path / "previous" / "rank0.stacks").read_text(encoding="utf-8") == before
     assert compare_ranks(tmp_path / "previous").ranks[0]["rank"] == 0
-    with pytest.raises(FileNotFoundError, match=r"Those of an earlier start are in .*previous\."):
+    with pytest.raises(FileNotFoundError, match=r"Files of an earlier start are in .*previous\."):
         compare_ranks(tmp_path)
 
 
@@ -249,7 +249,7 @@ def test_a_file_that_is_no_record_is_named(tmp_path, capsys, content):
     (tmp_path / "rank0.hang").write_bytes(content)
     with pytest.raises(SystemExit):
         main(["hang", str(tmp_path)])
-    assert "rank0.hang is no record of HangWatch" in capsys.readouterr().err
+    assert "rank0.hang is not a record of HangWatch" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_record_is_named(tmp_path, capsys):

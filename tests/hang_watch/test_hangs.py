@@ -65,7 +65,7 @@ def test_a_rank_that_skips_a_batch(tmp_path, capsys):
 def test_a_rank_whose_loader_has_a_batch_less(tmp_path, capsys):
     hang("shorter", tmp_path / "hang")
     said = said_of(tmp_path / "hang", capsys)
-    assert "Batches that began: " in said
+    assert "Batches started: " in said
 
 
 def test_a_rank_that_logs_another_value(tmp_path, capsys):

@@ -104,7 +104,7 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
             "an ensemble whose members see the samples",
         ),
         (lambda unknown: loaders.predict_loaders_prepared(unknown, print).__enter__(), "PredictionWriter"),
-        (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on several ranks"),
+        (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on multiple ranks"),
         (lambda unknown: ddp.rewrap_ddp(unknown), "a callback or an ensemble that changes which parameters train"),
         (lambda unknown: ddp.syncs_batchnorm(unknown), "an ensemble with stacked BatchNorm layers"),
         (lambda unknown: loaders.request_train_loaders(unknown), "an ensemble that looks at the data before a fit"),

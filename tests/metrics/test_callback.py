@@ -704,7 +704,7 @@ def test_from_inside_the_module(tmp_path):
         hparams = torch.load(tmp_path / "it.ckpt", weights_only=True)["hyper_parameters"]
         assert hparams["tricks"]["metrics_monitor"] == {"metrics": preset.spec}
         assert Inside.load_from_checkpoint(tmp_path / "it.ckpt").tricks.metrics_monitor == {"metrics": preset.spec}
-    with pytest.raises(TypeError, match="holds a MulticlassF1Score, which cannot be saved as plain values"):
+    with pytest.raises(TypeError, match="contains a MulticlassF1Score, which cannot be saved as plain values"):
         Inside(Tricks(metrics_monitor={"metrics": tm.MulticlassF1Score(10)}))
 
 
@@ -716,5 +716,5 @@ def test_rows_that_cannot_be_told_apart_are_named(tmp_path):
     # of three samples, the second one of rank 1 is a repeated one
     heard = warnings_of_ranks(tmp_path, Flat(), loader_of(*table(3)[:2]))
     assert not heard[0]
-    assert "1 of the 2 samples of the last batch of val are repeated ones" in heard[1][0]
+    assert "1 of the 2 samples of the last batch of val are repeated, and" in heard[1][0]
     assert "preds (4, 4), target (4,)), so they count twice" in heard[1][0]

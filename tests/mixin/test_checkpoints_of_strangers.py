@@ -100,7 +100,7 @@ def test_other_descriptions_are_refused_when_they_are_saved():
     class AGC(lightning_tricks.gradient_clipping.AGC):
         """A method of somebody's own, under a name of ours."""
 
-    with pytest.raises(TypeError, match="holds a AGC, which cannot be saved as plain values in a checkpoint"):
+    with pytest.raises(TypeError, match="contains a AGC, which cannot be saved as plain values in a checkpoint"):
         Tricks(gradient_clipping={"method": AGC()}).as_dict()
 
 

@@ -301,7 +301,7 @@ def test_what_a_resume_could_not_restore_is_recorded(tmp_path):
     comparison = compare(whole, resumed)
     assert comparison.divergence.step == 13
     assert comparison.divergence.kind == "forward"
-    assert "\nB was resumed at step 13, where this was not restored: module.weights (generator).\n" in str(comparison)
+    assert "\nRun B was resumed at step 13 without restoring: module.weights (generator).\n" in str(comparison)
     assert [resume.step for resume in resumed[0].incomplete_resumes] == [13, 16]
 
 
@@ -407,7 +407,7 @@ def test_the_record_of_another_run_is_moved_aside(tmp_path, lightning_log):
     first = (tmp_path / "a.jsonl").read_bytes()
     record(tmp_path / "a.jsonl", seed=2)
     assert (tmp_path / "a.earlier-1.jsonl").read_bytes() == first
-    moved = f"a.jsonl, of another run, is now {tmp_path / 'a.earlier-1.jsonl'}"
+    moved = f"a.jsonl to {tmp_path / 'a.earlier-1.jsonl'}"
     assert sum(moved in line for _, line in lightning_log) == 1
 
 

@@ -80,7 +80,7 @@ def test_without_layers_the_remedy_is_named():
         divergence = compare(run_a, record(columns=columns, changed={(2, column)}, detail="step")).divergence
         assert (divergence.kind, divergence.layer) == (kind, None)
         assert words in str(divergence)
-        assert ('detail="layer" to learn in which layer' in str(divergence)) == (kind != "data")
+        assert ('detail="layer" to find the layer' in str(divergence)) == (kind != "data")
 
 
 def test_a_run_that_began_later_is_compared_from_there():

@@ -182,7 +182,7 @@ def test_killed_run_leaves_a_page_and_its_record_is_continued(undisturbed, tmp_p
     assert killed.status == "running"
     assert len(killed.curve("train/loss_step")) == 15  # those before the last save
     page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
-    assert "had not ended when this page was written" in page
+    assert "was running when this page was written" in page
     train(callbacks())
     resumed = read_record(tmp_path / "a")
     assert rows_of(resumed) == rows_of(undisturbed)

@@ -35,7 +35,7 @@ def save(folder, record):
 
 
 def before(page):
-    return sections(page).get("Against the run before")
+    return sections(page).get("Compared with the previous run")
 
 
 @pytest.mark.oldest
@@ -255,7 +255,7 @@ def test_folder_with_very_many_names_is_refused_in_words(tmp_path, capsys, monke
     monkeypatch.setattr(other_runs, "_MOST_ENTRIES", 5)
     with pytest.raises(SystemExit):
         main(["report", str(runs(tmp_path))])
-    assert "holds more than 5 names" in capsys.readouterr().err
+    assert "contains more than 5 entries" in capsys.readouterr().err
 
 
 def test_runs_without_metrics_are_sorted_by_time():

@@ -114,7 +114,7 @@ def test_templates_escape_all_but_our_own_svg():
 
 def test_what_there_is_no_data_for_is_left_out():
     assert headings(run_page(RunRecord(module="Net"))) == []
-    assert headings(run_page(RunRecord(versions=[("torch", "2")]))) == ["Repeatability"]
+    assert headings(run_page(RunRecord(versions=[("torch", "2")]))) == ["Reproducibility"]
 
 
 def test_curves_that_are_not_shown_are_counted():
@@ -175,7 +175,7 @@ def test_comparison_names_what_differs_and_nothing_else():
         ("lr (hyper-parameter)", "0.1", "0.2"),
         ("width (hyper-parameter)", "8", "-"),
         ("depth (hyper-parameter)", "-", "3"),
-        ("differences to the commit, which differ in", "b.py", "b.py, c.py"),
+        ("uncommitted changes, which differ in", "b.py", "b.py, c.py"),
     ]
     assert differing_settings(one, one) == []
 

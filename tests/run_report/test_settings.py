@@ -192,7 +192,7 @@ WHERE = {"CSVLogger.save_dir", "CSVLogger.root_dir", "default_root_dir (trainer)
 def test_runs_of_one_script_differ_in_nothing(unedited):
     assert {name for name, *_ in differing_settings(*unedited)} <= WHERE
     assert differing_settings(unedited[0], unedited[0]) == []
-    assert "Nothing that is recorded of the settings and versions differs." in comparison_page(unedited[0], unedited[0])
+    assert "No recorded setting or version differs." in comparison_page(unedited[0], unedited[0])
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command:UserWarning", "ignore:.*anomaly.*")
@@ -216,7 +216,7 @@ def test_what_was_not_recorded_is_said(tmp_path, monkeypatch):
         },
     )
     page = html.unescape(re.sub("<[^>]*>", "", comparison_page(record, record)))
-    said = page.partition("Not recorded of A, and not compared: ")[2]
+    said = page.partition("Not recorded for A, and not compared: ")[2]
     for words in (
         "rate of Forgets",
         "values that may be secret: api_key",

@@ -233,7 +233,7 @@ def test_findings_and_order_of_the_sections(seed):
     found = sections(page)
     assert list(found) == [
         *("What stands out", "Loss and metrics", "Learning rate and gradients", "Classes (val)", "Classes (test)"),
-        *("Most confident mistakes (val)", "Cost", "Devices", "Repeatability", "Code", "Settings"),
+        *("Most confident mistakes (val)", "Cost", "Devices", "Reproducibility", "Code", "Settings"),
     ]
     items = [(one.get("class"), words(one)) for one in found["What stands out"].iter("li")]
     assert items == [(one.level, one.text) for one in find_all(record)]
@@ -241,7 +241,7 @@ def test_findings_and_order_of_the_sections(seed):
     assert 'http-equiv="refresh"' in run_page(RunRecord(status="running"))
     assert "<b>5</b><span>samples a second</span>" in run_page(RunRecord(seconds=10.0, samples=50, batches=5))
     for status, said in (
-        ("running", "had not ended when this page was written"),
+        ("running", "was running when this page was written"),
         ("failed", "failed: Oh!"),
         ("stopped", "stopped"),
     ):
@@ -382,7 +382,7 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     wrong, right = with_class(mistakes, "gallery")
     assert [(one.get("class"), words(one)) for one in wrong.iter("figure")] == [("wrong", "a at 9%, is b")]
     assert [(one.get("class"), words(one)) for one in right.iter("figure")] == [(None, "c")]
-    assert [words(one) for one in mistakes.iter("h3")] == ["Predicted rightly"]
+    assert [words(one) for one in mistakes.iter("h3")] == ["Predicted correctly"]
     assert [one.get("src") for one in mistakes.iter("img")] == [f"data:image/png;base64,{PNG}"] * 2
     assert words(mistakes).endswith("Epoch 5.")
 
@@ -417,7 +417,7 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     assert {text for text, _, _ in texts(power["gpu/power_w"].find("svg"), "middle")} >= {"step", "W"}
 
     assert tables(found["Loss and metrics"])["Other metrics, val"] == [["kappa", "0.5"]]
-    repeat = tables(found["Repeatability"])
+    repeat = tables(found["Reproducibility"])
     assert {*repeat} == {"Seed", "Versions", "Resumes"}
     assert repeat["Seed"] == [["seed", str(seed)]]
     assert repeat["Versions"] == [["torch", "2.9"]]
@@ -425,7 +425,7 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     assert repeat["Resumes"] == [["step", "epoch", "time", "not restored"], *resumes]
     code = found["Code"]
     assert rows(code.find(".//table")) == [["commit", "c" * 40], ["branch", "main"], ["changed files", "2"]]
-    assert [words(one) for one in code.iter("summary")] == ["Changed files", "Differences to the commit (2 lines)"]
+    assert [words(one) for one in code.iter("summary")] == ["Changed files", "Uncommitted changes (2 lines)"]
     assert [one.text for one in code.iter("pre")] == [" M a.py\n?? b", "+1\n-2\n"]
     assert words(code).endswith("Only the beginning was kept.")
     settings = tables(found["Settings"])

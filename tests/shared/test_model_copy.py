@@ -221,7 +221,7 @@ def test_fully_sharded_data_parallel_is_an_error():
             super().__init__()
             self.flat = nn.Parameter(torch.zeros(3))
 
-    with pytest.raises(NotImplementedError, match="count before the model is wrapped"):
+    with pytest.raises(NotImplementedError, match="count before you wrap the model"):
         count_flops(FullyShardedDataParallel(), ROWS)
 
 

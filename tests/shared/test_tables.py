@@ -133,7 +133,7 @@ def check(table, text, width, whole_numbers):
     """See that a printed table with lines has all of each column that it does not say is left out."""
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    said, left_out, kept = " ".join(text.split()), "left out for want of width: ", list(table.columns)
+    said, left_out, kept = " ".join(text.split()), "left out to fit the width: ", list(table.columns)
     for column in sorted(table.columns, key=lambda column: [*table.drop, column.header].index(column.header)):
         if column.header in table.drop and f"{left_out}{column.header}" in said:
             left_out += f"{column.header}, "
@@ -215,4 +215,4 @@ def test_a_file_has_all_columns_unless_its_width_is_given(monkeypatch, capsys):
     assert "left out" not in whole
     monkeypatch.setenv("COLUMNS", "80")
     make_console().print(parameters())
-    assert "left out for want of width: dtype\n" in capsys.readouterr().out
+    assert "left out to fit the width: dtype\n" in capsys.readouterr().out

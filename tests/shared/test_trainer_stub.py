@@ -299,7 +299,7 @@ def test_a_step_without_a_loss():
             self(batch[0])
 
     assert count_flops(Nothing(), BATCH).macs == FORWARD
-    with pytest.raises(ValueError, match=r"what training_step returned \(NoneType\) holds no tensor"):
+    with pytest.raises(ValueError, match=r"what training_step returned \(NoneType\) contains no tensor"):
         count_flops(Nothing(), BATCH, backward=True)
 
 

@@ -373,7 +373,7 @@ class Endless(IterableDataset):
                 yield data[index]
 
 
-DRAWS = (r"draw from the global random state in between the training steps",)
+DRAWS = (r"draw from the global random state between training steps",)
 
 
 @style(metrics=CLASSES, says=DRAWS, resumed=DRAWS)

@@ -330,7 +330,7 @@ _ERRORS = {
     "a wrong value in a spec": (["--model.tricks.schedule.kind=cosine"], "Did you mean 'warmup_cosine'?"),
     "a misspelt module": (
         ["--model=my_projct.Net"],
-        "No module named 'my_projct'. Modules are looked for in the working",
+        "No module named 'my_projct'. Python looks for modules in the working",
     ),
     "an unknown option": (
         ["--trainer.maxepochs=3"],
@@ -358,8 +358,8 @@ _ERRORS = {
         ["--config=unknown.yaml"],
         "option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?",
     ),
-    "a file without options": (["--config=empty.yaml"], "Unexpected config. A file of --config holds options"),
-    "a file that is no text": (["--config=bytes.yaml"], "a file of --config is not text in UTF-8: "),
+    "a file without options": (["--config=empty.yaml"], "Unexpected config. A --config file contains options"),
+    "a file that is no text": (["--config=bytes.yaml"], "a --config file is not text in UTF-8: "),
     "aliases without bound": (["--config=aliases.yaml"], "stand for more than 100,000 values, or for themselves"),
     "aliases of themselves": (["--config=circle.yaml"], "stand for more than 100,000 values, or for themselves"),
     "a file that is not there": (["--config=nothing.yaml"], "config: File does not exist: "),

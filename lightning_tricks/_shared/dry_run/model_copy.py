@@ -45,8 +45,8 @@ class ModelCopier(TorchFunctionMode):
         parts = {part: unwrap_model(part) for part in model.modules()}
         if any(type(part).__name__ == "FullyShardedDataParallel" for part in parts):
             raise NotImplementedError(
-                "FullyShardedDataParallel keeps flattened shards, of which no copy can be made: count before the model "
-                "is wrapped, or shard it with fully_shard (ModelParallelStrategy)."
+                "FullyShardedDataParallel keeps flattened shards, which cannot be copied: count before you wrap the "
+                "model, or shard it with fully_shard (ModelParallelStrategy)."
             )
         for part in dict.fromkeys(parts.values()):
             self._remember(part, copy.deepcopy(part) if _is_scripted(part) else object.__new__(unsharded_class(part)))

@@ -80,8 +80,8 @@ def find_loss(out: Any, call: ModelCall) -> Tensor:
     if not parts:
         kind = "Tensor" if isinstance(out, Tensor) else type(out).__name__
         raise NoGradientError(
-            f"backward=True: what {call.method} returned ({kind}) holds no tensor that requires a gradient. Check that "
-            "some parameters require one, or leave backward out."
+            f"backward=True: what {call.method} returned ({kind}) contains no tensor that requires a gradient. Check "
+            "that some parameters require one, or leave backward out."
         )
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     if len(parts) == 1:

@@ -294,7 +294,7 @@ def _empty(place: Mapping[str, Any], meshes: Sequence[Any]) -> Tensor:
 
     placements = [_placement(each) for each in place["placements"]]
     if place["mesh"] >= len(meshes) or meshes[place["mesh"]].ndim != len(placements):
-        raise ValueError(f"{place[_KEY]} was sharded over another kind of mesh than the module has now")
+        raise ValueError(f"{place[_KEY]} was sharded over another kind of device mesh than the module")
     made = empty(place["shape"], dtype=place["dtype"], device_mesh=meshes[place["mesh"]], placements=placements)
     return made.to("cpu")
 
@@ -325,4 +325,4 @@ class _MetadataUnpickler(pickle.Unpickler):
             is_record = isinstance(found, type) and (is_dataclass(found) or issubclass(found, enum.Enum | PurePath))
             if is_record or isinstance(found, torch.dtype) or found is torch.Size or name == "_get_layout":
                 return found
-        raise pickle.UnpicklingError(f"the metadata of shards hold {module}.{name}, which no metadata need")
+        raise pickle.UnpicklingError(f"the metadata of the shards contain {module}.{name}, which is not allowed there")

@@ -105,7 +105,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
         is_intact = values.pop("checksum") == _checksum(values)
         if is_intact and values["format"] > FORMAT:
             raise UnusableFolderError(
-                f"{checkpoint} has format {values['format']}, and this release knows formats up to {FORMAT}. Install "
+                f"{checkpoint} has format {values['format']}, and this release reads formats up to {FORMAT}. Install "
                 "a newer release, or choose another dirpath to start again."
             )
         manifest = Manifest(**{known.name: values[known.name] for known in fields(Manifest) if known.name in values})
@@ -274,7 +274,7 @@ class CheckpointFolder:
                         "again, or choose another dirpath to start again."
                     ) from error
                 problems[path] = _describe(error)
-        used = "no other one is intact" if found is None else f"{found[0].file} is the newest one now"
+        used = "no other checkpoint is intact" if found is None else f"the newest intact one is {found[0].file}"
         for path, problem in problems.items():
             if path.is_dir():  # else another program has put it there
                 path.replace(path.with_name(f"{path.name}{_CORRUPT_SUFFIX}"))
@@ -333,7 +333,7 @@ def load_json(path: Path) -> dict[str, Any]:
         data = file.read(_MAX_JSON_BYTES + 1)
     values = json.loads(data)
     if len(data) > _MAX_JSON_BYTES or not isinstance(values, dict):
-        raise ValueError("it is too large, or holds no mapping")
+        raise ValueError("it is too large, or contains no mapping")
     return values
 
 

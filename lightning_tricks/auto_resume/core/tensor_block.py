@@ -63,7 +63,7 @@ def unpack(packed: Mapping[str, Any]) -> Any:
         is_known = name in _DTYPES and all(type(number) is int and number > 0 for number in (count, *shape))
         end = start + count * math.prod(shape) * _DTYPES[name].itemsize if is_known else 0
         if not start < end <= block.numel():
-            raise ValueError("the small tensors of the checkpoint are not where it says")
+            raise ValueError("the small tensors of the checkpoint do not match their index")
         of_kind = block[start:end].view(_DTYPES[name]).view(count, *shape)
         start, tensors[place] = end, iter(unbind_copy(of_kind))
 
@@ -71,7 +71,7 @@ def unpack(packed: Mapping[str, Any]) -> Any:
         if type(mark) is not str or mark not in tensors:
             return mark
         if (found := next(tensors[mark], None)) is None:
-            raise ValueError("the checkpoint has fewer small tensors than places for them")
+            raise ValueError("the checkpoint has fewer small tensors than it refers to")
         return found
 
     return _rebuilt(packed["value"], tensor_at)

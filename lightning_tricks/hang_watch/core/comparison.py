@@ -58,9 +58,9 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
     found = {file.with_suffix(STACKS_SUFFIX): read_record(file) for file in path.glob(f"rank*{RECORD_SUFFIX}")}
     ranks = [{**rank, **_last_stacks(file, rank.get("thread", 0))} for file, rank in found.items()]
     if not ranks:
-        earlier = f" Those of an earlier start are in {path / PREVIOUS}." if (path / PREVIOUS).is_dir() else ""
+        earlier = f" Files of an earlier start are in {path / PREVIOUS}." if (path / PREVIOUS).is_dir() else ""
         raise FileNotFoundError(
-            f"{folder} has no rank*{RECORD_SUFFIX}: HangWatch removes them where nothing stood still.{earlier}"
+            f"{folder} has no rank*{RECORD_SUFFIX}: HangWatch removes these files if no rank stood still.{earlier}"
         )
     world_size = max(ranks, key=lambda rank: rank["moved"])["world_size"]
     ranks = [rank for rank in ranks if rank["rank"] < world_size]  # others are of a run before, on more ranks
@@ -76,7 +76,7 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
     least = min(((rank["batches"], rank["moves"]) for rank in running), default=None)
     behind = [rank["rank"] for rank in running if (rank["batches"], rank["moves"]) == least]
     findings += [f"Behind: {_ranks(behind)}."] if len(behind) < len(running) else []
-    for name, what in (("batches", "Batches that began"), ("backwards", "Backward passes")):
+    for name, what in (("batches", "Batches started"), ("backwards", "Backward passes")):
         values = sorted({rank[name] for rank in ranks})
         counts = (f"{value} on {_ranks(rank['rank'] for rank in ranks if rank[name] == value)}" for value in values)
         findings += [f"{what}: {', '.join(counts)}."] if len(values) > 1 else []
@@ -107,7 +107,7 @@ def _describe(rank: dict[str, Any]) -> str:
         place = f"batch {rank['batch']} of {place}"
     frame = f", in {_own_frame(rank['frames'])}" if rank["frames"] else ""
     logged = f", last logged {rank['key']!r}" if rank["key"] else ""
-    earlier = f"; before, {rank['lasted']}, in {_own_frame(rank['earlier'])}" if rank["earlier"] else ""
+    earlier = f"; stood still earlier for {rank['lasted']}, in {_own_frame(rank['earlier'])}" if rank["earlier"] else ""
     return f"  rank {rank['rank']}: {when} {rank['hook']}, {place}{frame}{logged}{earlier}"
 
 

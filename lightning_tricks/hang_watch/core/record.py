@@ -195,4 +195,4 @@ def read_record(path: Path) -> dict[str, Any]:
             raise ValueError
         return {**found, **place, "moved": float(moved), "hook": hook, "key": logged}
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-        raise ValueError(f"{os.fspath(path)} is no record of HangWatch.") from error
+        raise ValueError(f"{os.fspath(path)} is not a record of HangWatch.") from error

@@ -102,7 +102,7 @@ class Divergence:
                 f"They diverged after step {self.last_equal_step}: every_n_train_steps=1 records the steps in between."
             )
         if self.layer is None and self.kind != "data":
-            lines.append('Record with detail="layer" to learn in which layer.')
+            lines.append('Record with detail="layer" to find the layer.')
         return "\n".join(lines)
 
 
@@ -126,7 +126,7 @@ class Comparison:
     def __str__(self) -> str:
         equal = f"{self.equal_batches:,} {'batch is' if self.equal_batches == 1 else 'batches are'} equal"
         resumes = [
-            f"{run} was resumed at step {resume.step}, where this was not restored: {', '.join(resume.not_restored)}."
+            f"Run {run} was resumed at step {resume.step} without restoring: {', '.join(resume.not_restored)}."
             for run, resume in self.incomplete_resumes
         ]
         if self.divergence is not None:

@@ -88,7 +88,7 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
         files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
         names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
         left, right = (", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files)
-        differing.append(("differences to the commit, which differ in", left, right))
+        differing.append(("uncommitted changes, which differ in", left, right))
     return differing
 
 
@@ -118,14 +118,14 @@ def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str,
     rows = [*(row for row in rows if row[1] != row[2]), *_differing(*facts)]
     settings = differing_settings(first, second)
     left_out = "An argument that only one run has is not listed if it has its default."
-    said = [left_out if settings else "Nothing that is recorded of the settings and versions differs."]
+    said = [left_out if settings else "No recorded setting or version differs."]
     if len(settings) > _MOST_ROWS:
         said.append(f"{len(settings) - _MOST_ROWS:,} more settings differ.")
     for run, name in zip(runs, names, strict=True):
         if run.not_recorded:
-            said.append(f"Not recorded of {name}, and not compared: {'; '.join(run.not_recorded)}.")
+            said.append(f"Not recorded for {name}, and not compared: {'; '.join(run.not_recorded)}.")
         if run.git is not None and run.git.is_cut:
-            said.append(f"Of the differences of {name} to its commit, only the beginning is compared.")
+            said.append(f"Only the beginning of the uncommitted changes of {name} is compared.")
     return [*settings[:_MOST_ROWS], *rows], list(dict.fromkeys(said))
 
 

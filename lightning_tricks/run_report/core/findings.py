@@ -248,8 +248,8 @@ def not_seeded(record: RunRecord) -> Iterator[Finding]:
     """The run cannot be repeated."""
     if record.step and not record.is_seeded:
         yield note(
-            "The run was not seeded by SeedEverything or seed_everything: unless the script does it in another way, it "
-            "cannot be repeated. SeedEverything(42) seeds it."
+            "The run was not seeded by SeedEverything or seed_everything: unless the script seeds it in another way, "
+            "it cannot be reproduced. SeedEverything(42) seeds it."
         )
 
 

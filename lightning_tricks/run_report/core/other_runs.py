@@ -100,7 +100,9 @@ def runs_in(folder: Path) -> Iterator[Path]:
             for entry in entries:
                 left -= 1
                 if left < 0:
-                    raise RunReportError(f"{folder} holds more than {_MOST_ENTRIES:,} names: name folders inside it.")
+                    raise RunReportError(
+                        f"{folder} contains more than {_MOST_ENTRIES:,} entries: pass folders inside it."
+                    )
                 if depth < _DEEPEST and entry.is_dir(follow_symlinks=False) and not entry.name.startswith("earlier-"):
                     inner.append(here / entry.name)
         waiting += [(one, depth + 1) for one in sorted(inner, reverse=True)]

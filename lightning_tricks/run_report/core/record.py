@@ -304,8 +304,7 @@ def read_record(folder: str | os.PathLike[str]) -> RunRecord:
         record.rows = _read_rows(folder / VALUES_FILE)
     except FileNotFoundError as error:
         raise RunReportError(
-            f"{folder} holds no report: {Path(str(error.filename)).name} is missing. Name a folder that was the path "
-            "of a RunReport."
+            f"{folder} holds no report: {Path(str(error.filename)).name} is missing. Pass the dirpath of a RunReport."
         ) from None
     except NotAFileError as error:
         raise RunReportError(f"{error}.") from error
@@ -374,7 +373,7 @@ def _decode(value: Any) -> Any:
             return _OUTSIDE_JSON[name]
         return {name: _decode(part) for name, part in value.items()}
     if isinstance(value, list) and len(value) > _LONGEST_LIST:
-        raise ValueError(f"it has a list of {len(value):,} entries, and {_LONGEST_LIST:,} are read")
+        raise ValueError(f"it has a list of {len(value):,} entries, and at most {_LONGEST_LIST:,} are read")
     return [_decode(part) for part in value] if isinstance(value, list) else value
 
 

@@ -38,7 +38,7 @@ def write_page(path: Path, page: str) -> None:
     if path.exists():
         with open_file(path) as stream:
             if _PAGE_MARK.encode() not in stream.read(2000):
-                raise RunReportError(f"{path} is not a page of a report, so it is not replaced: give another path.")
+                raise RunReportError(f"{path} is not a page of a report, so it is not overwritten: give another path.")
     with atomic_write(path) as staged:
         staged.write_text(page, encoding="utf-8", errors="replace")  # a path may have what UTF-8 lacks
 

@@ -158,7 +158,7 @@ class FromTorch:
         entries[:] = [entries[index] for index in torch.randperm(len(entries)).tolist()]
 
 
-@scenario(warning="draw from the global random state in between the training steps")
+@scenario(warning="draw from the global random state between training steps")
 def shuffle_buffer_that_draws_as_the_step_does(job: Job) -> None:
     job.fit(Net(), train=job.loader(ShuffleBuffer(job.samples(), FromTorch())))
 

@@ -143,10 +143,10 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
     if (name.startswith("__") and name not in _slots(type(owner))) or _is_method(owner, name):
         raise CannotRestoreError("it is a method of the class")
     if is_subclass(type(owner), nn.Module) and any(name in (own or {}).get(kind, ()) for kind in REGISTRIES):
-        raise CannotRestoreError("it is registered in the module here")
+        raise CannotRestoreError("it is a parameter, buffer or submodule in this run")
     is_code = is_subclass(type(dict(attributes(owner)).get(name)), *_CODE)
     if is_code and type(owner) in (types.ModuleType, types.CellType):
-        raise CannotRestoreError("it is a function, a class or a module here")
+        raise CannotRestoreError("it is a function, a class or a module in this run")
     own, base = _own_dict(owner, name), type if is_subclass(type(owner), type) else object
     if own is None:
         base.__setattr__(owner, name, value)

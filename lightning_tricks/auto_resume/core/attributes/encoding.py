@@ -295,7 +295,7 @@ class Decoder:
         Raises:
             CannotRestoreError: If that is not possible without running code of the class.
         """
-        raise CannotRestoreError(f"it holds a {name}, which is not plain data")
+        raise CannotRestoreError(f"it contains a {name}, which is not plain data")
 
     def note_made(self) -> None:
         """Note that there is a new container that has attributes."""

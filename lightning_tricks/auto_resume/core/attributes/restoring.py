@@ -104,7 +104,7 @@ class _Restoration(Decoder):
         flag = slot if slot is not None and slot.is_flag and change["name"] == slot.name else None
         is_there = flag or owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
         if not is_there and (change["name"] or owner not in walk.slots):
-            self.failed[owner] = "it does not exist here"
+            self.failed[owner] = "it does not exist in this run"
             return
         self._owner = flag.owner if flag else walk.owners.get(owner)
         internals = module_internals() if is_subclass(type(self._owner), nn.Module) else ()

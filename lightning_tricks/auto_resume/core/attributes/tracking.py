@@ -402,7 +402,7 @@ class AttributeTracker:
             if is_subclass(type(walk.owners[parent]), MetricTracker) and path not in self._owners:
                 found.copied.append(path)  # `restore_tracker_steps` makes it again
             else:
-                found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
+                found.lost[path] = f"{kind} that was {'replaced' if path in self._owners else 'added'} in the fit"
         for path in self._modules - walk.modules.keys():
             if path.rpartition(".")[0] in walk.owners and path not in walk.owners:
                 found.lost[path] = f"{self._owners[path]} that was removed in the fit"

@@ -185,7 +185,7 @@ def _set_factory(made: Any, parts: Any, present: Any) -> None:
     if factory is None and is_subclass(type(present), defaultdict):
         factory = present.default_factory
     if factory is None:
-        raise CannotRestoreError("it holds a defaultdict whose factory is unknown")
+        raise CannotRestoreError("it contains a defaultdict with an unknown factory")
     defaultdict.__init__(made, factory)
 
 
@@ -343,7 +343,7 @@ def _set_state(value: Any, state: Any) -> None:
 
 def _make_seeds(state: Any) -> Any:
     if state["pool_size"] > _MAX_SEEDS:
-        raise CannotRestoreError("it holds seeds that take too much memory")
+        raise CannotRestoreError("it contains seeds that take too much memory")
     return np.random.SeedSequence(**state)
 
 

@@ -47,7 +47,7 @@ def why_not_trackable(loader: Any) -> str:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"{type(loader).__name__} overrides DataLoader.__iter__"
     if not getattr(loader, "in_order", True):
-        return "in_order=False lets the workers' speed decide the order"
+        return "with in_order=False, the order depends on the speed of the workers"
     return ""
 
 
@@ -417,8 +417,8 @@ def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: Mapping[str, A
         next(indices_or_batches, None)  # what runs after the last item, such as draws, belongs to the epoch as well
     if num_read < batches and not saved.get(MOVED_KEY):
         raise RuntimeError(
-            f"the run was stopped after {batches} batches of an epoch, and its loader now has {num_read}. Give the "
-            "loader that the run had, or choose another dirpath to start again."
+            f"the run was stopped after {batches} batches of an epoch, but its loader now has {num_read}. Pass the "
+            "same loader as before, or choose another dirpath to start a new run."
         )
 
 
@@ -431,8 +431,8 @@ def _restore_objects(tracker: IteratorTracker, saved: Mapping[str, Any]) -> None
         now = objects.changes(DATA_PARTS, report_unsaved=False)
         for path in islice(differing_paths(changed_values(saved["objects"]), changed_values(now)), 1):
             tracker.tracked.report_difference(
-                f"was read again up to its position, and {path} is not what it was, as something changed it between "
-                "the batches. Let nothing but the data change it"
+                f"was read again up to its position, and {path} differs, as something changed it between the batches. "
+                "Let only the dataset change it"
             )
     objects.restore_changes(saved["objects"], DATA_PARTS)
 
@@ -442,11 +442,11 @@ def _report_differences(tracker: IteratorTracker, saved: Mapping[str, Any]) -> N
     report = tracker.tracked.report_difference
     if saved["first"] and tracker.first_digest and tracker.first_digest != saved["first"]:
         report(
-            "gives another first batch of the epoch than before. Let its data depend on nothing but its index and the "
-            "random state, and split it with a generator=torch.Generator().manual_seed(...)"
+            "gives another first batch of the epoch than before. Let its samples depend only on the index and the "
+            "random state, and split the data with a generator=torch.Generator().manual_seed(...)"
         )
     elif saved["order"] and tracker.order.digest(int(saved["batches"])) != saved["order"]:
         report(
             "gives the samples in another order than before. Seed its sampler (generator=), or call seed_everything "
-            "before the data is made"
+            "before you create the data"
         )
