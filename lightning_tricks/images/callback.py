@@ -251,7 +251,15 @@ class ImageLogger(StepsCallback):
         if self.shape is not None:
             images = images.reshape(-1, *self.shape)
         read: Any = functional.stack_boxes if boxes else _without_column
-        preds, target = (read(returned[name]) for name in ("preds", "target"))
+        try:
+            preds, target = (read(returned[name]) for name in ("preds", "target"))
+        except (TypeError, RuntimeError) as error:
+            if not boxes:
+                raise
+            raise MisconfigurationException(
+                f"ImageLogger needs tensors for each image of {stage}: boxes (M, 4), labels (M,) and, for predictions, "
+                f"scores (M,). Return these, or give output_transform=(outputs, batch, stage) -> dict. ({error})"
+            ) from error
         return {"images": images.detach(), "preds": preds.detach(), "target": target.detach(), "boxes": boxes}
 
     def _images_in(self, batch: Any, count: int) -> Tensor:

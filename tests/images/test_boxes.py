@@ -269,6 +269,12 @@ def test_several_ranks_show_the_worst_of_all(tmp_path):
         ),
         ({"target": [{"boxes": torch.zeros(1, 4)}] * 4}, "preds of val is a list"),
         ({"preds": torch.zeros(4)}, "target of val is a list"),
+        (
+            {"preds": [{**of_image(0)[0], "boxes": torch.zeros(2, 5)}] * 4},
+            r"boxes \(M, 4\), labels \(M,\) and.* give output_transform",
+        ),
+        ({"preds": [{**of_image(0)[0], "labels": torch.zeros(3)}] * 4}, r"for each image of val: boxes \(M, 4\)"),
+        ({"target": [{"boxes": [[0, 0, 1, 1]], "labels": [1]}] * 4}, "ImageLogger needs tensors for each image of val"),
         ({"preds": [of_image(0)[0]] * 3}, r"one prediction for each image.*images \(4, 3, 16, 16\), preds \(3, 2, 6\)"),
     ],
 )

@@ -50,6 +50,39 @@ def test_order_of_callbacks_is_a_difference(compare):
     assert list(compare(*orders)) == ["callbacks (trainer)"]
 
 
+def test_order_is_a_difference_beside_a_callback_that_one_run_lacks(compare):
+    one, other = GradientClipping(1.0), EarlyStopping("val/acc", strict=False)
+    orders = callbacks(stop=None, clip=None, a=one, b=other), callbacks(stop=None, clip=None, a=other, b=one, c=Timer())
+    assert list(compare(*orders)) == ["callbacks (trainer)", "Timer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "setting"),
+    [
+        ("callbacks", "trainer", None),
+        ("optimizer", "trainer", "optimizer 0"),
+        ("optimizer 1", "trainer", "optimizer 1"),
+        ("schedulers", "trainer", "scheduler 0"),
+        ("training batch size", "data", "train_dataloader.batch_size"),
+        ("validation workers", "data", "val_dataloaders.num_workers"),
+    ],
+)
+def test_fact_is_left_out_only_if_a_setting_tells_it(name, group, setting):
+    """Of a model of many layers, the settings of optimizers and data are beyond those that are recorded."""
+    others = [("layer a.type", "Linear")] if setting else []
+    of_both = [{group: [(name, text)], "settings": others} for text in ("A, B", "A")]
+    assert differences(*(RunRecord(**known) for known in of_both)) == {f"{name} ({group})": ["A, B", "A"]}
+    if setting:
+        told = [{**known, "settings": [(setting, known[group][0][1])]} for known in of_both]
+        assert differences(*(RunRecord(**known) for known in told)) == {setting: ["A, B", "A"]}
+
+
+def test_what_both_have_hides_nothing_that_one_lacks():
+    names = ["version of zope"], ["version of zope", "version of zope.interface"]
+    first, second = (RunRecord(settings=[(name, "1") for name in both]) for both in names)
+    assert differences(first, second) == {"version of zope.interface": ["-", "1"]}
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_layer_scheduler_and_loader_that_one_run_lacks_are_one_line_each(tmp_path):
     class Deeper(EvaluatedNet):
@@ -89,6 +122,7 @@ def version_of_noisy(added, **given):
         (["rate=0.1"], {"rate": 0.1}, {}),
         (["rate=0.1"], {"rate": 0.2}, {"Noisy.rate": ["-", "0.2"]}),
         (["options=dict(a=1, b=2)"], {"options": {"a": 1, "b": 3}}, {"Noisy.options.b": ["-", "3"]}),
+        (["limit=10"], {"limit": None}, {"Noisy.limit": ["-", "None"]}),
         (["api_key='x'"], {}, {"Noisy.api_key": ["-", "(not shown)"]}),
         (["rate=0.1"], {"scale": 2.0}, {"Noisy.scale": ["1", "2"]}),
     ],
@@ -97,6 +131,11 @@ def test_argument_that_one_run_lacks_is_no_difference_at_its_default(compare, ad
     older, newer = (callbacks(noisy=version_of_noisy(*made)) for made in ([()], [added]))
     newer = callbacks(noisy=version_of_noisy(added, **given))
     assert compare(older, newer) == rows
+
+
+def test_dict_instead_of_a_default_of_none_is_a_difference(compare):
+    older, newer = (callbacks(noisy=version_of_noisy(["best=None"], best=best)) for best in (None, {"acc": "max"}))
+    assert compare(older, newer) == {"Noisy.best.acc": ["-", "max"]}
 
 
 def test_default_that_changed_is_a_difference(compare):

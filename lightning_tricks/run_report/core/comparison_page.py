@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -15,7 +14,14 @@ from lightning_tricks.run_report.core.rendering import render
 from lightning_tricks.run_report.core.svg import Figure, Line, line_chart
 
 _MOST_ROWS, _LONGEST_NAME = 300, 300
-_TOLD_TWICE = re.compile(r"(optimizer|schedulers).* \(trainer\)|\w+ (batch size|workers) \(data\)")  # by settings, too
+_TOLD_BY = {  # facts -> the settings that tell them, too, if they are recorded
+    "optimizer (trainer)": "optimizer 0",
+    "schedulers (trainer)": "scheduler 0",
+    "training batch size (data)": "train_dataloader.batch_size",
+    "training workers (data)": "train_dataloader.num_workers",
+    "validation batch size (data)": "val_dataloaders.batch_size",
+    "validation workers (data)": "val_dataloaders.num_workers",
+}
 Runs: TypeAlias = tuple[RunRecord, RunRecord]
 
 
@@ -53,8 +59,11 @@ def settings_of(record: RunRecord) -> dict[str, str]:
     """Return all that a run was told or depends on, by name."""
     groups = {"hyper-parameter": record.arguments, "trainer": record.trainer, "data": record.data}
     found = {f"{name} ({group})": text for group, facts in groups.items() for name, text in facts}
-    found = {name: text for name, text in found.items() if not (record.settings and _TOLD_TWICE.fullmatch(name))}
-    found |= dict(record.settings)
+    settings = dict(record.settings)
+    for name in [name for name in found if name in _TOLD_BY or name.startswith("optimizer ")]:
+        if _TOLD_BY.get(name, name.removesuffix(" (trainer)")) in settings:
+            del found[name]
+    found |= settings
     found |= {f"version of {name}": text for name, text in record.versions}
     if record.git is not None:
         found["git commit"] = record.git.commit[:12]
@@ -72,16 +81,20 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
     """
     both = settings_of(first), settings_of(second)
     owners = [{prefix for name in settings for prefix in _prefixes(name)} for settings in both]
-    known = {name.removesuffix(".type") for settings in both for name in settings}
-    known |= {text for settings in both for name, text in settings.items() if name.startswith("scheduler ")}
-    lacking = (owners[0] ^ owners[1]) & known
+    known = [
+        {name.removesuffix(".type") for name in settings}
+        | {text for name, text in settings.items() if name.startswith("scheduler ")}
+        for settings in both
+    ]
+    there = [own | names for own, names in zip(owners, known, strict=True)]
+    lacking = ((owners[0] & known[0]) - there[1]) | ((owners[1] & known[1]) - there[0])
     defaults = {*first.defaults, *second.defaults} - (both[0].keys() & both[1].keys())
     differing = []
     for name, left, right in _differing(*both):
         owner = next((prefix for prefix in _prefixes(name) if prefix in lacking), name)
         # that callbacks differ is told by their own rows, but for their order
-        is_told = owner in defaults or (name == "callbacks (trainer)" and len(left) != len(right))
-        if name in (owner, f"{owner}.type") and not is_told:
+        is_told = name == "callbacks (trainer)" and first.settings and second.settings and _have_same_order(left, right)
+        if name in (owner, f"{owner}.type") and owner not in defaults and not is_told:
             differing.append((owner, left, right))
     diffs = [run.git.diff if run.git is not None else "" for run in (first, second)]
     if diffs[0] != diffs[1]:
@@ -90,6 +103,13 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
         left, right = (", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files)
         differing.append(("uncommitted changes, which differ in", left, right))
     return differing
+
+
+def _have_same_order(*lists: str) -> bool:
+    """Whether the names that two lists have in common stand in the same order."""
+    names = [text.split(", ") for text in lists]
+    common = {*names[0]} & {*names[1]}
+    return [name for name in names[0] if name in common] == [name for name in names[1] if name in common]
 
 
 def _prefixes(name: str) -> list[str]:
