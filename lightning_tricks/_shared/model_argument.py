@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 
-def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
+def import_model(
+    path: str, arguments: Mapping[str, Any] | None = None, device: torch.device | None = None
+) -> nn.Module:
     """Import the model that `MODULE:NAME` refers to, or call what it refers to and return the model.
 
     Modules in the working directory can be imported as well.
@@ -18,6 +22,7 @@ def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Mo
     Args:
         path: The module and the name in it, such as `torchvision.models:resnet50`.
         arguments: Keyword arguments for the function or class that makes the model.
+        device: Where that is called; the import, which may be a whole script, has the default device in any case.
 
     Raises:
         ValueError: If `path` has no colon.
@@ -30,7 +35,8 @@ def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Mo
     for part in name.split("."):
         made = getattr(made, part)
     if not isinstance(made, nn.Module):
-        made = made(**(arguments or {}))
+        with device or nullcontext():
+            made = made(**(arguments or {}))
     if not isinstance(made, nn.Module):
         raise TypeError(f"{path} is neither a torch.nn.Module nor a function that returns one: it gives {made!r}")
     return made

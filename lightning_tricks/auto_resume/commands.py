@@ -55,7 +55,7 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
         return 0
     console = make_console(soft_wrap=True, highlight=False)
     for folder in folders:
-        status = folder.read_status()
+        status = _last_known(folder)
         if status:
             description = f"{folder.private / 'status.json'} is damaged"
             with suppress(OverflowError, TypeError, ValueError):
@@ -71,8 +71,17 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
     return 0
 
 
+def _last_known(folder: CheckpointFolder) -> dict[str, Any]:
+    """Return the status that the run wrote last, at the step of its newest checkpoint if that was written later."""
+    status, newest = folder.read_status(), next(iter(folder.manifests()), None)
+    with suppress(TypeError, ValueError):
+        if status and newest is not None and newest.written > float(status.get("time", 0)):
+            return {**status, "epoch": newest.epoch, "step": newest.step, "time": newest.written}
+    return status
+
+
 def _status_values(folder: CheckpointFolder) -> dict[str, Any]:
-    status, names = folder.read_status(), ("epoch", "max_epochs", "step", "max_steps", "pid", "host", "time")
+    status, names = _last_known(folder), ("epoch", "max_epochs", "step", "max_steps", "pid", "host", "time")
     of_checkpoints = ("file", "epoch", "batches", "step", "finished", "bytes", "written")
     return {
         "folder": str(folder.path),

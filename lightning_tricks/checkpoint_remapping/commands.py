@@ -122,8 +122,7 @@ def _align(arguments: argparse.Namespace) -> int:
         split_model_argument(arguments.model)
         made_with = json.loads(arguments.arguments)
     checkpoint = checkpoint_remapping.read_checkpoint(arguments.file, key=arguments.key)
-    with torch.device("meta"):
-        model = import_model(arguments.model, made_with)
+    model = import_model(arguments.model, made_with, torch.device("meta"))
     alignment = checkpoint_remapping.align(model, checkpoint, arguments.rules or "auto", arguments.accept)
     console = make_console()
     console.print(alignment.report())

@@ -34,7 +34,7 @@ _TOLERANCE = 1e-3  # of [0, 1]: a quarter of a step of uint8
 _CAPTION_HEIGHT = 14  # pixels of a grid
 _LARGEST_SIDE = 160  # pixels of a small picture
 ORANGE, BLUE = (0.835, 0.369, 0.0), (0.0, 0.447, 0.698)
-_MOST_BOXES, _LEAST_SCORE, _LEAST_OVERLAP = 100, 0.5, 0.5  # of an image; intersection over union with the right box
+_MOST_BOXES, _LEAST_SCORE, _LEAST_OVERLAP = 300, 0.5, 0.5  # of an image; intersection over union with the right box
 
 
 def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -481,7 +481,7 @@ def stack_boxes(items: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
     Returns:
         Floats of shape (N, most boxes, 6): score, label and corners of each box, the highest scores first; all zeros
-        where there is none, or one with a score below 0.5.
+        where there is none, or one with a score below 0.5. At most 300 boxes of an image are kept.
     """
     stacked = []
     for item in items:

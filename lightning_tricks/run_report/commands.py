@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_report.core.record import PAGE_FILE, RUN_FILE, read_record
     from lightning_tricks.run_report.core.rendering import write_page
 
-    folders = arguments.folders
+    folders = [path.parent if path.name == PAGE_FILE else path for path in arguments.folders]
     found = [[folder] if (folder / RUN_FILE).exists() else list(runs_in(folder)) or [folder] for folder in folders]
     has_table = bool(arguments.sort is not None or arguments.sign or arguments.json)
     if has_table or found != [[folder] for folder in folders] or len(folders) > 2:

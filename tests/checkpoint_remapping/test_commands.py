@@ -74,7 +74,8 @@ def test_align_and_remap(capsys, resnet):
 
 def test_align_after_rules(capsys):
     Path("two_heads.py").write_text(
-        "from torch import nn\ndef model():\n    return nn.ModuleDict({n: nn.Linear(4, 2) for n in ('mu', 'logvar')})\n"
+        "import torch\nfrom torch import nn\nassert torch.zeros(1).device.type == 'cpu'  # as a script has it\n"
+        "def model():\n    return nn.ModuleDict({n: nn.Linear(4, 2) for n in ('mu', 'logvar')})\n"
     )
     torch.save(nn.ModuleDict({name: nn.Linear(4, 2) for name in ("foo", "bar")}).state_dict(), "w.pt")
     Path("rules.yaml").write_text("- {from: foo, to: logvar}\n")

@@ -125,11 +125,11 @@ def test_images_are_ranked_by_their_share_of_wrong_boxes():
 
 
 def test_stacked_boxes_are_the_most_confident_ones():
-    many = {"boxes": torch.rand(300, 4), "labels": torch.arange(300), "scores": torch.linspace(1, 0, 300).roll(7)}
+    many = {"boxes": torch.rand(900, 4), "labels": torch.arange(900), "scores": torch.linspace(1, 0, 900).roll(7)}
     none = {"boxes": torch.tensor([]), "labels": torch.tensor([], dtype=torch.long), "scores": torch.tensor([])}
     found = stack_boxes([many, none])
-    assert found.shape == (2, 100, 6)
-    assert found[0, :, 1].tolist() == list(range(7, 107))
+    assert found.shape == (2, 300, 6)
+    assert found[0, :, 1].tolist() == list(range(7, 307))
     assert not found[1].any()
     assert stack_boxes([none]).shape == (1, 0, 6)
     low = {"boxes": torch.ones(2, 4), "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.49, 0.5])}

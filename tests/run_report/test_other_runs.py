@@ -84,6 +84,19 @@ def test_runs_in_folders_of_one_name_are_neighbours(tmp_path):
     assert find_run_before(tmp_path / "b" / "report", own)[0] == "a/report"
 
 
+def test_a_page_names_its_run_and_files_of_auto_resume_are_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        save(tmp_path / name / "report", record_of(100.0))
+        (tmp_path / name / ".auto_resume").mkdir()
+        (tmp_path / name / ".auto_resume" / RUN_FILE).write_text("{}")
+    assert main(["report", ".", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["runs"]), found["left_out"]) == (2, [])
+    assert main(["report", "a/report/report.html", "b/report"]) == 0
+    assert (tmp_path / "comparison.html").exists()
+
+
 def test_neighbours_that_are_broken_large_or_links_are_passed_over(tmp_path, monkeypatch):
     own = save(tmp_path / "own", record_of(500.0))
     save(tmp_path / "good", record_of(50.0))

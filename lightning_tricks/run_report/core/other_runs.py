@@ -83,6 +83,9 @@ def _time_of(folder: Path) -> float:
     return 0.0
 
 
+_OTHERS = ("earlier-", ".auto_resume")  # what a later fit moved aside; AutoResume has a run.json of its own
+
+
 def runs_in(folder: Path) -> Iterator[Path]:
     """Yield the folders of runs in a folder, at most six levels deep, without those that a later fit moved aside.
 
@@ -103,7 +106,7 @@ def runs_in(folder: Path) -> Iterator[Path]:
                     raise RunReportError(
                         f"{folder} contains more than {_MOST_ENTRIES:,} entries: pass folders inside it."
                     )
-                if depth < _DEEPEST and entry.is_dir(follow_symlinks=False) and not entry.name.startswith("earlier-"):
+                if depth < _DEEPEST and entry.is_dir(follow_symlinks=False) and not entry.name.startswith(_OTHERS):
                     inner.append(here / entry.name)
         waiting += [(one, depth + 1) for one in sorted(inner, reverse=True)]
 
