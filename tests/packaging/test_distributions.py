@@ -130,7 +130,7 @@ def test_the_source_distribution_holds_what_the_readme_names(sdist):
         files = [Path(name.partition("/")[2]) for name in archive.getnames()]
     inside = {*files, *(folder for file in files for folder in file.parents)}
     named = {*_text_and_links(readme)[1], *re.findall(r"\b(?:docs|examples|notebooks|tests)/[\w./-]*\w", readme)}
-    assert {"docs/index.md", "examples/digits.yaml", "notebooks", "CHANGELOG.md"} <= named
+    assert {"docs/index.md", "examples/README.md", "notebooks", "CHANGELOG.md"} <= named
     assert not {name for name in named if not name.startswith("https://") and Path(name) not in inside}
 
 
