@@ -262,8 +262,8 @@ class Answers(Logs):
 @pytest.mark.parametrize(
     ("answer", "what", "has_loss"),
     [
-        (lambda outputs, index: outputs["loss"] + index, "training_step returned loss alone in batch 0 of train", True),
-        (lambda outputs, index: {"loss": outputs["loss"] + index, "log": 1}, "returned loss, log alone", True),
+        (lambda outputs, index: outputs["loss"] + index, "training_step returned only loss in batch 0 of train", True),
+        (lambda outputs, index: {"loss": outputs["loss"] + index, "log": 1}, "returned only loss, log", True),
         (lambda outputs, _: None, "training_step returned nothing in batch 0 of train", False),
     ],
 )
@@ -347,7 +347,7 @@ def test_ranks_of_which_one_returns_nothing(tmp_path):
 
 
 def test_a_best_of_a_stage_that_returns_nothing_is_refused():
-    with pytest.raises(MetricsError, match=r"loss alone in batch 0 of train.*best has the key 'train/acc'"):
+    with pytest.raises(MetricsError, match=r"only loss in batch 0 of train.*best has the key 'train/acc'"):
         told(trainer(MetricsMonitor(ACC, best={"train/acc": "max"})), fits(Answers(train=lambda o, _: o["loss"])))
     with pytest.raises(MetricsError, match="best has the key 'val/acc', but the fit logged only nothing"):
         told(trainer(MetricsMonitor(ACC, best={"val/acc": "max"})), fits(Answers(val=lambda *_: None)))
