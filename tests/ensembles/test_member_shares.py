@@ -238,7 +238,7 @@ REFUSED = {
     "Trainer.gradient_clip_val=.... clips each": {"callback": lambda: GradientClipping(1.0)},
     "LBFGS": {"optimizer": "LBFGS"},
     "IterableDataset": {"loader": lambda: DataLoader(Stream(), 16)},
-    "a DistributedSampler shares out": {"loader": _without_replicas},
+    "a DistributedSampler divides samples among ranks": {"loader": _without_replicas},
     "overfit_batches": {"trainer": {"overfit_batches": 2}},
 }
 

@@ -155,7 +155,7 @@ def test_the_command_line_says_how_to_take_a_module_of_the_other_one(tmp_path):
     (tmp_path / "mine.py").write_text(f"from {_PL}.demos.boring_classes import BoringModel\n")
     code = "from lightning_tricks.cli import main; raise SystemExit(main(['fit', '--model', 'mine.BoringModel']))"
     said = _run(code, tmp_path, check=False).stderr
-    assert "subclass of LightningModule. Where it is one of `pytorch_lightning`, set LIGHTNING_TRICKS_LIGHT" in said
+    assert "subclass of LightningModule. If it is one of `pytorch_lightning`, set LIGHTNING_TRICKS_LIGHT" in said
 
 
 def test_type_checkers_see_the_names_that_are_found():
