@@ -10,10 +10,10 @@ from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 import lightning_tricks
+from lightning_tricks._lazy import public_packages
 from lightning_tricks._shared.checks import file_argument, path_argument
 from lightning_tricks._shared.console import write_output
 
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="print the completion of commands, options and files for this shell",
     )
     commands = parser.add_subparsers(metavar="COMMAND")
-    for room in iter_modules(lightning_tricks.__path__):
-        if room.ispkg and find_spec(f"lightning_tricks.{room.name}.commands"):
-            import_module(f"lightning_tricks.{room.name}.commands").add_to(commands)
+    for package in public_packages():
+        if find_spec(f"{package}.commands"):
+            import_module(f"{package}.commands").add_to(commands)
     for stage, description in _STAGES.items():
         commands.add_parser(stage, help=description, add_help=False)
     argv = sys.argv[1:] if argv is None else list(argv)

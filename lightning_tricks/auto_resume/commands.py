@@ -11,7 +11,7 @@ from lightning_tricks._shared.checks import path_argument
 from lightning_tricks._shared.console import make_console, write_json
 
 if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
+    from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, Manifest
 
 
 def add_to(commands: Any) -> None:
@@ -55,13 +55,14 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
         return 0
     console = make_console(soft_wrap=True, highlight=False)
     for folder in folders:
-        status = _last_known(folder)
+        manifests = folder.manifests()
+        status = _last_known(folder, manifests)
         if status:
             description = f"{folder.private / 'status.json'} is damaged"
             with suppress(OverflowError, TypeError, ValueError):
                 description = _describe_status(status)
             console.print(f"{folder.path}: {description}", markup=False)
-        for manifest in folder.manifests():
+        for manifest in manifests:
             progress = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
             size = sum(size for _, size in manifest.files.values())
             summary = f"step {manifest.step}, {progress}, {format_bytes(size)}, {_describe_age(manifest.written)}"
@@ -71,9 +72,9 @@ def _status(folders: list[CheckpointFolder], as_json: bool) -> int:
     return 0
 
 
-def _last_known(folder: CheckpointFolder) -> dict[str, Any]:
+def _last_known(folder: CheckpointFolder, manifests: list[Manifest]) -> dict[str, Any]:
     """Return the status that the run wrote last, at the step of its newest checkpoint if that was written later."""
-    status, newest = folder.read_status(), next(iter(folder.manifests()), None)
+    status, newest = folder.read_status(), next(iter(manifests), None)
     with suppress(TypeError, ValueError):
         if status and newest is not None and newest.written > float(status.get("time", 0)):
             return {**status, "epoch": newest.epoch, "step": newest.step, "time": newest.written}
@@ -81,13 +82,14 @@ def _last_known(folder: CheckpointFolder) -> dict[str, Any]:
 
 
 def _status_values(folder: CheckpointFolder) -> dict[str, Any]:
-    status, names = _last_known(folder), ("epoch", "max_epochs", "step", "max_steps", "pid", "host", "time")
+    manifests = folder.manifests()
+    status, names = _last_known(folder, manifests), ("epoch", "max_epochs", "step", "max_steps", "pid", "host", "time")
     of_checkpoints = ("file", "epoch", "batches", "step", "finished", "bytes", "written")
     return {
         "folder": str(folder.path),
         "state": _state(status) if status else None,
         **{name: status.get(name) for name in names},
-        "checkpoints": [{name: getattr(each, name) for name in of_checkpoints} for each in folder.manifests()],
+        "checkpoints": [{name: getattr(each, name) for name in of_checkpoints} for each in manifests],
         "damaged": [path.name for path in folder.problems()],
     }
 

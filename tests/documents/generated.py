@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_tricks
+from lightning_tricks._lazy import public_packages
 from tests.contract.cases import CASES
 from tests.contract.lab import SETTINGS
 
@@ -220,10 +220,9 @@ def _summary(path: str) -> str:
 
 def _packages() -> Iterator[tuple[str, str, list[str]]]:
     """Yield title, package (if one has a docstring of its own) and public names of each page of the reference."""
-    for module in pkgutil.iter_modules(lightning_tricks.__path__, "lightning_tricks."):
-        if module.ispkg and "._" not in module.name:
-            names = sorted(import_module(module.name).__all__)
-            yield module.name.partition(".")[2], module.name, [f"{module.name}.{name}" for name in names]
+    for package in public_packages():
+        names = sorted(import_module(package).__all__)
+        yield package.partition(".")[2], package, [f"{package}.{name}" for name in names]
     yield "mixin", "", ["lightning_tricks.mixin.TricksMixin", "lightning_tricks.tricks.Tricks"]
     yield "command_line", "", ["lightning_tricks.training_cli.TricksCLI"]
 
