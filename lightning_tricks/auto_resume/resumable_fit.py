@@ -345,6 +345,7 @@ class ResumableFit(FitObserver):
         self.selection.announce()
         if self.writer.final_manifest is not None and self.trainer.is_global_zero:
             self.run_files.on_fit_end(self.writer.final_manifest)
+        self.writer.finish_sending()
         if self._pending is not None:
             clear_restart_flags(self.trainer)
             self.state.restore(self._pending, Phase.FIT_END)
@@ -372,6 +373,7 @@ class ResumableFit(FitObserver):
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
         EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
+        self.writer.finish_sending(self.settings.seconds_to_send)
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)
 
