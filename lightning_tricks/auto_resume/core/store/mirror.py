@@ -77,7 +77,7 @@ class Mirror:
         self._sent = self._read_record()
         if known != self.store.address or state.get("owner") != owner_before:
             self.fetch(say, is_owner=True)
-        self.note(owner=lease.number)
+        self.note(owner=lease.number, attempt=0, problem="", lost=False)
 
     def note(self, **values: Any) -> None:
         """Write to the state file what is known of the copy."""
