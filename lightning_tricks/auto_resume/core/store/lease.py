@@ -61,14 +61,15 @@ class Lease:
                     return number
                 continue
             owner = f"process {record.get('worker')} on {record.get('host')}"
+            is_finishing = record.get("finishing") or has_exited({**record, "pid": record.get("worker")})
             if first is None:
                 first = record
                 say(
                     f"waiting for {owner}, which sends its last checkpoint"
-                    if record.get("finishing")
+                    if is_finishing
                     else f"waiting up to {2 * SECONDS_ALIVE:g} s to see whether {owner} still runs"
                 )
-            elif not record.get("finishing") and (record.get("sign") != first.get("sign") or time.monotonic() > until):
+            elif not is_finishing and (record.get("sign") != first.get("sign") or time.monotonic() > until):
                 raise StoreError(
                     f"{self._store.address} is in use by {owner}: two runs would overwrite each other's checkpoints. "
                     "Wait until it ends, or choose another address."

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from lightning_tricks._shared.files import PARTIAL_SUFFIX
@@ -306,8 +306,8 @@ def _manifest_first(name: str) -> bool:
 
 def _is_below(name: str) -> bool:
     """Whether a name that was read stays within the folder."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not ({"..", "/", PRIVATE_DIR} & {*parts}) and not PureWindowsPath(name).anchor
+    path = PureWindowsPath(name)  # of both kinds of slashes
+    return bool(path.parts) and not ({"..", PRIVATE_DIR} & {*path.parts}) and not path.anchor
 
 
 def _stat(path: Path) -> list[int]:
