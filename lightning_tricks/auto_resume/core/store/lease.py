@@ -41,7 +41,7 @@ class Lease:
         self.number = 0
         self.is_finishing = False  # sends what a run has left, and ends
         self._loss: LeaseLostError | None = None
-        self._is_released = threading.Event()
+        self._is_released, self._lock = threading.Event(), threading.Lock()
 
     def acquire(self, say: Callable[[str], object]) -> int:
         """Become the owner; return the number of the owner before, 0 if there was none.
@@ -85,24 +85,27 @@ class Lease:
         if self._loss is not None:
             raise self._loss
 
-    def renew(self, **more: object) -> None:
+    def renew(self) -> None:
         """Show a sign of life.
 
         Raises:
             LeaseLostError: If another process has become the owner.
         """
-        if max(self._numbers(), default=0) != self.number:
-            self._loss = LeaseLostError(
-                f"another process has taken over {self._store.address}, as this one showed no sign of life for "
-                f"{SECONDS_ALIVE:g} s. Nothing more is sent there."
-            )
-        self.check()
-        self._store.write(self._name(self.number), self._record(finishing=self.is_finishing, **more))
+        with self._lock:  # a thread renews it as well
+            if max(self._numbers(), default=0) != self.number:
+                self._loss = LeaseLostError(
+                    f"another process has taken over {self._store.address}, as this one showed no sign of life for "
+                    f"{SECONDS_ALIVE:g} s. Nothing more is sent there."
+                )
+            self.check()
+            released = self._is_released.is_set()
+            record = self._record(finishing=self.is_finishing, released=released)
+            self._store.write(self._name(self.number), record)
 
     def release(self) -> None:
         """Let the next process start at once."""
         self._is_released.set()
-        self.renew(released=True)
+        self.renew()
 
     def _keep(self) -> None:
         while not self._is_released.wait(SECONDS_ALIVE / 3) and self._loss is None:

@@ -33,7 +33,6 @@ _RECORDS = re.compile(r"(run|start|status)\.json|rows-\d+\.csv")  # of the priva
 _FILES_RECORD = f"{PRIVATE_DIR}/files.json"  # the other files that this run has in the store
 _SENDING, _FETCHING = "sending", "fetching"  # folders in the private one
 _FIT = re.compile(rf"((?:fit\d+/)?){re.escape(PRIVATE_DIR)}/")
-_MAX_BYTES_IN_MEMORY = 2**26  # of a file that may grow while it is sent
 
 Say = Callable[[str], object]
 
@@ -77,7 +76,7 @@ class Mirror:
         self._sent = self._read_record()
         if known != self.store.address or state.get("owner") != owner_before:
             self.fetch(say, is_owner=True)
-        self.note(owner=lease.number)
+        self.note(owner=lease.number, attempt=0, problem="", lost=False)
 
     def note(self, **values: Any) -> None:
         """Write to the state file what is known of the copy."""
@@ -91,9 +90,11 @@ class Mirror:
 
         The owner of the store renames the manifests of damaged ones there.
         """
-        for folder in fit_folders(self.scratch):
-            folder.clear()
         objects = self.store.sizes()
+        for folder in fit_folders(self.scratch):
+            if unknown := [each.file for each in folder.manifests() if not any(each.file in name for name in objects)]:
+                say(f"{folder.path} had checkpoints that {self.store.address} lacks, and which were removed: {unknown}")
+            folder.clear()
         for prefix in _fits(objects):
             folder = CheckpointFolder(self.scratch / prefix)
             folder.private.mkdir(parents=True, exist_ok=True)
@@ -172,6 +173,7 @@ class Mirror:
                 self._send_checkpoint(prefix, folder, manifest, objects, lease)
             for old in _complete(prefix, objects)[keep:]:
                 self._remove_checkpoint(prefix, old, objects)
+        self._remove_gone()  # the checkpoint before may have named them
 
     def _link(self, folder: CheckpointFolder) -> Manifest | None:
         """Let the newest checkpoint stay while it is sent, whatever is removed meanwhile; return its manifest."""
@@ -210,39 +212,35 @@ class Mirror:
         self.note(**{f"{prefix}newest": manifest.file}, step=manifest.step, sent=time.time())
 
     def _send_files(self, objects: Mapping[str, int], lease: Lease) -> None:
-        """Send the files beside the checkpoints that have changed, and remove those that are gone."""
-        present = dict(self._files())
-        changed = {name: path for name, path in present.items() if self._sent.get(name) != _stat(path)}
+        """Send the files beside the checkpoints that have changed."""
+        changed = {name: path for name, path in self._files() if self._sent.get(name) != _stat(path)}
         own = {name for name in changed if _FIT.match(name)}
         self._foreign |= {name for name in changed if name in objects and name not in self._sent} - own
         travelling = changed.keys() - own - self._foreign
-        gone = [name for name in self._sent if name not in present]
-        if not changed and not gone:
-            return
-        if travelling - self._sent.keys():  # recorded before: no object is left without an owner
-            self._sent |= {name: [-1, 0] for name in travelling - self._sent.keys()}
+        if new := travelling - self._sent.keys():  # recorded before: no object is left without an owner
+            self._sent |= {name: [-1, 0] for name in new}
             self._write_record()
         for name in own | travelling:
             lease.check()
             with suppress(FileNotFoundError):  # removed meanwhile
-                self._sent[name] = self._send_file(name, present[name])
-        self.store.remove(gone)
-        for name in gone:
-            del self._sent[name]
-        self._write_record()
+                self._sent[name] = self._send_file(name, changed[name])
+        if travelling:
+            self._write_record()
+
+    def _remove_gone(self) -> None:
+        """Remove the files of this run that are no longer in the local folder."""
+        if gone := self._sent.keys() - dict(self._files()):
+            self.store.remove(gone)
+            self._sent = {name: known for name, known in self._sent.items() if name not in gone}
+            self._write_record()
 
     def _send_file(self, name: str, path: Path) -> list[int]:
-        """Send a file that may grow; return its size and time of change."""
-        before = _stat(path)
-        if before[0] <= _MAX_BYTES_IN_MEMORY:
-            self.store.write(name, path.read_bytes())
-            return before
-        linked = self._root.private / _SENDING / "file"
-        remove_path(linked)
-        linked.parent.mkdir(exist_ok=True)
-        _link_or_copy(path, linked)
-        self.store.put(name, linked)
-        linked.unlink()
+        """Send a copy of a file, which may grow meanwhile; return its size and time of change."""
+        before, copy = _stat(path), self._root.private / _SENDING / "file"
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        self.store.put(name, copy)
+        copy.unlink()
         return before
 
     def _files(self) -> Iterator[tuple[str, Path]]:

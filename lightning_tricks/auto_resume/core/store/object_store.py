@@ -53,9 +53,9 @@ class ObjectStore:
         with self._explaining():
             self._files.invalidate_cache()
             found = self._files.find(self._root, detail=True)
-        start = len(self._root.lstrip("/")) + 1
-        named = ((path.lstrip("/")[start:], entry) for path, entry in found.items())
-        return {name: int(entry["size"] or 0) for name, entry in named if name}
+        start = self._root.lstrip("/") + "/"
+        named = ((path.lstrip("/"), entry) for path, entry in found.items())
+        return {path[len(start) :]: int(entry["size"] or 0) for path, entry in named if path.startswith(start)}
 
     def read(self, name: str) -> bytes:
         """Return the bytes of an object.
