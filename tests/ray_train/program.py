@@ -25,7 +25,7 @@ from tests.small import QUIET, Hooks, digits
 from tests.together.everything import TogetherNet, make_all, write_pretrained
 from tests.together.fits import VALIDATED, First, Last
 
-DISTURBED_AT = 7  # of ten steps
+DISTURBED_AT = {"killed": 7, "drained": 2}  # of ten steps
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_DEDUP_LOGS": "0",
@@ -68,18 +68,18 @@ def train(config):
 
 
 def disturbs(config, marker):
-    """Kill a worker, or let Ray lose its node in 20 seconds and take 3 for each step until then."""
-    disturbed_before = marker.exists()
+    """Kill a worker; or let Ray lose its node in 20 seconds, take 3 for each step, and not end before that."""
+    at_step, disturbed_before = DISTURBED_AT.get(config["how"]), marker.exists()
 
     def disturb(trainer, *_):
-        if disturbed_before or config["how"] == "undisturbed" or trainer.global_step < DISTURBED_AT:
+        if disturbed_before or at_step is None or trainer.global_step < at_step:
             return
-        if trainer.global_step == DISTURBED_AT and trainer.global_rank == 1:
+        if trainer.global_step == at_step and trainer.global_rank == 1:
             marker.touch()
             if config["how"] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             subprocess.run(config["drain"], check=True)
-        time.sleep(3)
+        time.sleep(3 if trainer.global_step < 8 else 60)
 
     return Hooks(on_train_batch_end=disturb)
 
