@@ -267,11 +267,12 @@ class RayDrains:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._train: Any = sys.modules.get("ray.train")
+        train: Any = sys.modules.get("ray.train")
         self.can_ask, self._asked_at, self._known = False, time.monotonic(), None
-        if hasattr(self._train, "get_preemption_info"):  # older versions lack it
+        self._get_info: Any = getattr(train, "get_preemption_info", None)
+        if self._get_info is not None:  # older versions lack it
             with suppress(RuntimeError, DeprecationWarning):  # this process is no worker, or one of Ray Tune
-                self.can_ask = self._train.get_context().get_world_size() == world_size
+                self.can_ask = train.get_context().get_world_size() == world_size
 
     def is_due(self) -> bool:
         """Whether it is time to ask."""
@@ -280,7 +281,7 @@ class RayDrains:
     def has_news(self) -> bool:
         """Ask whether nodes will be lost that were not before; all ranks have to ask after the same step."""
         self._asked_at, before = time.monotonic(), self._known
-        self._known = self._train.get_preemption_info()
+        self._known = self._get_info()
         return self._known not in (None, before)
 
 
