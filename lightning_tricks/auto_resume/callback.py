@@ -21,8 +21,16 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_choices, check_count, check_duration, check_path
+from lightning_tricks._shared.checks import (
+    check_choice,
+    check_choices,
+    check_count,
+    check_duration,
+    check_path,
+    is_address,
+)
 from lightning_tricks._shared.patterns import as_patterns
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
@@ -36,14 +44,11 @@ from lightning_tricks.auto_resume.core.signals import (
     misses_slurm_signals,
     redirect_output,
 )
+from lightning_tricks.auto_resume.core.store.mirror_process import MirrorProcess, default_scratch
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
-_OUTLIVES = (
-    "Give a directory that outlives the machine, such as one on a network file system; or copy a local directory "
-    "with a tool of that storage, after the run and back before the next start."
-)
 _REFUSED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy)
 
 
@@ -91,6 +96,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
 
     Args:
         dirpath: Directory for this run's checkpoints, on a file system that all ranks share; `~` is the home directory.
+            Or an address in an object store that fsspec opens, such as `"s3://bucket/run"`, `"gs://..."` or
+            `"az://..."` (extras `s3`, `gs` and `az`): checkpoints are written to `scratch` and sent in the background.
         every_n_train_steps: Number of optimizer steps between two saves, at least 1; None for no such saves.
         every_n_epochs: Number of epochs between two saves, at least 1, validation included; None for no such saves.
         train_time_interval: Time between two saves, as a timedelta or a dict of its arguments such as
@@ -122,22 +129,28 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         asynchronous: Whether training continues while a checkpoint is written: it is copied in host memory first, which
             takes the size of the checkpoint. The next save waits until it is written; a signal and the end of the fit
             wait for the last one. A kill during a write leaves the previous checkpoint.
+        scratch: With an address, the local folder for the checkpoints, and for other files that shall be sent with
+            them, such as those of loggers and ModelCheckpoint. Default: a folder in `~/.cache/lightning_tricks`, named
+            by the address and the node; the attribute `scratch` has its path.
+        send_timeout: With an address, how long a signal or an exception waits until the last checkpoint is sent, as a
+            timedelta or a dict of its arguments. The end of the fit waits until it is sent.
         allow_pickle: Whether objects in a checkpoint that are neither tensors nor plain values are restored, which
             runs code of the file: only allow it if no other user can write to `dirpath`. Objects among hyper-parameters
             do not need it.
 
     Raises:
         TypeError: If a number, the signals, the patterns or `asynchronous` have the wrong type.
-        ValueError: If a value is out of range, a signal is unknown, a pattern is none, or `dirpath` is an address such
-            as `s3://...`.
-        MisconfigurationException: In a fit under FSDP1 or DeepSpeed.
+        ValueError: If a value is out of range, a signal is unknown, a pattern is none, or there is a `scratch` without
+            an address.
+        MisconfigurationException: In a fit under FSDP1 or DeepSpeed, or if the directory or the object store cannot be
+            used.
 
     Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[AutoResume("runs/digits", every_n_train_steps=500)], accelerator="cpu")
     """
 
-    path_arguments = ("dirpath",)
+    path_arguments = ("dirpath", "scratch")
     _begins_before_setup = True  # in `before_loggers_begin`
 
     def __init__(
@@ -154,6 +167,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         ignore: Sequence[str] = (),
         on_failed_save: Literal["warn", "raise"] = "warn",
         asynchronous: bool = False,
+        scratch: str | os.PathLike[str] | None = None,
+        send_timeout: timedelta | dict[str, float] = timedelta(minutes=2),
         allow_pickle: bool = False,
     ) -> None:
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
@@ -165,7 +180,16 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         check_choices("signals", signals, KNOWN_SIGNALS)
         if not isinstance(asynchronous, bool):
             raise TypeError(f"asynchronous must be True or False, got {asynchronous!r}.")
-        self.dirpath = check_path("dirpath", dirpath, "a directory", remedy=_OUTLIVES)
+        self.dirpath = check_path("dirpath", dirpath, "a directory", takes_address=True)
+        if scratch is not None:
+            check_path("scratch", scratch, "a directory")
+            if not is_address(dirpath):
+                raise ValueError(
+                    f"scratch={os.fspath(scratch)!r} is for a dirpath that is an address, got {dirpath!r}."
+                )
+        self.scratch = default_scratch(str(dirpath)) if scratch is None and is_address(dirpath) else scratch
+        check_duration("send_timeout", send_timeout)
+        self.send_timeout = send_timeout
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
@@ -198,15 +222,22 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         EARLY_SIGNALS.wait(self, self._stop_request)
         if trainer.world_size == 1:
             self._stop_if_asked(trainer, self._stop_request)
-        root = CheckpointFolder(self.dirpath).path
+        root = CheckpointFolder(self._folder).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
-        self._run_files = RunFiles(trainer, root, folder, self._installed)
+        mirror = None
+        if is_address(self.dirpath):
+            mirror = MirrorProcess(str(self.dirpath), root, self.keep_last, self.seconds_to_send)
+        self._run_files = RunFiles(trainer, root, folder, self._installed, mirror)
         self._run_files.open()
         if trainer.world_size == 1:
             raise_for_problem(self._run_files.problem)
 
+    @property
+    def _folder(self) -> str | os.PathLike[str]:
+        return self.dirpath if self.scratch is None else self.scratch
+
     def _new_stop_request(self, signals: Sequence[str]) -> StopRequest:
-        log = CheckpointFolder(self.dirpath).path / "train.log"
+        log = CheckpointFolder(self._folder).path / "train.log"
         return StopRequest(signals, partial(redirect_output, log), self.exit_code)
 
     def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
@@ -241,6 +272,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             run_files.prepare()
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
         run_files.check_shared()
+        run_files.follow_rank_zero()
         if misses_slurm_signals():
             rank_zero_warn(
                 "AutoResume: this job runs without srun, so signals from Slurm (--signal, scancel --signal) do not "
@@ -306,12 +338,22 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         """The `train_time_interval` in seconds; infinity without one."""
         return _seconds(self.train_time_interval)
 
+    @property
+    def seconds_to_send(self) -> float:
+        """The `send_timeout` in seconds."""
+        return check_duration("send_timeout", self.send_timeout)
+
     def _check_supported(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = type(trainer.strategy).__name__
         if isinstance(trainer.strategy, _REFUSED_STRATEGIES):
             raise MisconfigurationException(
                 f"AutoResume does not save the shards of {strategy}. Shard with ModelParallelStrategy (FSDP2), train "
                 "with one device or DDP, or resume with Lightning's ModelCheckpoint and ckpt_path='last'."
+            )
+        if self.scratch is not None and is_sharding(trainer.strategy) and trainer.num_nodes > 1:
+            raise MisconfigurationException(
+                f"AutoResume does not send the shards of several nodes to {self.dirpath}. Give a dirpath on a file "
+                "system that all nodes share."
             )
         if "dataloader_iter" in signature(module.training_step).parameters:
             raise MisconfigurationException(

@@ -81,6 +81,7 @@ class CheckpointSelection:
         raise_for_problem(problem)
         if manifest is None:
             return None
+        self.run_files.fetch_on_nodes(manifest)
         path = self.folder.path_of(manifest)
         self._check_same_parameters(manifest, path)
         return manifest, path

@@ -17,6 +17,7 @@ from lightning_tricks._lightning_compat.checkpoints import checkpoint_io_inserte
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_done
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
+    MisconfigurationException,
     Strategy,
     TorchCheckpointIO,
     Trainer,
@@ -123,6 +124,7 @@ class CheckpointWriter:
             OSError: If the checkpoint, or the one before, could not be written, with `on_failed_save="raise"`.
         """
         self.finish()
+        self._report_sending()
         trainer = self.trainer
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         with isolated_rng():  # hooks of a save must not change the random numbers of the run
@@ -199,6 +201,30 @@ class CheckpointWriter:
         if failure:
             rank_zero_warn(f"{failure} Training continues.")
 
+    def _report_sending(self) -> None:
+        """Report why the checkpoint before was not sent to an address."""
+        if (mirror := self.run_files.mirror) is None:
+            return
+        trainer = self.trainer
+        problem, is_lost = trainer.strategy.broadcast(mirror.report())
+        if is_lost:
+            raise MisconfigurationException(f"AutoResume: {problem}")
+        self._report(
+            problem and f"AutoResume: the checkpoint before step {self.trainer.global_step} was not sent: {problem}"
+        )
+
+    def finish_sending(self) -> None:
+        """Wait until all is sent to an address, after a stop only for some time; on rank zero.
+
+        Raises:
+            OSError: If it could not be sent, with `on_failed_save="raise"`.
+        """
+        failure = self.run_files.finish_sending(None if self.final_manifest else self.settings.seconds_to_send)
+        if failure and self.settings.on_failed_save == "raise":
+            raise OSError(failure)
+        if failure:
+            rank_zero_warn(failure)
+
     def write_status_if_due(self) -> None:
         """Write that the fit is running, at most every ten seconds."""
         if time.monotonic() - self._status_at > _SECONDS_BETWEEN_STATUSES:
@@ -241,6 +267,7 @@ class CheckpointWriter:
             self.run_files.others.on_save(manifest.number)
             self.final_manifest = manifest if manifest.finished else None
             folder.prune(self.settings.keep_last)
+            self.run_files.on_saved()
             if not self.settings.allow_pickle:
                 problems.append(self._why_not_loadable(checkpoint, main_file(folder.path_of(manifest))))
 

@@ -74,6 +74,15 @@ class LoggerState:
                 others.append(f"{type(logger).__name__} writes to version {now!r}, not to version {version!r}")
         return others
 
+    def versions(self) -> list[int | str | None]:
+        """Return the versions of the loggers."""
+        return [logger_version(logger) for logger in self.loggers]
+
+    def set_versions(self, versions: Iterable[Any]) -> None:
+        """Set the versions of the loggers."""
+        for logger, version in zip(self.loggers, versions, strict=True):
+            set_logger_version(logger, version)
+
     def records(self) -> list[dict[str, Any]]:
         """Return the positions of the loggers, which are flushed; on rank zero."""
         found = []

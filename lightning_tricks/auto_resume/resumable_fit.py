@@ -86,8 +86,8 @@ class ResumableFit(FitObserver):
         self._epoch_start: Mapping[str, Any] | None = None  # the state before the hooks of the epoch's start
         self._last_step = -1
         self._installed = installed
-        for part in (self.stop_request, self.loaders, self.writer):
-            installed.callback(part.close)
+        for close in (self.writer.finish_sending, self.stop_request.close, self.loaders.close, self.writer.close):
+            installed.callback(close)
         installed.enter_context(call_after_train_end(trainer, self.after_train_end))
         self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
@@ -349,6 +349,7 @@ class ResumableFit(FitObserver):
         self.selection.announce()
         if self.writer.final_manifest is not None and self.trainer.is_global_zero:
             self.run_files.on_fit_end(self.writer.final_manifest)
+        self.run_files.on_saved()
         if self._pending is not None:
             clear_restart_flags(self.trainer)
             self.state.restore(self._pending, Phase.FIT_END)
@@ -381,6 +382,9 @@ class ResumableFit(FitObserver):
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
         EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
+        if self.run_files.mirror is not None:  # else a launcher ends the other ranks, and this one soon after
+            self.writer.finish_sending()
+            self.trainer.strategy.barrier()
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)
 

@@ -19,6 +19,7 @@ from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loggers import muted_logger
@@ -29,6 +30,7 @@ from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, as_rng_state, raw_rng_state
+from lightning_tricks.auto_resume.core.store.mirror_process import MirrorProcess
 from lightning_tricks.auto_resume.logger_state import LoggerState
 from lightning_tricks.auto_resume.model_checkpoint_files import ModelCheckpointFiles, Origin, read_origin
 
@@ -49,6 +51,7 @@ class RunFiles:
         root: The directory of all fits of a run.
         folder: The directory of this fit.
         installed: What is installed for the time of the fit is entered on it.
+        mirror: What copies the directory to an object store; None where it outlives the machine itself.
 
     Attributes:
         problem: Why the directory cannot be used, or "".
@@ -56,13 +59,21 @@ class RunFiles:
         others: The checkpoints that others write.
     """
 
-    def __init__(self, trainer: Trainer, root: Path, folder: CheckpointFolder, installed: ExitStack) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        root: Path,
+        folder: CheckpointFolder,
+        installed: ExitStack,
+        mirror: MirrorProcess | None = None,
+    ) -> None:
         self.trainer, self.folder, self.root, self.problem = trainer, folder, CheckpointFolder(root), ""
         self._fit = 1 if folder.path == self.root.path else int(folder.path.name[3:])
         self._installed = installed
         self._lock = DirectoryLock(self.root.private / "lock")
         installed.callback(self._lock.close)
-        self.loggers = LoggerState([], folder.private, ())
+        self.mirror = mirror
+        self.loggers = LoggerState([] if mirror is None else trainer.loggers, folder.private, ())
         self.await_save: Callable[[], object] = lambda: None
         self.others = ModelCheckpointFiles(trainer, Origin(fit=self._fit), lambda: self.await_save())
         self._has_saves, self._start = False, dict[str, Any]()  # what was noted where the fit started first
@@ -72,7 +83,7 @@ class RunFiles:
         is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
         with self.noting_problems():
             processes = self._lock_directory() if is_writer else []
-            if not self.problem:
+            if not self.problem and (is_writer or self.mirror is None):  # else nothing may have been fetched yet
                 self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes), is_writer)
         if self.problem:
             for logger in self.trainer.loggers:
@@ -115,6 +126,14 @@ class RunFiles:
                 f"AutoResume: the file system of {self.root.path} does not support locks. A second run in this "
                 "directory is detected on the same host only."
             )
+        if self.mirror is not None:
+            self._installed.callback(self.mirror.close, self.mirror.timeout)
+            self.problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"))
+            if self.problem:
+                self.problem = f"AutoResume: {self.problem}"
+                return []
+            known = self.root.read_private(_RUN_FILE).get("processes")  # of the machine before
+            processes = [process for process in known if isinstance(process, dict)] if isinstance(known, list) else []
         run = str(self.root.read_private(_RUN_FILE).get("run") or secrets.token_hex(16))
         self.others.origin = Origin(run, secrets.token_hex(8), self._fit)
         processes = [*(process for process in processes if process != this_process()), this_process()][-_MAX_PROCESSES:]
@@ -150,13 +169,42 @@ class RunFiles:
                 self._start["loggers"] = self.loggers.records()
                 self.folder.write_private(_START_FILE, self._start)
 
+    def on_saved(self) -> None:
+        """Let a checkpoint that was just written be sent."""
+        if self.mirror is not None:
+            self.mirror.notify()
+
+    def finish_sending(self, timeout: float | None) -> str:
+        """Wait until all is sent to an address, at most for some seconds; return why it was not, or ""."""
+        problem = "" if self.mirror is None else self.mirror.close(timeout)
+        return problem and f"AutoResume: the last save is only in {self.root.path}: {problem.rstrip('.')}."
+
+    def follow_rank_zero(self) -> None:
+        """Let the loggers of other ranks have the versions that were fetched; all ranks have to call it."""
+        if self.mirror is not None and self.trainer.world_size > 1:
+            self.loggers.set_versions(self.trainer.strategy.broadcast(self.loggers.versions()))
+
+    def fetch_on_nodes(self, manifest: Manifest) -> None:
+        """Let each node have the checkpoint that rank zero has fetched; all ranks have to call it.
+
+        Raises:
+            MisconfigurationException: On all ranks, if a node cannot fetch it.
+        """
+        if self.mirror is None or self.trainer.world_size == 1:
+            return
+        problem = ""
+        if self.trainer.node_rank > 0 and self.trainer.local_rank == 0 and manifest not in self.folder.manifests():
+            place = "" if self._fit == 1 else f"{self.folder.path.name}/"
+            problem = self.mirror.start(lambda sentence: None, only=(place, manifest.file))
+        raise_for_problem(next(filter(None, gather_objects(problem and f"AutoResume: {problem}")), ""))
+
     def check_shared(self) -> None:
         """Check that all ranks see what rank zero writes; all ranks have to call it.
 
         Raises:
             MisconfigurationException: On all ranks, if one of them does not.
         """
-        if self.trainer.world_size == 1:
+        if self.trainer.world_size == 1 or self.mirror is not None:
             return
         path, until = self.folder.private / f"seen-{secrets.token_hex(8)}", time.monotonic() + _SECONDS_TO_APPEAR
         if self.trainer.is_global_zero:

@@ -19,20 +19,17 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.file_locks import this_process
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, check_kind, flush_directory, open_file
-from lightning_tricks._shared.host_copies import stage_on_host
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically, write_flushed
 
 FORMAT = 3  # of the manifests and of what AutoResume adds to a checkpoint; every release reads the one before, too
 CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
 MAIN_FILE = "meta.pt"  # what is not sharded; so Lightning names it in a folder of shards
 PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints; nobody else writes there
-_MANIFEST, _REMOVING, _CORRUPT_SUFFIX = "manifest.json", "removing-", ".corrupt"
-_CHECKPOINT_NAME = re.compile(r"\d{6,}-epoch=\d+-step=\d+")
+MANIFEST, CORRUPT_SUFFIX, _REMOVING = "manifest.json", ".corrupt", "removing-"
+CHECKPOINT_NAME = re.compile(r"\d{6,}-epoch=\d+-step=\d+")
 _SHARD_NAME = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 _DAMAGE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)  # what a damaged record raises
 _DAMAGED_OR_MISSING = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # others may pass, such as a lack of permission
@@ -101,7 +98,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
         ValueError: If it is damaged, or names a file that cannot be in the folder.
     """
     try:
-        values = load_json(checkpoint / _MANIFEST)
+        values = load_json(checkpoint / MANIFEST)
         is_intact = values.pop("checksum") == _checksum(values)
         if is_intact and values["format"] > FORMAT:
             raise UnusableFolderError(
@@ -113,7 +110,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
     except _DAMAGE:
         is_intact = False
     if not is_intact:
-        raise ValueError(f"{_MANIFEST} is damaged")
+        raise ValueError(f"{MANIFEST} is damaged")
     return manifest
 
 
@@ -141,7 +138,7 @@ class CheckpointFolder:
         for path in self.private.iterdir():
             with suppress(FileNotFoundError):  # another process has removed it
                 mode = path.stat().st_mode
-                if not stat.S_ISDIR(mode) or path.suffix not in ("", _CORRUPT_SUFFIX):
+                if not stat.S_ISDIR(mode) or path.suffix not in ("", CORRUPT_SUFFIX):
                     check_kind(path, mode)
         with tempfile.TemporaryFile(dir=self.private):
             pass
@@ -167,7 +164,7 @@ class CheckpointFolder:
     def _checkpoints(self) -> list[Path]:
         """Return what has the name of a checkpoint, newest first."""
         paths = self.private.iterdir() if self.private.exists() else ()
-        named = (path for path in paths if _CHECKPOINT_NAME.fullmatch(path.name))
+        named = (path for path in paths if CHECKPOINT_NAME.fullmatch(path.name))
         return sorted(named, key=lambda path: _number(path.name), reverse=True)
 
     @property
@@ -177,7 +174,7 @@ class CheckpointFolder:
 
     def begin(self) -> None:
         """Create `writing`, empty."""
-        _remove(self.writing)
+        remove_path(self.writing)
         self.writing.mkdir(parents=True)
 
     def save(self, checkpoint: Mapping[str, Any], **known: Any) -> Manifest:
@@ -198,23 +195,27 @@ class CheckpointFolder:
             self.begin()
         numbers = (_number(path.name.removeprefix(_REMOVING)) for path in self.private.iterdir())
         name = f"{max(numbers, default=0) + 1:06d}-epoch={known['epoch']}-step={known['step']}"
+        import torch  # whoever copies or shows a checkpoint does without it
+
+        from lightning_tricks._shared.host_copies import stage_on_host
+
         try:
             staged = stage_on_host(dict(checkpoint))
             digest, size = write_flushed(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream))
             known |= {"file": name, "sha256": digest, "bytes": size, "written": time.time()}
             manifest = Manifest(**known)
-            write_flushed(self.writing / _MANIFEST, lambda stream: stream.write(_json(manifest.record())))
+            write_flushed(self.writing / MANIFEST, lambda stream: stream.write(_json(manifest.record())))
             flush_directory(self.writing)
             self.writing.rename(self.private / name)
         except BaseException:  # what is written of it may fill the disk
-            _remove(self.writing)
+            remove_path(self.writing)
             raise
         flush_directory(self.private)
         return manifest
 
     def rewrite_manifest(self, manifest: Manifest, **known: Any) -> None:
         """Write a manifest again, with new values in some fields."""
-        self.write_private(f"{manifest.file}/{_MANIFEST}", replace(manifest, **known).record())
+        self.write_private(f"{manifest.file}/{MANIFEST}", replace(manifest, **known).record())
 
     def path_of(self, manifest: Manifest) -> Path:
         """Return the path of a checkpoint for `torch.load`; or that of its folder, as Lightning reads one of shards."""
@@ -277,20 +278,26 @@ class CheckpointFolder:
         used = "no other checkpoint is intact" if found is None else f"the newest intact one is {found[0].file}"
         for path, problem in problems.items():
             if path.is_dir():  # else another program has put it there
-                path.replace(path.with_name(f"{path.name}{_CORRUPT_SUFFIX}"))
-                problem += f". It was renamed to *{_CORRUPT_SUFFIX}"
+                path.replace(path.with_name(f"{path.name}{CORRUPT_SUFFIX}"))
+                problem += f". It was renamed to *{CORRUPT_SUFFIX}"
             warn(f"the checkpoint {path} cannot be used: {problem}; {used}.")
         return found
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep`."""
         for path in list(filter(Path.is_dir, self._checkpoints()))[keep:]:
-            _remove(path.replace(path.with_name(f"{_REMOVING}{path.name}")))
+            remove_path(path.replace(path.with_name(f"{_REMOVING}{path.name}")))
+
+    def clear(self) -> None:
+        """Remove all checkpoints and records; a lock and what processes print stay."""
+        for path in self.private.iterdir() if self.private.exists() else ():
+            if path.name != "lock" and path.suffix != ".log":
+                remove_path(path)
 
     def clean_up(self) -> None:
         """Remove what killed processes left behind; no other process may write checkpoints here meanwhile."""
         for path in (self.writing, *self.private.glob(f"{_REMOVING}*"), *self.private.glob(f".*{PARTIAL_SUFFIX}")):
-            _remove(path)
+            remove_path(path)
 
     def write_status(self, **status: Any) -> None:
         """Record the progress of a run for `read_status`, with the process and the time."""
@@ -351,7 +358,7 @@ def _number(name: str) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

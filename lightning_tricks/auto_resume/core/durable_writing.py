@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
 
@@ -72,6 +70,8 @@ def save_durably(value: Any, path: str | os.PathLike[str]) -> tuple[str, int]:
     Raises:
         OSError: If the directory cannot be written, or the disk is full.
     """
+    import torch  # other files are written without it
+
     return write_durably(path, lambda stream: torch.save(value, stream))
 
 

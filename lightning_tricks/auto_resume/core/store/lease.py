@@ -1,0 +1,153 @@
+"""One writer for a place in an object store, which has no locks."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from lightning_tricks._shared.file_locks import has_exited, this_process
+from lightning_tricks.auto_resume.core.store.object_store import ObjectStore, StoreError
+
+SECONDS_ALIVE = 30.0  # for which a record counts as a sign of life
+_SECONDS_UNTIL_VISIBLE = 0.5  # after which a store that ignores "create only" shows whose record is there
+_RECORD = re.compile(r"owner-(\d{6,})\.json")
+
+
+class LeaseLostError(StoreError):
+    """Another process has become the owner meanwhile."""
+
+
+class Lease:
+    """The right to write to a store: it belongs to the process with the newest of the records `owner-000001.json`.
+
+    Each start creates the next record, only if it is absent, once the newest one is released, its process has exited,
+    or it has not been renewed for 30 seconds by the clock of the store. A process that was suspended and lost its lease
+    finds a newer record.
+
+    Args:
+        store: The objects.
+        folder: Where the records are, such as ".auto_resume/".
+        worker: The id of the process that trains.
+    """
+
+    def __init__(self, store: ObjectStore, folder: str, worker: int) -> None:
+        self._store, self._folder, self._worker = store, folder, worker
+        self.number = 0
+        self.is_finishing = False  # sends what a run has left, and ends
+        self._loss: LeaseLostError | None = None
+        self._is_released, self._lock = threading.Event(), threading.Lock()
+
+    def acquire(self, say: Callable[[str], object]) -> int:
+        """Become the owner; return the number of the owner before, 0 if there was none.
+
+        Raises:
+            StoreError: If another process is the owner and shows signs of life.
+        """
+        first: dict[str, Any] | None = None
+        until = time.monotonic() + 2 * SECONDS_ALIVE
+        while True:
+            number, record = self._newest()
+            if not number or self._is_over(number, record):
+                if self._create(number + 1):
+                    self.number = number + 1
+                    self._store.remove(self._name(old) for old in self._numbers() if old < self.number)
+                    threading.Thread(target=self._keep, name="AutoResume-lease", daemon=True).start()
+                    return number
+                continue
+            owner = f"process {record.get('worker')} on {record.get('host')}"
+            is_finishing = record.get("finishing") or has_exited({**record, "pid": record.get("worker")})
+            if first is None:
+                first = record
+                say(
+                    f"waiting for {owner}, which sends its last checkpoint"
+                    if is_finishing
+                    else f"waiting up to {2 * SECONDS_ALIVE:g} s to see whether {owner} still runs"
+                )
+            elif not is_finishing and (record.get("sign") != first.get("sign") or time.monotonic() > until):
+                raise StoreError(
+                    f"{self._store.address} is in use by {owner}: two runs would overwrite each other's checkpoints. "
+                    "Wait until it ends, or choose another address."
+                )
+            time.sleep(SECONDS_ALIVE / 15)
+
+    def check(self) -> None:
+        """Raise an error if another process has become the owner, as far as that is known.
+
+        Raises:
+            LeaseLostError: If one has.
+        """
+        if self._loss is not None:
+            raise self._loss
+
+    def renew(self) -> None:
+        """Show a sign of life.
+
+        Raises:
+            LeaseLostError: If another process has become the owner.
+        """
+        with self._lock:  # a thread renews it as well
+            if max(self._numbers(), default=0) != self.number:
+                self._loss = LeaseLostError(
+                    f"another process has taken over {self._store.address}, as this one showed no sign of life for "
+                    f"{SECONDS_ALIVE:g} s. Nothing more is sent there."
+                )
+            self.check()
+            released = self._is_released.is_set()
+            record = self._record(finishing=self.is_finishing, released=released)
+            self._store.write(self._name(self.number), record)
+
+    def release(self) -> None:
+        """Let the next process start at once."""
+        self._is_released.set()
+        self.renew()
+
+    def _keep(self) -> None:
+        while not self._is_released.wait(SECONDS_ALIVE / 3) and self._loss is None:
+            with suppress(StoreError):  # the store may answer again in time
+                self.renew()
+
+    def _newest(self) -> tuple[int, dict[str, Any]]:
+        while number := max(self._numbers(), default=0):
+            try:
+                record = json.loads(self._store.read(self._name(number)))
+                return number, record if isinstance(record, dict) else {}
+            except FileNotFoundError:
+                continue  # it was removed for a newer one
+            except ValueError:
+                return number, {}
+        return 0, {}
+
+    def _numbers(self) -> list[int]:
+        names = (name.removeprefix(self._folder) for name in self._store.sizes() if name.startswith(self._folder))
+        return [int(found[1]) for name in names if (found := _RECORD.fullmatch(name))]
+
+    def _is_over(self, number: int, record: dict[str, Any]) -> bool:
+        if record.get("released") or has_exited(record):
+            return True
+        probe = f"{self._folder}clock-{secrets.token_hex(4)}"
+        self._store.write(probe, b"")
+        try:
+            return self._store.seconds_between(self._name(number), probe) > SECONDS_ALIVE
+        except FileNotFoundError:
+            return False
+        finally:
+            self._store.remove([probe])
+
+    def _create(self, number: int) -> bool:
+        record = self._record()
+        self._store.create(self._name(number), record)
+        time.sleep(_SECONDS_UNTIL_VISIBLE)
+        return self._store.read(self._name(number)) == record
+
+    def _name(self, number: int) -> str:
+        return f"{self._folder}owner-{number:06d}.json"
+
+    def _record(self, **more: object) -> bytes:
+        values = {**this_process(), "worker": self._worker, "sign": secrets.token_hex(8), **more}
+        return json.dumps(values).encode()

@@ -1,0 +1,324 @@
+"""The directory of a run in an object store, of which a folder on the local disk is the copy that training uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from lightning_tricks._shared.files import PARTIAL_SUFFIX
+from lightning_tricks.auto_resume.core.checkpoint_folder import (
+    CHECKPOINT_NAME,
+    CORRUPT_SUFFIX,
+    MANIFEST,
+    PRIVATE_DIR,
+    CheckpointFolder,
+    Manifest,
+    UnusableFolderError,
+    fit_folders,
+    load_manifest,
+    remove_path,
+)
+from lightning_tricks.auto_resume.core.store.lease import Lease
+from lightning_tricks.auto_resume.core.store.object_store import ObjectStore, StoreError
+
+STATE_FILE = "mirror.json"  # in the local private folder: what is sent, of which address, and why not
+_RECORDS = re.compile(r"(run|start|status)\.json|rows-\d+\.csv")  # of the private folder, which travel
+_FILES_RECORD = f"{PRIVATE_DIR}/files.json"  # the other files that this run has in the store
+_SENDING, _FETCHING = "sending", "fetching"  # folders in the private one
+_FIT = re.compile(rf"((?:fit\d+/)?){re.escape(PRIVATE_DIR)}/")
+
+Say = Callable[[str], object]
+
+
+class Mirror:
+    """Copies what lies in a local folder to an object store, and back where the local folder lacks it.
+
+    The order makes it safe: first the files beside the checkpoints, then those of a checkpoint, its manifest last.
+    A checkpoint without manifest does not count; one that was fetched is compared with the SHA-256 of its manifest.
+    Objects that this run has not sent are neither replaced nor removed.
+
+    Args:
+        address: Of the directory in the store.
+        scratch: The local folder.
+    """
+
+    def __init__(self, address: str, scratch: Path) -> None:
+        self.store = ObjectStore(address)
+        self.scratch = scratch
+        self._root = CheckpointFolder(scratch)
+        self._sent: dict[str, list[int]] = {}  # names of files beside the checkpoints -> size and time of change
+        self._foreign: set[str] = set()  # names that others use in the store
+
+    def open(self, lease: Lease, say: Say) -> None:
+        """Become the only writer, and let the local folder hold what the store has.
+
+        Raises:
+            StoreError: If another process writes, the store or the disk refuses something, or the local folder has
+                checkpoints of another run.
+        """
+        state = self._root.read_private(STATE_FILE)
+        known = state.get("address")
+        if known != self.store.address and any(folder.manifests() for folder in fit_folders(self.scratch)):
+            where = f"was sent to {known}" if known else "has not been sent anywhere"
+            raise StoreError(
+                f"{self.scratch} has checkpoints of a run that {where}, not to {self.store.address}. Give an empty "
+                "scratch folder."
+            )
+        owner_before = lease.acquire(say)
+        self._remove_incomplete()
+        self._sent = self._read_record()
+        if known != self.store.address or state.get("owner") != owner_before:
+            self.fetch(say, is_owner=True)
+        self.note(owner=lease.number, attempt=0, problem="", lost=False)
+
+    def note(self, **values: Any) -> None:
+        """Write to the state file what is known of the copy."""
+        state = {**self._root.read_private(STATE_FILE), "address": self.store.address, **values}
+        self._root.write_private(STATE_FILE, state, flush=())
+
+    # -- from the store
+
+    def fetch(self, say: Say, *, is_owner: bool) -> None:
+        """Let the local folder hold the newest intact checkpoint of each fit, and the files beside them.
+
+        The owner of the store renames the manifests of damaged ones there.
+        """
+        objects = self.store.sizes()
+        for folder in fit_folders(self.scratch):
+            if unknown := [each.file for each in folder.manifests() if not any(each.file in name for name in objects)]:
+                say(f"{folder.path} had checkpoints that {self.store.address} lacks, and which were removed: {unknown}")
+            folder.clear()
+        for prefix in _fits(objects):
+            folder = CheckpointFolder(self.scratch / prefix)
+            folder.private.mkdir(parents=True, exist_ok=True)
+            self.fetch_records(prefix, folder, objects)
+            for name in _complete(prefix, objects):
+                if not (problem := self.fetch_checkpoint(prefix, folder, name)):
+                    break
+                say(problem)
+                if is_owner:  # it counts no more, and its number stays taken
+                    start = f"{prefix}{PRIVATE_DIR}/{name}/{MANIFEST}"
+                    self.store.write(f"{start}{CORRUPT_SUFFIX}", self.store.read(start))
+                    self.store.remove([start])
+                    (folder.private / f"{name}{CORRUPT_SUFFIX}").mkdir(exist_ok=True)
+        for name, (_, changed) in self._read_record().items():
+            path = self.scratch / name
+            with suppress(FileNotFoundError):
+                self.store.get(name, path)
+                os.utime(path, ns=(changed, changed))  # it need not be sent again
+
+    def fetch_records(self, prefix: str, folder: CheckpointFolder, objects: Mapping[str, int]) -> None:
+        """Fetch what is beside the checkpoints of a fit in its private folder."""
+        start = f"{prefix}{PRIVATE_DIR}/"
+        for name in objects:
+            if name.startswith(start) and _RECORDS.fullmatch(name[len(start) :]):
+                self.store.get(name, folder.private / name[len(start) :])
+
+    def fetch_one(self, prefix: str, name: str) -> str:
+        """Fetch a checkpoint, and return why that was impossible, or ""."""
+        folder = CheckpointFolder(self.scratch / prefix)
+        folder.private.mkdir(parents=True, exist_ok=True)
+        remove_path(folder.private / name)
+        return self.fetch_checkpoint(prefix, folder, name)
+
+    def fetch_checkpoint(self, prefix: str, folder: CheckpointFolder, name: str) -> str:
+        """Fetch a checkpoint; return why it is not intact, or ""."""
+        start = f"{prefix}{PRIVATE_DIR}/{name}/"
+        staged = CheckpointFolder(folder.private / _FETCHING)
+        remove_path(staged.path)
+        target, file = staged.private / name, MANIFEST
+        try:
+            self.store.get(start + MANIFEST, target / MANIFEST)
+            manifest = load_manifest(target)
+            for file in manifest.files:
+                self.store.get(start + file, target / file)
+            problem = staged.find_problem(manifest)
+        except FileNotFoundError:
+            problem = f"{file} is missing"
+        except UnusableFolderError as error:
+            raise StoreError(str(error)) from error
+        except ValueError as error:
+            problem = str(error)
+        if not problem:
+            target.replace(folder.private / name)
+        remove_path(staged.path)
+        return problem and f"the checkpoint {self.store.address}/{start.rstrip('/')} cannot be used: {problem}."
+
+    # -- to the store
+
+    def send(self, keep: int, lease: Lease) -> None:
+        """Send what has changed: files, and the newest checkpoint of each fit; then remove older checkpoints.
+
+        Args:
+            keep: The number of checkpoints of each fit to keep in the store.
+            lease: Of the store.
+
+        Raises:
+            LeaseLostError: If another process has become the owner.
+            OSError: If the store or the disk refuses something.
+        """
+        for folder in fit_folders(self.scratch):
+            prefix = "" if folder.path == self._root.path else f"{folder.path.name}/"
+            manifest = self._link(folder)
+            objects = self.store.sizes()
+            self._send_files(objects, lease)
+            if manifest is not None:
+                self._send_checkpoint(prefix, folder, manifest, objects, lease)
+            for old in _complete(prefix, objects)[keep:]:
+                self._remove_checkpoint(prefix, old, objects)
+        self._remove_gone()  # the checkpoint before may have named them
+
+    def _link(self, folder: CheckpointFolder) -> Manifest | None:
+        """Let the newest checkpoint stay while it is sent, whatever is removed meanwhile; return its manifest."""
+        staged = CheckpointFolder(folder.private / _SENDING)
+        for _ in range(10):
+            remove_path(staged.path)
+            newest = next(iter(folder.manifests()), None)
+            if newest is None:
+                return None
+            target = staged.private / newest.file
+            target.mkdir(parents=True)
+            with suppress(FileNotFoundError):  # it was removed for a newer one
+                for name in (*newest.files, MANIFEST):
+                    _link_or_copy(folder.private / newest.file / name, target / name)
+                return load_manifest(target)
+        return None
+
+    def _send_checkpoint(
+        self, prefix: str, folder: CheckpointFolder, manifest: Manifest, objects: dict[str, int], lease: Lease
+    ) -> None:
+        start = f"{prefix}{PRIVATE_DIR}/{manifest.file}/"
+        source = folder.private / _SENDING / PRIVATE_DIR / manifest.file
+        data = (source / MANIFEST).read_bytes()
+        is_there = start + MANIFEST in objects
+        if not is_there:
+            for file in manifest.files:
+                lease.check()
+                self.store.put(start + file, source / file)
+        lease.renew()  # between the bytes and the name: nobody else has begun meanwhile
+        if not is_there:
+            is_there = not self.store.create(start + MANIFEST, data)
+        if is_there and self.store.read(start + MANIFEST) != data:  # of loggers, at the end of the fit
+            self.store.write(start + MANIFEST, data)
+        objects[start + MANIFEST] = len(data)
+        remove_path(folder.private / _SENDING)
+        self.note(**{f"{prefix}newest": manifest.file}, step=manifest.step, sent=time.time())
+
+    def _send_files(self, objects: Mapping[str, int], lease: Lease) -> None:
+        """Send the files beside the checkpoints that have changed."""
+        changed = {name: path for name, path in self._files() if self._sent.get(name) != _stat(path)}
+        own = {name for name in changed if _FIT.match(name)}
+        self._foreign |= {name for name in changed if name in objects and name not in self._sent} - own
+        travelling = changed.keys() - own - self._foreign
+        if new := travelling - self._sent.keys():  # recorded before: no object is left without an owner
+            self._sent |= {name: [-1, 0] for name in new}
+            self._write_record()
+        for name in own | travelling:
+            lease.check()
+            with suppress(FileNotFoundError):  # removed meanwhile
+                self._sent[name] = self._send_file(name, changed[name])
+        if travelling:
+            self._write_record()
+
+    def _remove_gone(self) -> None:
+        """Remove the files of this run that are no longer in the local folder."""
+        if gone := self._sent.keys() - dict(self._files()):
+            self.store.remove(gone)
+            self._sent = {name: known for name, known in self._sent.items() if name not in gone}
+            self._write_record()
+
+    def _send_file(self, name: str, path: Path) -> list[int]:
+        """Send a copy of a file, which may grow meanwhile; return its size and time of change."""
+        before, copy = _stat(path), self._root.private / _SENDING / "file"
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        self.store.put(name, copy)
+        copy.unlink()
+        return before
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        """Yield the names and paths of what is sent beside the checkpoints."""
+        for folder, folders, files in os.walk(self.scratch):
+            is_private = Path(folder).name == PRIVATE_DIR
+            if is_private:
+                folders.clear()
+            for file in files:
+                path = Path(folder, file)
+                name = path.relative_to(self.scratch).as_posix()
+                is_record = _FIT.match(name) and _RECORDS.fullmatch(file)
+                if (is_record if is_private else not file.endswith(PARTIAL_SUFFIX)) and path.is_file():
+                    yield name, path
+
+    def _remove_incomplete(self) -> None:
+        """Remove what killed processes have sent of checkpoints that got no manifest."""
+        objects = self.store.sizes()
+        for prefix in _fits(objects):
+            complete = set(_complete(prefix, objects))
+            for name in _checkpoints(prefix, objects):
+                if name not in complete and f"{prefix}{PRIVATE_DIR}/{name}/{MANIFEST}{CORRUPT_SUFFIX}" not in objects:
+                    self._remove_checkpoint(prefix, name, objects)
+
+    def _remove_checkpoint(self, prefix: str, name: str, objects: Mapping[str, int]) -> None:
+        start = f"{prefix}{PRIVATE_DIR}/{name}/"
+        self.store.remove(sorted((each for each in objects if each.startswith(start)), key=_manifest_first))
+
+    def _read_record(self) -> dict[str, list[int]]:
+        try:
+            files = json.loads(self.store.read(_FILES_RECORD))["files"]
+            return {name: [int(size), int(changed)] for name, (size, changed) in files.items() if _is_below(name)}
+        except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
+            return {}
+
+    def _write_record(self) -> None:
+        files = {name: known for name, known in self._sent.items() if not _FIT.match(name)}
+        self.store.write(_FILES_RECORD, json.dumps({"files": files}).encode())
+
+
+def _fits(objects: Mapping[str, int]) -> list[str]:
+    """Return what the names of each fit's objects begin with: "", "fit2/" and so on."""
+    return sorted({found[1] for name in objects if (found := _FIT.match(name))})
+
+
+def _checkpoints(prefix: str, objects: Mapping[str, int]) -> list[str]:
+    """Return the names of a fit's checkpoints of which there is anything, newest first."""
+    start = f"{prefix}{PRIVATE_DIR}/"
+    names = {name[len(start) :].partition("/")[0] for name in objects if name.startswith(start)}
+    return sorted(filter(CHECKPOINT_NAME.fullmatch, names), key=lambda name: int(name.partition("-")[0]), reverse=True)
+
+
+def _complete(prefix: str, objects: Mapping[str, int]) -> list[str]:
+    """Return the names of a fit's checkpoints that have a manifest, newest first."""
+    return [name for name in _checkpoints(prefix, objects) if f"{prefix}{PRIVATE_DIR}/{name}/{MANIFEST}" in objects]
+
+
+def _manifest_first(name: str) -> bool:
+    return not name.endswith(MANIFEST)
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name that was read stays within the folder."""
+    path = PureWindowsPath(name)  # of both kinds of slashes
+    return bool(path.parts) and not ({"..", PRIVATE_DIR} & {*path.parts}) and not path.anchor
+
+
+def _stat(path: Path) -> list[int]:
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns]
+    return [0, 0]
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)

@@ -1,0 +1,228 @@
+"""The process that copies the checkpoints of a run to an object store, and back before the run begins.
+
+It is one of its own: training never waits for the network, none of its random numbers is drawn for the delay of a
+retry (botocore takes those of `random`), and a run that is killed has its newest checkpoint sent all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+from lightning_tricks._shared.text import describe_error
+from lightning_tricks.auto_resume.core.checkpoint_folder import PRIVATE_DIR, CheckpointFolder
+from lightning_tricks.auto_resume.core.store.lease import Lease, LeaseLostError
+from lightning_tricks.auto_resume.core.store.mirror import STATE_FILE, Mirror
+
+_LOG_FILE = "mirror.log"  # in the private folder: what libraries print
+_SECONDS_BETWEEN_LOOKS = 1.0
+_LAST_ATTEMPTS = 3
+_SCHEDULERS_SIGNALS = [
+    getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]  # Windows has none of them
+
+
+def default_scratch(address: str) -> Path:
+    """Return a folder for an address in the cache of the user, which nodes may share."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - Path's raises
+    digest = hashlib.sha256(f"{address.rstrip('/')} {platform.node()}".encode()).hexdigest()[:16]
+    return cache / "lightning_tricks" / "runs" / digest
+
+
+class MirrorProcess:
+    """Starts the process, tells it of new checkpoints, and waits for it.
+
+    Args:
+        address: Of the directory in the store.
+        scratch: The local folder.
+        keep: The number of checkpoints of each fit to keep in the store.
+        timeout: Seconds that it may take after this process was killed.
+    """
+
+    def __init__(self, address: str, scratch: Path, keep: int, timeout: float) -> None:
+        self.address, self.folder = address, CheckpointFolder(scratch)
+        self.timeout = timeout
+        self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout}
+        self._orders: IO[str] | None = None
+        self._wait: Callable[[float | None], object] = lambda _: None
+        self._poll: Callable[[], object] = lambda: None  # returns its exit status, once it has ended
+        self._kill: Callable[[], object] = lambda: None
+        self._reported, self._end = 0, ""
+
+    def start(self, say: Callable[[str], object], only: tuple[str, str] | None = None) -> str:
+        """Let the local folder hold what the store has; return why that is impossible, or "".
+
+        Args:
+            say: Called with sentences about it.
+            only: Fetch this checkpoint, and end: the beginning of its fit's names ("fit2/"), and its name.
+        """
+        problem = f"the process that sends to {self.address} ended; {self.folder.private / _LOG_FILE} may say why"
+        try:
+            with self._launch_thread() if self.address.startswith("memory://") else self._launch() as answers:
+                self._tell(json.dumps({**self._order, "worker": os.getpid(), "config": _fsspec_config(), "only": only}))
+                for answer in map(json.loads, answers):
+                    if "say" in answer:
+                        say(answer["say"])
+                    else:
+                        problem = answer["problem"]
+                        break
+        except (OSError, ValueError) as error:
+            problem = describe_error(error)
+        if problem or only:
+            self._orders = None
+        return problem
+
+    def notify(self) -> None:
+        """Let the newest checkpoint be sent, by a new process if the last one has ended."""
+        has_ended = self._orders is not None and self._poll() is not None
+        if has_ended and not self.folder.read_private(STATE_FILE).get("lost"):
+            status, self._reported = self._poll(), 0
+            self._end = f"the process that sends ended with status {status}. " + (
+                self.start(lambda sentence: None) or "Another one was started."
+            )
+        with suppress(OSError):
+            self._tell("send")
+
+    def report(self) -> tuple[str, bool]:
+        """Return why the last attempt failed, once, or ""; and whether nothing more will be sent."""
+        end, self._end = self._end, ""
+        state = self.folder.read_private(STATE_FILE)
+        if end or state.get("attempt", 0) == self._reported or not state.get("problem"):
+            return end, False
+        self._reported = state["attempt"]
+        return str(state["problem"]), bool(state.get("lost"))
+
+    def close(self, timeout: float | None) -> str:
+        """Wait until all is sent, at most for some seconds; return why it was not, or ""."""
+        if self._orders is None:
+            return ""
+        with suppress(OSError):
+            self._tell("end")  # forked workers of the run may keep the pipe open
+            self._orders.close()
+        self._orders = None
+        try:
+            self._wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            self._wait(None)
+            return f"sending to {self.address} took longer than {timeout:g} s"
+        return self.report()[0]
+
+    def _tell(self, line: str) -> None:
+        if self._orders is not None:
+            self._orders.write(line + "\n")
+            self._orders.flush()
+
+    def _launch(self) -> IO[str]:
+        self.folder.private.mkdir(parents=True, exist_ok=True)
+        with (self.folder.private / _LOG_FILE).open("wb") as log:
+            process = subprocess.Popen(  # noqa: S603 - this file
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                encoding="utf-8",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl+C is for the run
+            )
+        self._orders, self._wait, self._kill, self._poll = process.stdin, process.wait, process.kill, process.poll
+        return cast("IO[str]", process.stdout)
+
+    def _launch_thread(self) -> IO[str]:
+        """Take a thread for a store that lives in this process."""
+        (orders, self_orders), (answers, thread_answers) = os.pipe(), os.pipe()
+        files = [os.fdopen(orders, encoding="utf-8"), os.fdopen(thread_answers, "w", encoding="utf-8")]
+        thread = threading.Thread(target=_serve, args=files, daemon=True)
+        thread.start()
+        self._orders, self._wait, self._kill = os.fdopen(self_orders, "w", encoding="utf-8"), thread.join, lambda: None
+        return os.fdopen(answers, encoding="utf-8")
+
+
+def _fsspec_config() -> dict[str, Any]:
+    """Return what the program has set for fsspec, as far as it is plain."""
+    with suppress(ImportError, TypeError, ValueError):
+        from fsspec.config import conf
+
+        return dict(json.loads(json.dumps(conf)))
+    return {}
+
+
+def _serve(orders: IO[str], answers: IO[str]) -> None:
+    """Open the store, say so, and send whenever a line comes, until the orders end."""
+    parent, order = os.getppid(), json.loads(orders.readline())
+    is_asked, has_ended, is_open = threading.Event(), threading.Event(), threading.Event()
+
+    def read_orders() -> None:
+        for line in orders:
+            if line == "end\n":
+                break
+            is_asked.set()
+        if not is_open.is_set() and os.getppid() != parent:
+            os._exit(0)  # the run was killed before it began
+        has_ended.set()
+        is_asked.set()
+
+    def answer(**values: str) -> None:
+        with suppress(OSError):
+            answers.write(json.dumps(values) + "\n")
+            answers.flush()
+
+    threading.Thread(target=read_orders, name="AutoResume-orders", daemon=True).start()
+    with answers:
+        try:
+            with suppress(ImportError):
+                from fsspec.config import conf
+
+                conf.update(order["config"])
+            mirror = Mirror(order["address"], Path(order["scratch"]))
+            if order["only"]:
+                answer(problem=mirror.fetch_one(*order["only"]))
+                return
+            lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"])
+            mirror.open(lease, lambda sentence: answer(say=sentence))
+        except Exception as error:  # of one of fsspec's many libraries, or the disk
+            answer(problem=str(error) if isinstance(error, OSError) else describe_error(error))
+            return
+        is_open.set()
+        answer(problem="")
+    attempt, left = 0, _LAST_ATTEMPTS
+    while left:
+        is_asked.wait(_SECONDS_BETWEEN_LOOKS)
+        if lease.is_finishing or has_ended.is_set() or os.getppid() != parent:  # workers of a killed run hide its end
+            if os.getppid() != parent and not lease.is_finishing:
+                threading.Timer(order["timeout"], os._exit, [1]).start()
+            lease.is_finishing, left = True, left - 1
+        try:
+            lease.check()
+            if not lease.is_finishing and not is_asked.is_set():
+                continue
+            is_asked.clear()
+            mirror.send(order["keep"], lease)
+            problem, is_lost = "", False
+        except Exception as error:
+            problem, is_lost = str(error), isinstance(error, LeaseLostError)
+        attempt += 1
+        mirror.note(problem=problem, lost=is_lost, attempt=attempt)
+        if is_lost:
+            return
+        if not problem and lease.is_finishing:
+            break
+    with suppress(Exception):  # it is released as well when this process has exited
+        lease.release()
+
+
+if __name__ == "__main__":
+    for _number in (signal.SIGINT, signal.SIGTERM, *_SCHEDULERS_SIGNALS):
+        signal.signal(_number, signal.SIG_IGN)  # it ends with the run
+    _serve(sys.stdin, sys.stdout)
+    os._exit(0)  # connections that are still open do no harm

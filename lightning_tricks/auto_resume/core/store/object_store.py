@@ -1,0 +1,128 @@
+"""The objects below an address such as `s3://bucket/run`, by fsspec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._shared.extras import install_command
+from lightning_tricks._shared.text import describe_error
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "adl": "az"}
+
+
+class StoreError(OSError):
+    """An object store refused something, or could not be reached; its text is a sentence."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ObjectStore:
+    """The objects below an address. An object appears as a whole or not at all, and cannot be renamed.
+
+    Args:
+        address: An address that fsspec opens.
+
+    Raises:
+        StoreError: From all methods, if the store refuses something or cannot be reached.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        protocol = self.address.partition("://")[0]
+        with self._explaining():
+            try:
+                from fsspec.core import url_to_fs
+
+                options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+                self._files: Any
+                self._files, root = url_to_fs(
+                    self.address, use_listings_cache=False, skip_instance_cache=True, **options
+                )
+            except ImportError as error:
+                extra = _EXTRAS.get(protocol)
+                remedy = f"{protocol}:// needs the extra '{extra}': {install_command(extra)}" if extra else str(error)
+                raise StoreError(f"{self.address} cannot be opened: {remedy}") from error
+        self._root = str(root).rstrip("/")
+
+    def sizes(self) -> dict[str, int]:
+        """Return the names of all objects below the address, and their sizes in bytes."""
+        with self._explaining():
+            self._files.invalidate_cache()
+            found = self._files.find(self._root, detail=True)
+        start = self._root.lstrip("/") + "/"
+        named = ((path.lstrip("/"), entry) for path, entry in found.items())
+        return {path[len(start) :]: int(entry["size"] or 0) for path, entry in named if path.startswith(start)}
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of an object.
+
+        Raises:
+            FileNotFoundError: If there is none of that name.
+        """
+        with self._explaining(may_lack=True):
+            return bytes(self._files.cat_file(self._path(name)))
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy an object to a file.
+
+        Raises:
+            FileNotFoundError: If there is none of that name.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._explaining(may_lack=True):
+            self._files.get_file(self._path(name), str(path))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Create or replace an object."""
+        with self._explaining():
+            self._files.pipe_file(self._path(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create an object; return False if there is one, where the store can tell."""
+        with self._explaining():
+            try:
+                self._files.pipe_file(self._path(name), data, mode="create")
+            except FileExistsError:
+                return False
+        return True
+
+    def put(self, name: str, path: Path) -> None:
+        """Create or replace an object with the bytes of a file."""
+        with self._explaining():
+            self._files.put_file(str(path), self._path(name))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove the objects of these names that exist."""
+        for name in names:
+            with self._explaining(may_lack=True):
+                try:
+                    self._files.rm_file(self._path(name))
+                except FileNotFoundError:
+                    continue
+
+    def seconds_between(self, earlier: str, later: str) -> float:
+        """Return how long after one object another one was written, by the clock of the store."""
+        with self._explaining(may_lack=True):
+            written = [self._files.modified(self._path(name)) for name in (earlier, later)]
+        return float((written[1] - written[0]).total_seconds())
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _explaining(self, *, may_lack: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:  # of one of fsspec's many libraries
+            if may_lack and isinstance(error, FileNotFoundError):
+                raise
+            text = " ".join(describe_error(error).split())[:300].rstrip(".")
+            raise StoreError(
+                f"{self.address} cannot be used: {text}. Check the address, the credentials and the connection."
+            ) from error
