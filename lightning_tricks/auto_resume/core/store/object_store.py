@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._shared.extras import install_command
+from lightning_tricks._shared.extras import needed_for_address
 from lightning_tricks._shared.text import describe_error
-
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "adl": "az"}
 
 
 class StoreError(OSError):
@@ -43,9 +41,8 @@ class ObjectStore:
                     self.address, use_listings_cache=False, skip_instance_cache=True, **options
                 )
             except ImportError as error:
-                extra = _EXTRAS.get(protocol)
-                remedy = f"{protocol}:// needs the extra '{extra}': {install_command(extra)}" if extra else str(error)
-                raise StoreError(f"{self.address} cannot be opened: {remedy}") from error
+                needed = needed_for_address(self.address, error)
+                raise StoreError(f"{self.address} cannot be opened: {needed}") from error
         self._root = str(root).rstrip("/")
 
     def sizes(self) -> dict[str, int]:
