@@ -43,24 +43,23 @@ def test_writing_fails_from_some_step_on(on_failed_save, status, code, s3, first
     """It is said at the next save, and training goes on; or ends with an error."""
 
     def fail():
-        wait_until(lambda: checkpoints(s3, MANIFEST))
         s3.server.set_faults(fail=status, code=code, methods=["PUT"], key=META)
 
     def wait():
         wait_until(lambda: CheckpointFolder(first / SCRATCH).read_private("mirror.json").get("problem"))
 
     resume = {"every_n_train_steps": 1, "on_failed_save": on_failed_save}
-    more = [at("on_train_batch_start", 3, fail), at("on_train_batch_start", 5, wait)]
+    more = [at("on_train_start", 1, fail), at("on_train_batch_start", 5, wait)]
     result = run(first, on(first, s3.address, epochs=1, resume=resume, more=more))
-    assert "AutoResume: the checkpoint before step 5 was not sent: " in output(first)
     if on_failed_save == "raise":
         assert result == 1
-        assert "OSError: AutoResume: the checkpoint before step 5" in output(first)
+        assert "OSError: AutoResume: " in output(first)
+        assert "max_epochs" not in output(first)
     else:
-        assert result == 0
-        assert f"AutoResume: the last checkpoint is only in {first / SCRATCH}, as " in output(first)
-    assert len(checkpoints(s3, MANIFEST)) <= 2
-    assert not [name for name in checkpoints(s3) if name.replace(META, MANIFEST) not in s3.names()]
+        assert result == 0, output(first)[-3000:]
+        assert "AutoResume: the checkpoint before step 5 was not sent: " in output(first)
+        assert f"AutoResume: the last save is only in {first / SCRATCH}: " in output(first)
+    assert not checkpoints(s3, MANIFEST)
 
 
 def test_no_step_waits_for_what_is_sent(s3, first, tmp_path):
@@ -83,8 +82,8 @@ def test_a_signal_waits_no_longer_than_send_timeout(s3, first):
     kill = ["on_train_batch_start", 4, "SIGTERM", 0]
     more = [at("on_train_batch_start", 2, hold)]
     assert run(first, on(first, s3.address, resume=resume, kill=kill, more=more)) == STOPPED
-    words = f"is only in {first / SCRATCH}, as sending to {s3.address} took longer than 1 s."
-    assert words in output(first)
+    words = f"is only in {first / SCRATCH}: sending to {s3.address} took longer than 1 s."
+    assert words in output(first), output(first)[-2500:]
     s3.server.set_faults()
     assert not checkpoints(s3, MANIFEST)
     assert_ends(first, on(first, s3.address))  # from the local folder
@@ -95,13 +94,18 @@ def test_a_signal_waits_no_longer_than_send_timeout(s3, first):
 
 def test_the_sending_process_is_killed(folder_store, first, second, tmp_path):
     """It is said at the next save, and training and sending go on."""
-    more = [at("on_train_batch_start", 6, kill_sender), at("on_train_batch_start", 7, lambda: wait_until(is_dead))]
 
-    def is_dead():
-        return not senders()
+    def kill():
+        kill_sender()
+        wait_until(lambda: not senders())
 
-    options = on(first, folder_store.address, more=more, kill=["on_train_batch_start", 11, "SIGTERM", 0])
-    assert run(first, options) == STOPPED
+    options = on(
+        first,
+        folder_store.address,
+        more=[at("on_train_batch_start", 6, kill)],
+        kill=["on_train_batch_start", 11, "SIGTERM", 0],
+    )
+    assert run(first, options) == STOPPED, output(first)[-2500:]
     assert "the process that sends ended with status -9. Another one was started" in output(first)
     more = on(second, folder_store.address)
     assert_ends(second, more)
@@ -162,7 +166,8 @@ def test_a_record_that_names_places_outside(folder_store, first, second, tmp_pat
         folder_store.write(name, b"!")
     before = {path for path in tmp_path.rglob("*") if second not in path.parents}
     assert_ends(second, on(second, folder_store.address, epochs=1))
-    assert {path for path in tmp_path.rglob("*") if second not in path.parents} - before <= {second}
+    new = {path for path in tmp_path.rglob("*") if second not in path.parents} - before
+    assert {path.relative_to(tmp_path).parts[0] for path in new} <= {"second", "store"}
     assert {path.name for path in (second / SCRATCH).iterdir()} == {".auto_resume", "fine"}
     assert not list((second).glob("*x"))
 

@@ -56,10 +56,11 @@ class Mirror:
         self._sent: dict[str, list[int]] = {}  # names of files beside the checkpoints -> size and time of change
         self._foreign: set[str] = set()  # names that others use in the store
 
-    def open(self, lease: Lease, say: Say) -> None:
+    def open(self, lease: Lease, say: Say, *, is_again: bool) -> None:
         """Become the only writer, and let the local folder hold what the store has.
 
         Raises:
+            LeaseLostError: If another process has written since, and a run goes on here (`is_again`).
             StoreError: If another process writes, the store or the disk refuses something, or the local folder has
                 checkpoints of another run.
         """
@@ -71,10 +72,12 @@ class Mirror:
                 f"{self.scratch} has checkpoints of a run that {where}, not to {self.store.address}. Give an empty "
                 "scratch folder."
             )
+        if is_again and state.get("owner") != lease.newest_number():
+            raise lease.lost()
         owner_before = lease.acquire(say)
         self._remove_incomplete()
         self._sent = self._read_record()
-        if known != self.store.address or state.get("owner") != owner_before:
+        if not is_again and (known != self.store.address or state.get("owner") != owner_before):
             self.fetch(say, is_owner=True)
         self.note(owner=lease.number, attempt=0, problem="", lost=False)
 
@@ -110,7 +113,7 @@ class Mirror:
                     (folder.private / f"{name}{CORRUPT_SUFFIX}").mkdir(exist_ok=True)
         for name, (_, changed) in self._read_record().items():
             path = self.scratch / name
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, OverflowError):
                 self.store.get(name, path)
                 os.utime(path, ns=(changed, changed))  # it need not be sent again
 
