@@ -85,6 +85,10 @@ class CheckpointWriter:
             return False
         return time.monotonic() - self._saved_at >= self.settings.seconds_between_saves
 
+    def set_time_over(self) -> None:
+        """Let the next step be saved."""
+        self._saved_at = -math.inf
+
     def is_step_due(self, before: int, step: int) -> bool:
         """Whether `every_n_train_steps` asks for a save after a batch with the steps from `before` to `step`."""
         interval = self.settings.every_n_train_steps

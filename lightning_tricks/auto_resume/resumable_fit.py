@@ -36,7 +36,7 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
-from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, RayDrains, StopRequest
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
@@ -73,6 +73,7 @@ class ResumableFit(FitObserver):
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
         run_files.await_save = self.writer.wait
         self.stop_request, self.loaders = stop_request, LoaderTracker(trainer, module, stop_request)
+        self.drains = RayDrains(trainer.world_size)
         self.selection: CheckpointSelection
         self.configuration: RunConfiguration
         self.state: FitState
@@ -156,8 +157,11 @@ class ResumableFit(FitObserver):
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
         self._is_running = True
-        if not self.stop_request.install_handlers():
-            rank_zero_warn("AutoResume: signals are handled in the main thread only; periodic saves are still written.")
+        if not self.stop_request.install_handlers() and not self.drains.can_ask:
+            rank_zero_warn(
+                "AutoResume: Python handles signals in the main thread only, so a signal ends this fit without a save: "
+                "call trainer.fit in the main thread, or save more often."
+            )
         self._reach(Phase.LIMITS_GIVEN)
         if (saved := self._finished) is not None:
             self.state.restore(saved, Phase.RESULTS)
@@ -355,7 +359,12 @@ class ResumableFit(FitObserver):
 
     def _ask_ranks(self) -> list[bool]:
         """Return whether any rank was asked to stop, and whether it is time for a save."""
-        return self.rank_agreement.any_rank(bool(self.stop_request.received), self.writer.is_time_over())
+        mine = bool(self.stop_request.received), self.writer.is_time_over(), self.drains.is_due()
+        stop_requested, time_over, asks = self.rank_agreement.any_rank(*mine)
+        if asks and self.drains.has_news():
+            rank_zero_info("AutoResume: Ray is about to lose a node of this run: the next step is saved.")
+            self.writer.set_time_over()
+        return [stop_requested, time_over]
 
     def _save(self, save_point: SavePoint, *, at_once: bool) -> None:
         trainer = self.trainer
