@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.curves import scalars
 from tests.auto_resume.killing import differences, run
 from tests.small import Hooks
@@ -53,6 +54,11 @@ def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
     while not is_so():
         assert time.monotonic() < until, "it did not happen"
         time.sleep(0.02)
+
+
+def sent_step(machine: Path) -> int:
+    """Return the step of the checkpoint that was sent last from a machine."""
+    return int(CheckpointFolder(machine / SCRATCH).read_private("mirror.json").get("step", -1))
 
 
 def output(machine: Path) -> str:

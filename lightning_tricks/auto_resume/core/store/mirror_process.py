@@ -102,10 +102,11 @@ class MirrorProcess:
         """Return why the last attempt failed, once, or ""; and whether nothing more will be sent."""
         end, self._end = self._end, ""
         state = self.folder.read_private(STATE_FILE)
-        if (end and not state.get("lost")) or state.get("attempt", 0) == self._reported or not state.get("problem"):
+        is_lost = bool(state.get("lost"))
+        if not is_lost and (end or state.get("attempt", 0) == self._reported or not state.get("problem")):
             return end, False
-        self._reported = state["attempt"]
-        return str(state["problem"]), bool(state.get("lost"))
+        self._reported = state.get("attempt", 0)
+        return str(state.get("problem")), is_lost
 
     def close(self, timeout: float | None) -> str:
         """Wait until all is sent, at most for some seconds; return why it was not, or ""."""
