@@ -27,6 +27,7 @@ def s3(s3_server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-tests")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-tests")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore; s3fs tries again itself
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     return S3Store(s3_server)
 

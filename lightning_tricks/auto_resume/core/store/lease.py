@@ -85,6 +85,17 @@ class Lease:
         if self._loss is not None:
             raise self._loss
 
+    def newest_number(self) -> int:
+        """Return the number of the owner, or of the last one."""
+        return max(self._numbers(), default=0)
+
+    def lost(self) -> LeaseLostError:
+        """Return the error of a process that is not the owner any more."""
+        return LeaseLostError(
+            f"another process has taken over {self._store.address}, as this one showed no sign of life for "
+            f"{SECONDS_ALIVE:g} s. Nothing more is sent there."
+        )
+
     def renew(self) -> None:
         """Show a sign of life.
 
@@ -92,11 +103,8 @@ class Lease:
             LeaseLostError: If another process has become the owner.
         """
         with self._lock:  # a thread renews it as well
-            if max(self._numbers(), default=0) != self.number:
-                self._loss = LeaseLostError(
-                    f"another process has taken over {self._store.address}, as this one showed no sign of life for "
-                    f"{SECONDS_ALIVE:g} s. Nothing more is sent there."
-                )
+            if self.newest_number() != self.number:
+                self._loss = self.lost()
             self.check()
             released = self._is_released.is_set()
             record = self._record(finishing=self.is_finishing, released=released)
@@ -113,7 +121,7 @@ class Lease:
                 self.renew()
 
     def _newest(self) -> tuple[int, dict[str, Any]]:
-        while number := max(self._numbers(), default=0):
+        while number := self.newest_number():
             try:
                 record = json.loads(self._store.read(self._name(number)))
                 return number, record if isinstance(record, dict) else {}

@@ -56,10 +56,11 @@ class Mirror:
         self._sent: dict[str, list[int]] = {}  # names of files beside the checkpoints -> size and time of change
         self._foreign: set[str] = set()  # names that others use in the store
 
-    def open(self, lease: Lease, say: Say) -> None:
+    def open(self, lease: Lease, say: Say, *, is_again: bool) -> None:
         """Become the only writer, and let the local folder hold what the store has.
 
         Raises:
+            LeaseLostError: If another process has written since, and a run goes on here (`is_again`).
             StoreError: If another process writes, the store or the disk refuses something, or the local folder has
                 checkpoints of another run.
         """
@@ -71,10 +72,12 @@ class Mirror:
                 f"{self.scratch} has checkpoints of a run that {where}, not to {self.store.address}. Give an empty "
                 "scratch folder."
             )
+        if is_again and state.get("owner") != lease.newest_number():
+            raise lease.lost()
         owner_before = lease.acquire(say)
         self._remove_incomplete()
         self._sent = self._read_record()
-        if known != self.store.address or state.get("owner") != owner_before:
+        if not is_again and (known != self.store.address or state.get("owner") != owner_before):
             self.fetch(say, is_owner=True)
         self.note(owner=lease.number, attempt=0, problem="", lost=False)
 
@@ -100,7 +103,7 @@ class Mirror:
             folder.private.mkdir(parents=True, exist_ok=True)
             self.fetch_records(prefix, folder, objects)
             for name in _complete(prefix, objects):
-                if not (problem := self.fetch_checkpoint(prefix, folder, name)):
+                if not (problem := self.fetch_checkpoint(folder, name)):
                     break
                 say(problem)
                 if is_owner:  # it counts no more, and its number stays taken
@@ -110,7 +113,7 @@ class Mirror:
                     (folder.private / f"{name}{CORRUPT_SUFFIX}").mkdir(exist_ok=True)
         for name, (_, changed) in self._read_record().items():
             path = self.scratch / name
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, OverflowError):
                 self.store.get(name, path)
                 os.utime(path, ns=(changed, changed))  # it need not be sent again
 
@@ -126,11 +129,20 @@ class Mirror:
         folder = CheckpointFolder(self.scratch / prefix)
         folder.private.mkdir(parents=True, exist_ok=True)
         remove_path(folder.private / name)
-        return self.fetch_checkpoint(prefix, folder, name)
+        return self.fetch_checkpoint(folder, name)
 
-    def fetch_checkpoint(self, prefix: str, folder: CheckpointFolder, name: str) -> str:
+    def fetch_checkpoint(self, folder: CheckpointFolder, name: str) -> str:
         """Fetch a checkpoint; return why it is not intact, or ""."""
-        start = f"{prefix}{PRIVATE_DIR}/{name}/"
+        problem = self.find_problem(folder, name)
+        staged = folder.private / _FETCHING
+        if not problem:
+            (staged / PRIVATE_DIR / name).replace(folder.private / name)
+        remove_path(staged)
+        return problem and f"the checkpoint {self.address_of(folder.private / name)} cannot be used: {problem}."
+
+    def find_problem(self, folder: CheckpointFolder, name: str) -> str:
+        """Fetch a checkpoint to a place of its own, that of the one before; return why it is not intact, or ""."""
+        start = f"{self.prefix_of(folder)}{PRIVATE_DIR}/{name}/"
         staged = CheckpointFolder(folder.private / _FETCHING)
         remove_path(staged.path)
         target, file = staged.private / name, MANIFEST
@@ -139,17 +151,38 @@ class Mirror:
             manifest = load_manifest(target)
             for file in manifest.files:
                 self.store.get(start + file, target / file)
-            problem = staged.find_problem(manifest)
+            return staged.find_problem(manifest)
         except FileNotFoundError:
-            problem = f"{file} is missing"
+            return f"{file} is missing"
         except UnusableFolderError as error:
             raise StoreError(str(error)) from error
         except ValueError as error:
-            problem = str(error)
-        if not problem:
-            target.replace(folder.private / name)
-        remove_path(staged.path)
-        return problem and f"the checkpoint {self.store.address}/{start.rstrip('/')} cannot be used: {problem}."
+            return str(error)
+
+    # -- for people
+
+    def fetch_manifests(self) -> None:
+        """Let the local folder hold what tells how far the run is."""
+        objects = self.store.sizes()
+        for prefix in _fits(objects):
+            start = f"{prefix}{PRIVATE_DIR}/"
+            for name in (f"{start}status.json", *(f"{start}{each}/{MANIFEST}" for each in _complete(prefix, objects))):
+                try:
+                    self.store.get(name, self.scratch / name)
+                except FileNotFoundError:  # removed for a newer one
+                    remove_path((self.scratch / name).parent)
+
+    def has(self, folder: CheckpointFolder, name: str) -> bool:
+        """Whether the store has a checkpoint that is complete."""
+        return f"{self.prefix_of(folder)}{PRIVATE_DIR}/{name}/{MANIFEST}" in self.store.sizes()
+
+    def address_of(self, path: Path) -> str:
+        """Return the address of what has a path in the local folder."""
+        return f"{self.store.address}/{path.relative_to(self.scratch).as_posix()}".removesuffix("/.")
+
+    def prefix_of(self, folder: CheckpointFolder) -> str:
+        """Return what the names of a fit's objects begin with: "", "fit2/" and so on."""
+        return "" if folder.path == self._root.path else f"{folder.path.name}/"
 
     # -- to the store
 
@@ -165,7 +198,7 @@ class Mirror:
             OSError: If the store or the disk refuses something.
         """
         for folder in fit_folders(self.scratch):
-            prefix = "" if folder.path == self._root.path else f"{folder.path.name}/"
+            prefix = self.prefix_of(folder)
             manifest = self._link(folder)
             objects = self.store.sizes()
             self._send_files(objects, lease)

@@ -57,19 +57,23 @@ class MirrorProcess:
         self._wait: Callable[[float | None], object] = lambda _: None
         self._poll: Callable[[], object] = lambda: None  # returns its exit status, once it has ended
         self._kill: Callable[[], object] = lambda: None
-        self._reported, self._end = 0, ""
+        self._reported, self._end, self._why_none = 0, "", ""
 
-    def start(self, say: Callable[[str], object], only: tuple[str, str] | None = None) -> str:
+    def start(
+        self, say: Callable[[str], object], only: tuple[str, str] | None = None, *, is_again: bool = False
+    ) -> str:
         """Let the local folder hold what the store has; return why that is impossible, or "".
 
         Args:
             say: Called with sentences about it.
             only: Fetch this checkpoint, and end: the beginning of its fit's names ("fit2/"), and its name.
+            is_again: Whether a run goes on whose process was killed, in which case nothing is fetched.
         """
         problem = f"the process that sends to {self.address} ended; {self.folder.private / _LOG_FILE} may say why"
         try:
             with self._launch_thread() if self.address.startswith("memory://") else self._launch() as answers:
-                self._tell(json.dumps({**self._order, "worker": os.getpid(), "config": _fsspec_config(), "only": only}))
+                more = {"worker": os.getpid(), "config": _fsspec_config(), "only": only, "is_again": is_again}
+                self._tell(json.dumps({**self._order, **more}))
                 for answer in map(json.loads, answers):
                     if "say" in answer:
                         say(answer["say"])
@@ -79,16 +83,17 @@ class MirrorProcess:
         except (OSError, ValueError) as error:
             problem = describe_error(error)
         if problem or only:
-            self._orders = None
+            self.close(self.timeout)
         return problem
 
     def notify(self) -> None:
         """Let the newest checkpoint be sent, by a new process if the last one has ended."""
-        has_ended = self._orders is not None and self._poll() is not None
-        if has_ended and not self.folder.read_private(STATE_FILE).get("lost"):
-            status, self._reported = self._poll(), 0
-            self._end = f"the process that sends ended with status {status}. " + (
-                self.start(lambda sentence: None) or "Another one was started."
+        if (status := self._poll()) is not None and not self.folder.read_private(STATE_FILE).get("lost"):
+            self.close(0)
+            self._reported = 0
+            self._why_none = self.start(lambda sentence: None, is_again=True)
+            self._end = self._why_none or (
+                f"the process that sends ended with status {status}. Another one was started."
             )
         with suppress(OSError):
             self._tell("send")
@@ -97,7 +102,7 @@ class MirrorProcess:
         """Return why the last attempt failed, once, or ""; and whether nothing more will be sent."""
         end, self._end = self._end, ""
         state = self.folder.read_private(STATE_FILE)
-        if end or state.get("attempt", 0) == self._reported or not state.get("problem"):
+        if (end and not state.get("lost")) or state.get("attempt", 0) == self._reported or not state.get("problem"):
             return end, False
         self._reported = state["attempt"]
         return str(state["problem"]), bool(state.get("lost"))
@@ -105,10 +110,9 @@ class MirrorProcess:
     def close(self, timeout: float | None) -> str:
         """Wait until all is sent, at most for some seconds; return why it was not, or ""."""
         if self._orders is None:
-            return ""
-        with suppress(OSError):
+            return self._why_none
+        with suppress(OSError), self._orders:
             self._tell("end")  # forked workers of the run may keep the pipe open
-            self._orders.close()
         self._orders = None
         try:
             self._wait(timeout)
@@ -116,7 +120,8 @@ class MirrorProcess:
             self._kill()
             self._wait(None)
             return f"sending to {self.address} took longer than {timeout:g} s"
-        return self.report()[0]
+        problem = self.report()[0]
+        return problem or (f"the process that sends ended with status {self._poll()}" if self._poll() else "")
 
     def _tell(self, line: str) -> None:
         if self._orders is not None:
@@ -189,8 +194,10 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
                 answer(problem=mirror.fetch_one(*order["only"]))
                 return
             lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"])
-            mirror.open(lease, lambda sentence: answer(say=sentence))
+            mirror.open(lease, lambda sentence: answer(say=sentence), is_again=order["is_again"])
         except Exception as error:  # of one of fsspec's many libraries, or the disk
+            if isinstance(error, LeaseLostError):
+                mirror.note(problem=str(error), lost=True, attempt=1)
             answer(problem=str(error) if isinstance(error, OSError) else describe_error(error))
             return
         is_open.set()
