@@ -301,6 +301,7 @@ class CheckpointFolder:
 
     def write_status(self, **status: Any) -> None:
         """Record the progress of a run for `read_status`, with the process and the time."""
+        self.private.mkdir(parents=True, exist_ok=True)
         values = {**this_process(), "time": time.time(), **status}
         self.write_private("status.json", values, flush=())  # only people read it
 
