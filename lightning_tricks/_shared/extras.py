@@ -8,6 +8,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "adl": "az"}
+
 
 def import_extra(module: str, extra: str, need: str) -> Any:
     """Import a module of an optional package.
@@ -28,6 +30,18 @@ def import_extra(module: str, extra: str, need: str) -> Any:
             raise
         message = f"{need}, from the extra '{extra}': {install_command(extra)}"
         raise ModuleNotFoundError(message, name=package) from None
+
+
+def needed_for_address(address: str, error: ImportError) -> str:
+    """Return which extra lets fsspec open an address such as `s3://bucket/run`, after an error for want of a package.
+
+    Examples:
+        >>> needed_for_address("adl://lake/run", ImportError())
+        "adl:// needs the extra 'az': pip install .[az]"
+    """
+    protocol = address.partition("://")[0].rpartition("::")[2].strip().lower()
+    extra = _EXTRAS.get(protocol)
+    return f"{protocol}:// needs the extra '{extra}': {install_command(extra)}" if extra else str(error)
 
 
 def install_command(extra: str) -> str:

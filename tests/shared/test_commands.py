@@ -37,6 +37,7 @@ _COMMANDS = {
     "gpus": ("--prefer cool", "", 1, ""),
     "hang": ("", "none", 1, None),
     "report": ("", "none", 1, None),
+    "resume fetch": ("", "none copy", 1, None),
     "resume status": ("", "none", 1, None),
     "resume verify": ("", "none", 2, None),
     "schedule": ("--total 0", "--total 9 --plot none/a.png", 1, "--total 9"),
@@ -176,10 +177,11 @@ _JSON = {
     ),
     "flops": ("torch.nn:Identity --input 3", {"": "macs flops other_flops params", "rows": "name kind macs flops"}),
     "gpus": ("", {"": "index memory_used"}),
+    "resume fetch": ("sent copy", {"": "folder state mirror", "checkpoints": _CHECKPOINT}),
     "resume status": (
         "run",
         {
-            "": "folder state epoch max_epochs step max_steps pid host time damaged",
+            "": "folder state epoch max_epochs step max_steps pid host time damaged mirror",
             "checkpoints": _CHECKPOINT,
         },
     ),
@@ -231,6 +233,7 @@ def more_files(recorded):
     folder = CheckpointFolder("run")
     folder.prepare()
     saved = folder.save({"auto_resume": {}}, epoch=0, step=1, batches=1, finished=False)
+    shutil.copytree("run", "sent")
     shutil.copytree(folder.private / saved.file, folder.private / "000009-epoch=1-step=9")
 
 

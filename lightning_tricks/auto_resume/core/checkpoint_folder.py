@@ -289,9 +289,9 @@ class CheckpointFolder:
             remove_path(path.replace(path.with_name(f"{_REMOVING}{path.name}")))
 
     def clear(self) -> None:
-        """Remove all checkpoints and records; a lock stays."""
+        """Remove all checkpoints and records; a lock and what processes print stay."""
         for path in self.private.iterdir() if self.private.exists() else ():
-            if path.name != "lock":
+            if path.name != "lock" and path.suffix != ".log":
                 remove_path(path)
 
     def clean_up(self) -> None:

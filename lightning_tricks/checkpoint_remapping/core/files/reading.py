@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from urllib.request import urlopen
 import torch
 
 from lightning_tricks._shared.checks import check_path, did_you_mean
+from lightning_tricks._shared.extras import needed_for_address
 from lightning_tricks._shared.files import NotAFileError
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError
 from lightning_tricks.checkpoint_remapping.core.errors import (
@@ -81,6 +83,7 @@ def _download(address: str, target: Path) -> None:
     Raises:
         MissingCheckpointError: If it cannot be downloaded, whatever the reason.
     """
+    rng_state = random.getstate()
     try:
         if address.lower().startswith(("https://", "http://")):
             opened = urlopen(address, timeout=TIMEOUT)  # noqa: S310  # of these schemes
@@ -90,9 +93,18 @@ def _download(address: str, target: Path) -> None:
             opened = fsspec.open(address, "rb")
         with opened as source, target.open("wb") as file:
             shutil.copyfileobj(source, file)
+        if not target.stat().st_size and hasattr(opened, "fs") and opened.fs.isdir(opened.path):
+            raise IsADirectoryError("it is a folder. Give the address of a file in it")
+    except ImportError as error:
+        needed = needed_for_address(address, error)
+        raise MissingCheckpointError(f"{address} cannot be downloaded: {needed}") from error
     except Exception as error:  # of the network, HTTP, TLS, the address itself, or one of fsspec's many libraries
-        text = " ".join(str(error).split())[:200]
+        text = " ".join(str(error).split())[:200].rstrip(".")
+        if isinstance(error, FileNotFoundError):  # whose text may be the path alone
+            text = f"it does not exist ({text})"
         raise MissingCheckpointError(f"{address} cannot be downloaded: {text or type(error).__name__}.") from error
+    finally:
+        random.setstate(rng_state)  # of which botocore takes the delays of its retries
 
 
 def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
