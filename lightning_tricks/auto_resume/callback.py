@@ -21,6 +21,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import (
     check_choice,
@@ -348,6 +349,11 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             raise MisconfigurationException(
                 f"AutoResume does not save the shards of {strategy}. Shard with ModelParallelStrategy (FSDP2), train "
                 "with one device or DDP, or resume with Lightning's ModelCheckpoint and ckpt_path='last'."
+            )
+        if self.scratch is not None and is_sharding(trainer.strategy) and trainer.num_nodes > 1:
+            raise MisconfigurationException(
+                f"AutoResume does not send the shards of several nodes to {self.dirpath}. Give a dirpath on a file "
+                "system that all nodes share."
             )
         if "dataloader_iter" in signature(module.training_step).parameters:
             raise MisconfigurationException(

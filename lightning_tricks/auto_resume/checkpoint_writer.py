@@ -85,6 +85,10 @@ class CheckpointWriter:
             return False
         return time.monotonic() - self._saved_at >= self.settings.seconds_between_saves
 
+    def set_time_over(self) -> None:
+        """Let the next step be saved."""
+        self._saved_at = -math.inf
+
     def is_step_due(self, before: int, step: int) -> bool:
         """Whether `every_n_train_steps` asks for a save after a batch with the steps from `before` to `step`."""
         interval = self.settings.every_n_train_steps
@@ -189,13 +193,13 @@ class CheckpointWriter:
             self._thread.shutdown()
             self._thread = None
 
-    def _report(self, failure: str, then: str = " Training continues.") -> None:
+    def _report(self, failure: str) -> None:
         """Raise or warn on all ranks if rank zero could not write a checkpoint."""
         failure = self.trainer.strategy.broadcast(failure)
         if failure and self.settings.on_failed_save == "raise":
             raise OSError(failure)
         if failure:
-            rank_zero_warn(f"{failure}{then}")
+            rank_zero_warn(f"{failure} Training continues.")
 
     def _report_sending(self) -> None:
         """Report why the checkpoint before was not sent to an address."""
@@ -209,14 +213,17 @@ class CheckpointWriter:
             problem and f"AutoResume: the checkpoint before step {self.trainer.global_step} was not sent: {problem}"
         )
 
-    def finish_sending(self, timeout: float | None = None) -> None:
-        """Wait until all is sent to an address, at most for some seconds; all ranks have to call it.
+    def finish_sending(self) -> None:
+        """Wait until all is sent to an address, after a stop only for some time; on rank zero.
 
         Raises:
             OSError: If it could not be sent, with `on_failed_save="raise"`.
         """
-        if self.run_files.mirror is not None:
-            self._report(self.run_files.finish_sending(timeout), "")
+        failure = self.run_files.finish_sending(None if self.final_manifest else self.settings.seconds_to_send)
+        if failure and self.settings.on_failed_save == "raise":
+            raise OSError(failure)
+        if failure:
+            rank_zero_warn(failure)
 
     def write_status_if_due(self) -> None:
         """Write that the fit is running, at most every ten seconds."""

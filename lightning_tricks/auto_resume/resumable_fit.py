@@ -36,7 +36,7 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
-from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, RayDrains, StopRequest
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
@@ -73,6 +73,7 @@ class ResumableFit(FitObserver):
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
         run_files.await_save = self.writer.wait
         self.stop_request, self.loaders = stop_request, LoaderTracker(trainer, module, stop_request)
+        self.drains = RayDrains(trainer.world_size)
         self.selection: CheckpointSelection
         self.configuration: RunConfiguration
         self.state: FitState
@@ -85,8 +86,8 @@ class ResumableFit(FitObserver):
         self._epoch_start: Mapping[str, Any] | None = None  # the state before the hooks of the epoch's start
         self._last_step = -1
         self._installed = installed
-        for part in (self.stop_request, self.loaders, self.writer):
-            installed.callback(part.close)
+        for close in (self.writer.finish_sending, self.stop_request.close, self.loaders.close, self.writer.close):
+            installed.callback(close)
         installed.enter_context(call_after_train_end(trainer, self.after_train_end))
         self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
@@ -156,8 +157,11 @@ class ResumableFit(FitObserver):
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
         self._is_running = True
-        if not self.stop_request.install_handlers():
-            rank_zero_warn("AutoResume: signals are handled in the main thread only; periodic saves are still written.")
+        if not self.stop_request.install_handlers() and not self.drains.can_ask:
+            rank_zero_warn(
+                "AutoResume: Python handles signals in the main thread only, so a signal ends this fit without a save: "
+                "call trainer.fit in the main thread, or save more often."
+            )
         self._reach(Phase.LIMITS_GIVEN)
         if (saved := self._finished) is not None:
             self.state.restore(saved, Phase.RESULTS)
@@ -345,7 +349,7 @@ class ResumableFit(FitObserver):
         self.selection.announce()
         if self.writer.final_manifest is not None and self.trainer.is_global_zero:
             self.run_files.on_fit_end(self.writer.final_manifest)
-        self.writer.finish_sending()
+        self.run_files.on_saved()
         if self._pending is not None:
             clear_restart_flags(self.trainer)
             self.state.restore(self._pending, Phase.FIT_END)
@@ -355,7 +359,12 @@ class ResumableFit(FitObserver):
 
     def _ask_ranks(self) -> list[bool]:
         """Return whether any rank was asked to stop, and whether it is time for a save."""
-        return self.rank_agreement.any_rank(bool(self.stop_request.received), self.writer.is_time_over())
+        mine = bool(self.stop_request.received), self.writer.is_time_over(), self.drains.is_due()
+        stop_requested, time_over, asks = self.rank_agreement.any_rank(*mine)
+        if asks and self.drains.has_news():
+            rank_zero_info("AutoResume: Ray is about to lose a node of this run: the next step is saved.")
+            self.writer.set_time_over()
+        return [stop_requested, time_over]
 
     def _save(self, save_point: SavePoint, *, at_once: bool) -> None:
         trainer = self.trainer
@@ -373,7 +382,9 @@ class ResumableFit(FitObserver):
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
         EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
-        self.writer.finish_sending(self.settings.seconds_to_send)
+        if self.run_files.mirror is not None:  # else a launcher ends the other ranks, and this one soon after
+            self.writer.finish_sending()
+            self.trainer.strategy.barrier()
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)
 

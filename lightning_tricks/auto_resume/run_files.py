@@ -127,7 +127,7 @@ class RunFiles:
                 "directory is detected on the same host only."
             )
         if self.mirror is not None:
-            self._installed.callback(self._close_mirror)
+            self._installed.callback(self.mirror.close, self.mirror.timeout)
             self.problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"))
             if self.problem:
                 self.problem = f"AutoResume: {self.problem}"
@@ -177,11 +177,7 @@ class RunFiles:
     def finish_sending(self, timeout: float | None) -> str:
         """Wait until all is sent to an address, at most for some seconds; return why it was not, or ""."""
         problem = "" if self.mirror is None else self.mirror.close(timeout)
-        return problem and f"AutoResume: the last checkpoint is only in {self.root.path}, as {problem.rstrip('.')}."
-
-    def _close_mirror(self) -> None:
-        if self.mirror is not None and (problem := self.finish_sending(self.mirror.timeout)):
-            rank_zero_warn(problem)
+        return problem and f"AutoResume: the last save is only in {self.root.path}: {problem.rstrip('.')}."
 
     def follow_rank_zero(self) -> None:
         """Let the loggers of other ranks have the versions that were fetched; all ranks have to call it."""

@@ -9,7 +9,10 @@ import re
 import resource
 import runpy
 import signal
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -483,6 +486,27 @@ def test_slurm_keeps_its_requeue_signal(tmp_path, monkeypatch):
         fit(AutoResume(tmp_path / str(requeues)), Asks(), plugins=[SLURMEnvironment(auto_requeue=requeues)], epochs=1)
         ours = {name: "StopRequest" in handler for name, handler in heeded[-1].items()}
         assert ours == {"SIGUSR1": not requeues, "SIGTERM": True}
+
+
+@pytest.mark.parametrize(("workers", "saved"), [(1, [20, 4]), (2, [20]), (None, [20])])
+def test_a_run_is_saved_when_ray_is_about_to_lose_a_node(tmp_path, monkeypatch, workers, saved):
+    """What Ray Train answers is made up here; `make ray` asks it. It trains in a thread, where no signal comes."""
+
+    class RayTrain:
+        get_preemption_info = iter([None] * 3 + ["a node"] * 40).__next__
+
+        @staticmethod
+        def get_context():
+            if workers is None:
+                raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function.")
+            return SimpleNamespace(get_world_size=lambda: workers)
+
+    monkeypatch.setitem(sys.modules, "ray.train", RayTrain)
+    monkeypatch.setattr(signals, "_SECONDS_BETWEEN_QUESTIONS", 0.0)
+    unheard = pytest.warns(UserWarning, match="a signal ends this fit without a save: call trainer.fit in the main thr")
+    with nullcontext() if workers == 1 else unheard, ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: fit(AutoResume(tmp_path, every_n_epochs=None))).result()
+    assert [one.step for one in CheckpointFolder(tmp_path).manifests()] == saved
 
 
 def test_cadence(tmp_path):

@@ -54,11 +54,15 @@ DEFAULTS: dict[str, Any] = {
     "sanity": 2,
     "resume": {"every_n_train_steps": 2},
     "guarded": True,
+    "address": "",  # of AutoResume; else it writes to `resume`
     "early": 0,  # patience of EarlyStopping
     "asks": False,  # for the number of steps, in configure_optimizers: as people do for OneCycleLR
     "loggers": [],  # beside the notes: "csv", "tensorboard"
+    "logs": "logs",  # where they write
     "version": None,  # of these loggers
     "checkpointing": [],  # arguments of ModelCheckpoints, which write to `mine` or to the logger's directory
+    "more": [],  # callbacks
+    "ballast": 0,  # megabytes of a buffer that changes in each step
     "tests": False,  # the best checkpoint, after the fit
     "kill": None,  # hook or moment, which of its calls, signal, rank, "group" or "launcher"
 }
@@ -198,6 +202,8 @@ class DigitsNet(LightningModule):
         scores = self.net(x)
         loss = nn.functional.cross_entropy(scores, y) * (1 + 0.01 * random.random())
         self.seen += x.sum().detach()
+        if "ballast" in self._buffers:
+            self.ballast += 1
         self.accuracy(scores, y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=self.trainer.world_size > 1)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
@@ -356,8 +362,8 @@ def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
         place = {"dirpath": folder / arguments["dirpath"]} if "dirpath" in arguments else {}
         found.append(ModelCheckpoint(**{**arguments, **place}))
     if options["guarded"]:
-        found.append(AutoResume(folder / "resume", **options["resume"]))
-    found.append(End(folder))
+        found.append(AutoResume(options["address"] or folder / "resume", **options["resume"]))
+    found += [*options["more"], End(folder)]
     if options["kill"] and options["kill"][0] not in (*MOMENTS, ON_FILES):
         found.append(Kill(*options["kill"]))
     return found
@@ -365,7 +371,9 @@ def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
 
 def loggers_of(options: dict[str, Any], folder: Path) -> list[Logger]:
     kinds = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
-    named = [kinds[name](folder / "logs", name=name, version=options["version"]) for name in options["loggers"]]
+    named = [
+        kinds[name](folder / options["logs"], name=name, version=options["version"]) for name in options["loggers"]
+    ]
     return [*named, Notes(folder)]
 
 
@@ -383,6 +391,8 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
     warnings.filterwarnings("ignore", module=r"lightning\.")
     seed_everything(7, verbose=False)
     module = DigitsNet(options["optimization"], options["asks"])
+    if options["ballast"]:
+        module.register_buffer("ballast", torch.zeros(options["ballast"] * 250_000))
     strategy: Any = options["strategy"] if options["ranks"] > 1 else "auto"
     if options["strategy"].startswith("fsdp2"):
         in_tensor = 2 if "tensor" in options["strategy"] else 1

@@ -289,9 +289,9 @@ class CheckpointFolder:
             remove_path(path.replace(path.with_name(f"{_REMOVING}{path.name}")))
 
     def clear(self) -> None:
-        """Remove all checkpoints and records; a lock stays."""
+        """Remove all checkpoints and records; a lock and what processes print stay."""
         for path in self.private.iterdir() if self.private.exists() else ():
-            if path.name != "lock":
+            if path.name != "lock" and path.suffix != ".log":
                 remove_path(path)
 
     def clean_up(self) -> None:
@@ -301,7 +301,6 @@ class CheckpointFolder:
 
     def write_status(self, **status: Any) -> None:
         """Record the progress of a run for `read_status`, with the process and the time."""
-        self.private.mkdir(parents=True, exist_ok=True)
         values = {**this_process(), "time": time.time(), **status}
         self.write_private("status.json", values, flush=())  # only people read it
 

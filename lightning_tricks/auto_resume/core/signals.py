@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, before and in its fit; how ranks agree on them; the output without a terminal."""
+"""Signals that ask a run to stop, before and in its fit; how ranks agree; Ray's drains; output without a terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -23,6 +24,7 @@ Detach = Callable[[], None]
 _SIGHUP = getattr(signal, "SIGHUP", None)  # Windows lacks it
 _OVER, _STOPS = -1, -2  # instead of a signal: the fit of the ranks has ended, or they stop at one
 _SECONDS_BETWEEN_EXCHANGES = 0.1  # between ranks, approximately
+_SECONDS_BETWEEN_QUESTIONS = 5  # to Ray Train, whose answer is as old at most
 
 
 # Windows lacks SIGHUP and SIGUSR1; no process can handle SIGKILL and SIGSTOP
@@ -252,6 +254,35 @@ class RankAgreement:
         self._steps_between = self._steps_left = max(1, min(1000, int(_SECONDS_BETWEEN_EXCHANGES / max(slowest, 1e-9))))
         self._last_exchange = time.monotonic()
         return [answer > 0 for answer in highest]
+
+
+class RayDrains:
+    """Asks Ray Train whether it will lose a node of this run; a fit outside of its workers asks nobody.
+
+    Args:
+        world_size: Number of ranks of the fit: a question is an exchange between all workers of Ray.
+
+    Attributes:
+        can_ask: Whether Ray tells.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        train: Any = sys.modules.get("ray.train")
+        self.can_ask, self._asked_at, self._known = False, time.monotonic(), None
+        self._get_info: Any = getattr(train, "get_preemption_info", None)
+        if self._get_info is not None:  # older versions lack it
+            with suppress(RuntimeError, DeprecationWarning):  # this process is no worker, or one of Ray Tune
+                self.can_ask = train.get_context().get_world_size() == world_size
+
+    def is_due(self) -> bool:
+        """Whether it is time to ask."""
+        return self.can_ask and time.monotonic() - self._asked_at >= _SECONDS_BETWEEN_QUESTIONS
+
+    def has_news(self) -> bool:
+        """Ask whether nodes will be lost that were not before; all ranks have to ask after the same step."""
+        self._asked_at, before = time.monotonic(), self._known
+        self._known = self._get_info()
+        return self._known not in (None, before)
 
 
 def redirect_output(path: Path) -> None:

@@ -41,7 +41,7 @@ class Lease:
         self.number = 0
         self.is_finishing = False  # sends what a run has left, and ends
         self._loss: LeaseLostError | None = None
-        self._is_released = threading.Event()
+        self._is_released, self._lock = threading.Event(), threading.Lock()
 
     def acquire(self, say: Callable[[str], object]) -> int:
         """Become the owner; return the number of the owner before, 0 if there was none.
@@ -61,14 +61,15 @@ class Lease:
                     return number
                 continue
             owner = f"process {record.get('worker')} on {record.get('host')}"
+            is_finishing = record.get("finishing") or has_exited({**record, "pid": record.get("worker")})
             if first is None:
                 first = record
                 say(
                     f"waiting for {owner}, which sends its last checkpoint"
-                    if record.get("finishing")
+                    if is_finishing
                     else f"waiting up to {2 * SECONDS_ALIVE:g} s to see whether {owner} still runs"
                 )
-            elif not record.get("finishing") and (record.get("sign") != first.get("sign") or time.monotonic() > until):
+            elif not is_finishing and (record.get("sign") != first.get("sign") or time.monotonic() > until):
                 raise StoreError(
                     f"{self._store.address} is in use by {owner}: two runs would overwrite each other's checkpoints. "
                     "Wait until it ends, or choose another address."
@@ -84,24 +85,35 @@ class Lease:
         if self._loss is not None:
             raise self._loss
 
-    def renew(self, **more: object) -> None:
+    def newest_number(self) -> int:
+        """Return the number of the owner, or of the last one."""
+        return max(self._numbers(), default=0)
+
+    def lost(self) -> LeaseLostError:
+        """Return the error of a process that is not the owner any more."""
+        return LeaseLostError(
+            f"another process has taken over {self._store.address}, as this one showed no sign of life for "
+            f"{SECONDS_ALIVE:g} s. Nothing more is sent there."
+        )
+
+    def renew(self) -> None:
         """Show a sign of life.
 
         Raises:
             LeaseLostError: If another process has become the owner.
         """
-        if max(self._numbers(), default=0) != self.number:
-            self._loss = LeaseLostError(
-                f"another process has taken over {self._store.address}, as this one showed no sign of life for "
-                f"{SECONDS_ALIVE:g} s. Nothing more is sent there."
-            )
-        self.check()
-        self._store.write(self._name(self.number), self._record(finishing=self.is_finishing, **more))
+        with self._lock:  # a thread renews it as well
+            if self.newest_number() != self.number:
+                self._loss = self.lost()
+            self.check()
+            released = self._is_released.is_set()
+            record = self._record(finishing=self.is_finishing, released=released)
+            self._store.write(self._name(self.number), record)
 
     def release(self) -> None:
         """Let the next process start at once."""
         self._is_released.set()
-        self.renew(released=True)
+        self.renew()
 
     def _keep(self) -> None:
         while not self._is_released.wait(SECONDS_ALIVE / 3) and self._loss is None:
@@ -109,7 +121,7 @@ class Lease:
                 self.renew()
 
     def _newest(self) -> tuple[int, dict[str, Any]]:
-        while number := max(self._numbers(), default=0):
+        while number := self.newest_number():
             try:
                 record = json.loads(self._store.read(self._name(number)))
                 return number, record if isinstance(record, dict) else {}

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from lightning_tricks._shared.files import PARTIAL_SUFFIX
@@ -33,7 +33,6 @@ _RECORDS = re.compile(r"(run|start|status)\.json|rows-\d+\.csv")  # of the priva
 _FILES_RECORD = f"{PRIVATE_DIR}/files.json"  # the other files that this run has in the store
 _SENDING, _FETCHING = "sending", "fetching"  # folders in the private one
 _FIT = re.compile(rf"((?:fit\d+/)?){re.escape(PRIVATE_DIR)}/")
-_MAX_BYTES_IN_MEMORY = 2**26  # of a file that may grow while it is sent
 
 Say = Callable[[str], object]
 
@@ -57,10 +56,11 @@ class Mirror:
         self._sent: dict[str, list[int]] = {}  # names of files beside the checkpoints -> size and time of change
         self._foreign: set[str] = set()  # names that others use in the store
 
-    def open(self, lease: Lease, say: Say) -> None:
+    def open(self, lease: Lease, say: Say, *, is_again: bool) -> None:
         """Become the only writer, and let the local folder hold what the store has.
 
         Raises:
+            LeaseLostError: If another process has written since, and a run goes on here (`is_again`).
             StoreError: If another process writes, the store or the disk refuses something, or the local folder has
                 checkpoints of another run.
         """
@@ -72,12 +72,14 @@ class Mirror:
                 f"{self.scratch} has checkpoints of a run that {where}, not to {self.store.address}. Give an empty "
                 "scratch folder."
             )
+        if is_again and state.get("owner") != lease.newest_number():
+            raise lease.lost()
         owner_before = lease.acquire(say)
         self._remove_incomplete()
         self._sent = self._read_record()
-        if known != self.store.address or state.get("owner") != owner_before:
+        if not is_again and (known != self.store.address or state.get("owner") != owner_before):
             self.fetch(say, is_owner=True)
-        self.note(owner=lease.number)
+        self.note(owner=lease.number, attempt=0, problem="", lost=False)
 
     def note(self, **values: Any) -> None:
         """Write to the state file what is known of the copy."""
@@ -91,9 +93,11 @@ class Mirror:
 
         The owner of the store renames the manifests of damaged ones there.
         """
-        for folder in fit_folders(self.scratch):
-            folder.clear()
         objects = self.store.sizes()
+        for folder in fit_folders(self.scratch):
+            if unknown := [each.file for each in folder.manifests() if not any(each.file in name for name in objects)]:
+                say(f"{folder.path} had checkpoints that {self.store.address} lacks, and which were removed: {unknown}")
+            folder.clear()
         for prefix in _fits(objects):
             folder = CheckpointFolder(self.scratch / prefix)
             folder.private.mkdir(parents=True, exist_ok=True)
@@ -109,7 +113,7 @@ class Mirror:
                     (folder.private / f"{name}{CORRUPT_SUFFIX}").mkdir(exist_ok=True)
         for name, (_, changed) in self._read_record().items():
             path = self.scratch / name
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, OverflowError):
                 self.store.get(name, path)
                 os.utime(path, ns=(changed, changed))  # it need not be sent again
 
@@ -202,6 +206,7 @@ class Mirror:
                 self._send_checkpoint(prefix, folder, manifest, objects, lease)
             for old in _complete(prefix, objects)[keep:]:
                 self._remove_checkpoint(prefix, old, objects)
+        self._remove_gone()  # the checkpoint before may have named them
 
     def _link(self, folder: CheckpointFolder) -> Manifest | None:
         """Let the newest checkpoint stay while it is sent, whatever is removed meanwhile; return its manifest."""
@@ -240,39 +245,35 @@ class Mirror:
         self.note(**{f"{prefix}newest": manifest.file}, step=manifest.step, sent=time.time())
 
     def _send_files(self, objects: Mapping[str, int], lease: Lease) -> None:
-        """Send the files beside the checkpoints that have changed, and remove those that are gone."""
-        present = dict(self._files())
-        changed = {name: path for name, path in present.items() if self._sent.get(name) != _stat(path)}
+        """Send the files beside the checkpoints that have changed."""
+        changed = {name: path for name, path in self._files() if self._sent.get(name) != _stat(path)}
         own = {name for name in changed if _FIT.match(name)}
         self._foreign |= {name for name in changed if name in objects and name not in self._sent} - own
         travelling = changed.keys() - own - self._foreign
-        gone = [name for name in self._sent if name not in present]
-        if not changed and not gone:
-            return
-        if travelling - self._sent.keys():  # recorded before: no object is left without an owner
-            self._sent |= {name: [-1, 0] for name in travelling - self._sent.keys()}
+        if new := travelling - self._sent.keys():  # recorded before: no object is left without an owner
+            self._sent |= {name: [-1, 0] for name in new}
             self._write_record()
         for name in own | travelling:
             lease.check()
             with suppress(FileNotFoundError):  # removed meanwhile
-                self._sent[name] = self._send_file(name, present[name])
-        self.store.remove(gone)
-        for name in gone:
-            del self._sent[name]
-        self._write_record()
+                self._sent[name] = self._send_file(name, changed[name])
+        if travelling:
+            self._write_record()
+
+    def _remove_gone(self) -> None:
+        """Remove the files of this run that are no longer in the local folder."""
+        if gone := self._sent.keys() - dict(self._files()):
+            self.store.remove(gone)
+            self._sent = {name: known for name, known in self._sent.items() if name not in gone}
+            self._write_record()
 
     def _send_file(self, name: str, path: Path) -> list[int]:
-        """Send a file that may grow; return its size and time of change."""
-        before = _stat(path)
-        if before[0] <= _MAX_BYTES_IN_MEMORY:
-            self.store.write(name, path.read_bytes())
-            return before
-        linked = self._root.private / _SENDING / "file"
-        remove_path(linked)
-        linked.parent.mkdir(exist_ok=True)
-        _link_or_copy(path, linked)
-        self.store.put(name, linked)
-        linked.unlink()
+        """Send a copy of a file, which may grow meanwhile; return its size and time of change."""
+        before, copy = _stat(path), self._root.private / _SENDING / "file"
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        self.store.put(name, copy)
+        copy.unlink()
         return before
 
     def _files(self) -> Iterator[tuple[str, Path]]:
@@ -336,8 +337,8 @@ def _manifest_first(name: str) -> bool:
 
 def _is_below(name: str) -> bool:
     """Whether a name that was read stays within the folder."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not ({"..", "/", PRIVATE_DIR} & {*parts}) and not PureWindowsPath(name).anchor
+    path = PureWindowsPath(name)  # of both kinds of slashes
+    return bool(path.parts) and not ({"..", PRIVATE_DIR} & {*path.parts}) and not path.anchor
 
 
 def _stat(path: Path) -> list[int]:

@@ -26,6 +26,7 @@ from lightning_tricks.auto_resume.core.store.mirror import STATE_FILE, Mirror
 
 _LOG_FILE = "mirror.log"  # in the private folder: what libraries print
 _SECONDS_BETWEEN_LOOKS = 1.0
+_LAST_ATTEMPTS = 3
 _SCHEDULERS_SIGNALS = [
     getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]  # Windows has none of them
@@ -54,55 +55,74 @@ class MirrorProcess:
         self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout}
         self._orders: IO[str] | None = None
         self._wait: Callable[[float | None], object] = lambda _: None
+        self._poll: Callable[[], object] = lambda: None  # returns its exit status, once it has ended
         self._kill: Callable[[], object] = lambda: None
-        self._reported = 0
+        self._reported, self._end, self._why_none = 0, "", ""
 
-    def start(self, say: Callable[[str], object], only: tuple[str, str] | None = None) -> str:
+    def start(
+        self, say: Callable[[str], object], only: tuple[str, str] | None = None, *, is_again: bool = False
+    ) -> str:
         """Let the local folder hold what the store has; return why that is impossible, or "".
 
         Args:
             say: Called with sentences about it.
             only: Fetch this checkpoint, and end: the beginning of its fit's names ("fit2/"), and its name.
+            is_again: Whether a run goes on whose process was killed, in which case nothing is fetched.
         """
+        problem = f"the process that sends to {self.address} ended; {self.folder.private / _LOG_FILE} may say why"
         try:
-            answers = self._launch_thread() if self.address.startswith("memory://") else self._launch()
-            self._tell(json.dumps({**self._order, "worker": os.getpid(), "config": _fsspec_config(), "only": only}))
-            with answers:
+            with self._launch_thread() if self.address.startswith("memory://") else self._launch() as answers:
+                more = {"worker": os.getpid(), "config": _fsspec_config(), "only": only, "is_again": is_again}
+                self._tell(json.dumps({**self._order, **more}))
                 for answer in map(json.loads, answers):
-                    if "say" not in answer:
-                        return str(answer["problem"])
-                    say(answer["say"])
+                    if "say" in answer:
+                        say(answer["say"])
+                    else:
+                        problem = answer["problem"]
+                        break
         except (OSError, ValueError) as error:
-            return describe_error(error)
-        return f"the process that sends to {self.address} ended; {self.folder.private / _LOG_FILE} may say why"
+            problem = describe_error(error)
+        if problem or only:
+            self.close(self.timeout)
+        return problem
 
     def notify(self) -> None:
-        """Let the newest checkpoint be sent."""
-        with suppress(OSError):  # it has ended, which the next report says
-            self._tell("")
+        """Let the newest checkpoint be sent, by a new process if the last one has ended."""
+        if (status := self._poll()) is not None and not self.folder.read_private(STATE_FILE).get("lost"):
+            self.close(0)
+            self._reported = 0
+            self._why_none = self.start(lambda sentence: None, is_again=True)
+            self._end = self._why_none or (
+                f"the process that sends ended with status {status}. Another one was started."
+            )
+        with suppress(OSError):
+            self._tell("send")
 
     def report(self) -> tuple[str, bool]:
         """Return why the last attempt failed, once, or ""; and whether nothing more will be sent."""
+        end, self._end = self._end, ""
         state = self.folder.read_private(STATE_FILE)
-        if state.get("attempt", 0) == self._reported or not state.get("problem"):
-            return "", False
-        self._reported = state["attempt"]
-        return str(state["problem"]), bool(state.get("lost"))
+        is_lost = bool(state.get("lost"))
+        if not is_lost and (end or state.get("attempt", 0) == self._reported or not state.get("problem")):
+            return end, False
+        self._reported = state.get("attempt", 0)
+        return str(state.get("problem")), is_lost
 
     def close(self, timeout: float | None) -> str:
         """Wait until all is sent, at most for some seconds; return why it was not, or ""."""
         if self._orders is None:
-            return ""
-        orders, self._orders = self._orders, None
-        with suppress(OSError):
-            orders.close()
+            return self._why_none
+        with suppress(OSError), self._orders:
+            self._tell("end")  # forked workers of the run may keep the pipe open
+        self._orders = None
         try:
             self._wait(timeout)
         except subprocess.TimeoutExpired:
             self._kill()
             self._wait(None)
             return f"sending to {self.address} took longer than {timeout:g} s"
-        return self.report()[0]
+        problem = self.report()[0]
+        return problem or (f"the process that sends ended with status {self._poll()}" if self._poll() else "")
 
     def _tell(self, line: str) -> None:
         if self._orders is not None:
@@ -121,7 +141,7 @@ class MirrorProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,  # Ctrl+C is for the run
             )
-        self._orders, self._wait, self._kill = process.stdin, process.wait, process.kill
+        self._orders, self._wait, self._kill, self._poll = process.stdin, process.wait, process.kill, process.poll
         return cast("IO[str]", process.stdout)
 
     def _launch_thread(self) -> IO[str]:
@@ -149,7 +169,9 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
     is_asked, has_ended, is_open = threading.Event(), threading.Event(), threading.Event()
 
     def read_orders() -> None:
-        for _ in orders:
+        for line in orders:
+            if line == "end\n":
+                break
             is_asked.set()
         if not is_open.is_set() and os.getppid() != parent:
             os._exit(0)  # the run was killed before it began
@@ -162,35 +184,36 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
             answers.flush()
 
     threading.Thread(target=read_orders, name="AutoResume-orders", daemon=True).start()
-    try:
-        with suppress(ImportError):
-            from fsspec.config import conf
+    with answers:
+        try:
+            with suppress(ImportError):
+                from fsspec.config import conf
 
-            conf.update(order["config"])
-        mirror = Mirror(order["address"], Path(order["scratch"]))
-        if order["only"]:
-            answer(problem=mirror.fetch_one(*order["only"]))
+                conf.update(order["config"])
+            mirror = Mirror(order["address"], Path(order["scratch"]))
+            if order["only"]:
+                answer(problem=mirror.fetch_one(*order["only"]))
+                return
+            lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"])
+            mirror.open(lease, lambda sentence: answer(say=sentence), is_again=order["is_again"])
+        except Exception as error:  # of one of fsspec's many libraries, or the disk
+            if isinstance(error, LeaseLostError):
+                mirror.note(problem=str(error), lost=True, attempt=1)
+            answer(problem=str(error) if isinstance(error, OSError) else describe_error(error))
             return
-        lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"])
-        mirror.open(lease, lambda sentence: answer(say=sentence))
-    except Exception as error:  # of one of fsspec's many libraries, or the disk
-        answer(problem=str(error) if isinstance(error, OSError) else describe_error(error))
-        return
-    is_open.set()
-    answer(problem="")
-    attempt = 0
-    while not lease.is_finishing:
+        is_open.set()
+        answer(problem="")
+    attempt, left = 0, _LAST_ATTEMPTS
+    while left:
         is_asked.wait(_SECONDS_BETWEEN_LOOKS)
-        was_killed = os.getppid() != parent  # which forked workers of the run may hide for a while
+        if lease.is_finishing or has_ended.is_set() or os.getppid() != parent:  # workers of a killed run hide its end
+            if os.getppid() != parent and not lease.is_finishing:
+                threading.Timer(order["timeout"], os._exit, [1]).start()
+            lease.is_finishing, left = True, left - 1
         try:
             lease.check()
-            if was_killed or has_ended.is_set():
-                lease.is_finishing = True
-                lease.renew()
-            elif not is_asked.is_set():
+            if not lease.is_finishing and not is_asked.is_set():
                 continue
-            if was_killed:
-                threading.Timer(order["timeout"], os._exit, [1]).start()
             is_asked.clear()
             mirror.send(order["keep"], lease)
             problem, is_lost = "", False
@@ -200,6 +223,8 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
         mirror.note(problem=problem, lost=is_lost, attempt=attempt)
         if is_lost:
             return
+        if not problem and lease.is_finishing:
+            break
     with suppress(Exception):  # it is released as well when this process has exited
         lease.release()
 

@@ -30,29 +30,37 @@ class ObjectStore:
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        protocol = self.address.partition("://")[0]
+        self._connection: tuple[Any, str] | None = None
         with self._explaining():
+            self._connect()
+
+    def _connect(self) -> tuple[Any, str]:
+        """Return the file system, and the path of the address in it; after an error a new one, with new credentials."""
+        if self._connection is None:
             try:
                 from fsspec.core import url_to_fs
 
-                options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
-                self._files: Any
-                self._files, root = url_to_fs(
-                    self.address, use_listings_cache=False, skip_instance_cache=True, **options
-                )
+                options = {"auto_mkdir": True} if self.address.startswith(("file:", "local:")) else {}
+                files, root = url_to_fs(self.address, use_listings_cache=False, skip_instance_cache=True, **options)
             except ImportError as error:
                 needed = needed_for_address(self.address, error)
                 raise StoreError(f"{self.address} cannot be opened: {needed}") from error
-        self._root = str(root).rstrip("/")
+            self._connection = files, str(root).rstrip("/")
+        return self._connection
+
+    @property
+    def _files(self) -> Any:
+        return self._connect()[0]
 
     def sizes(self) -> dict[str, int]:
         """Return the names of all objects below the address, and their sizes in bytes."""
         with self._explaining():
-            self._files.invalidate_cache()
-            found = self._files.find(self._root, detail=True)
-        start = len(self._root.lstrip("/")) + 1
-        named = ((path.lstrip("/")[start:], entry) for path, entry in found.items())
-        return {name: int(entry["size"] or 0) for name, entry in named if name}
+            files, root = self._connect()
+            files.invalidate_cache()
+            found = files.find(root, detail=True)
+        start = root.lstrip("/") + "/"
+        named = ((path.lstrip("/"), entry) for path, entry in found.items())
+        return {path[len(start) :]: int(entry["size"] or 0) for path, entry in named if path.startswith(start)}
 
     def read(self, name: str) -> bytes:
         """Return the bytes of an object.
@@ -108,7 +116,7 @@ class ObjectStore:
         return float((written[1] - written[0]).total_seconds())
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        return f"{self._connect()[1]}/{name}"
 
     @contextmanager
     def _explaining(self, *, may_lack: bool = False) -> Iterator[None]:
@@ -119,6 +127,7 @@ class ObjectStore:
         except Exception as error:  # of one of fsspec's many libraries
             if may_lack and isinstance(error, FileNotFoundError):
                 raise
+            self._connection = None
             text = " ".join(describe_error(error).split())[:300].rstrip(".")
             raise StoreError(
                 f"{self.address} cannot be used: {text}. Check the address, the credentials and the connection."
