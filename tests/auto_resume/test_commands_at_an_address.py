@@ -211,5 +211,4 @@ def test_what_callbacks_write_below_the_scratch_folder_is_sent_as_their_refusal_
             {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
             for folder in (beside, tmp_path / "store" / "beside")
         )
-        assert sent
-        assert local.items() <= sent.items(), "HangWatch removes its files after the last send"
+        assert local.items() <= sent.items(), "HangWatch removes its own at the end, perhaps after the last send"

@@ -15,6 +15,7 @@ import tarfile
 import warnings
 import zipfile
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -613,3 +614,25 @@ def test_tensors_beyond_their_data(claimed):
             archive.writestr(name, data)
     with pytest.raises(NotACheckpointError, match="a tensor that is larger than its data"):
         read_checkpoint("w.pt")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ImportError("Install s3fs"), r"s3:// needs the extra 's3': pip install .*"),
+        (FileNotFoundError("bucket/w.pt"), r"it does not exist \(bucket/w\.pt\)\."),
+        (PermissionError("Forbidden."), r"Forbidden\."),
+    ],
+)
+def test_an_address_that_cannot_be_opened_is_told_and_draws_no_random_number(error, words):
+    def fails(*_):
+        random.random()  # as botocore does for the delay of a retry
+        raise error
+
+    before = random.getstate()
+    with (
+        patch("fsspec.open", fails),
+        pytest.raises(MissingCheckpointError, match=rf"^s3://b/w\.pt cannot .*: {words}$"),
+    ):
+        read_checkpoint("s3://b/w.pt")
+    assert random.getstate() == before
