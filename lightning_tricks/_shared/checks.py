@@ -16,6 +16,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 TIMEDELTA_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+# What to do where a fit was to write to an address, for `check_path`
+SENT_BY_AUTO_RESUME = (
+    "Mount that storage and give the path there, or give a path below AutoResume's scratch folder, whose files are "
+    "sent with the checkpoints."
+)
 _SEPARATOR = r"[/\\]"
 # A scheme has more than the one letter of a drive of Windows; `simplecache::s3://...` is a chain of fsspec
 _ADDRESS = re.compile(rf"\s*(?:\.{_SEPARATOR})*(?:\w[\w+.-]+::)*[a-z][\w+.-]+:{_SEPARATOR}", re.IGNORECASE)

@@ -16,7 +16,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, rank_zero_warn
 from lightning_tricks._lightning_compat.logged_values import observe_log_calls
 from lightning_tricks._lightning_compat.observers import observe_fetches
-from lightning_tricks._shared.checks import TIMEDELTA_UNITS, check_duration, check_path
+from lightning_tricks._shared.checks import SENT_BY_AUTO_RESUME, TIMEDELTA_UNITS, check_duration, check_path
 from lightning_tricks.hang_watch.core.record import RankRecord, protect_forks
 
 _STAGES = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
@@ -82,7 +82,7 @@ class HangWatch(TrickCallback):
     ) -> None:
         self.timeout = timeout
         self._seconds = min(_seconds(timeout), TIMEOUT_MAX)
-        self.dirpath = check_path("dirpath", dirpath, "a folder")
+        self.dirpath = check_path("dirpath", dirpath, "a folder", remedy=SENT_BY_AUTO_RESUME)
         protect_forks()
         super().__init__()
 

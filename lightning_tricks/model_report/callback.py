@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, rank_zero_warn
-from lightning_tricks._shared.checks import check_count, check_path
+from lightning_tricks._shared.checks import SENT_BY_AUTO_RESUME, check_count, check_path
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
 from lightning_tricks._shared.modules import describe_without_gradient, names_without_gradient
 from lightning_tricks._shared.patterns import strip_compile_prefix
@@ -65,7 +65,7 @@ class ModelReport(TrickCallback):
         verbose: bool | None = None,
     ) -> None:
         if dirpath is not None:
-            check_path("dirpath", dirpath, "a folder")
+            check_path("dirpath", dirpath, "a folder", remedy=SENT_BY_AUTO_RESUME)
         self.dirpath = dirpath
         self.graph = graph
         self.depth = check_count("depth", depth)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_count, check_path
+from lightning_tricks._shared.checks import SENT_BY_AUTO_RESUME, check_choice, check_count, check_path
 from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.run_fingerprint.core import record as on_disk
@@ -67,7 +67,7 @@ class RunFingerprint(TrickCallback):
         every_n_train_steps: int = 1,
         detail: Literal["step", "layer"] = "step",
     ) -> None:
-        self.path = check_path("path", path, "a file")
+        self.path = check_path("path", path, "a file", remedy=SENT_BY_AUTO_RESUME)
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.detail = check_choice("detail", detail, ("step", "layer"))
         self._num_rows = 0

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_tricks import AutoResume, load_weights, seed_everything
+from lightning_tricks import AutoResume, HangWatch, ModelReport, RunFingerprint, load_weights, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.store.mirror import Mirror
 from lightning_tricks.auto_resume.core.store.object_store import ObjectStore, StoreError
@@ -186,3 +186,30 @@ def test_a_run_at_an_address_is_shown_fetched_resumed_and_its_weights_are_loaded
     _resume(capsys, "fetch", address, tmp_path / "copy")
     resumed = run(AutoResume(tmp_path / "copy"), epochs=2)
     assert same(resumed.state_dict(), run(epochs=2).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda place: HangWatch("1 hour", dirpath=place), "dirpath"),
+        (lambda place: ModelReport(dirpath=place), "dirpath"),
+        (lambda place: RunFingerprint(f"{place}/run.jsonl"), "path"),
+    ],
+    ids=["HangWatch", "ModelReport", "RunFingerprint"],
+)
+def test_what_callbacks_write_below_the_scratch_folder_is_sent_as_their_refusal_of_an_address_says(
+    make, name, tmp_path
+):
+    words = rf"{name} must be .*, got 's3://.*or give a path below AutoResume's scratch folder, whose files are sent"
+    with pytest.raises(ValueError, match=words):
+        make("s3://bucket/run")
+    beside = tmp_path / "scratch" / "beside"
+    for order in (1, -1):
+        own = [AutoResume(f"file://{tmp_path}/store", scratch=tmp_path / "scratch"), make(beside)]
+        fit(Net(), *own[::order], max_epochs=1 if order == 1 else 2)
+        local, sent = (
+            {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+            for folder in (beside, tmp_path / "store" / "beside")
+        )
+        assert sent
+        assert local.items() <= sent.items(), "HangWatch removes its files after the last send"

@@ -1,4 +1,4 @@
-"""Runs of Ray Train on two nodes of a local cluster, with all callbacks: `program.py FOLDER HOW...`."""
+"""Runs of Ray Train on a local cluster, with all callbacks: `program.py FOLDER HOW...`."""
 
 import os
 import random
@@ -25,7 +25,7 @@ from tests.small import QUIET, Hooks, digits
 from tests.together.everything import TogetherNet, make_all, write_pretrained
 from tests.together.fits import VALIDATED, First, Last
 
-DISTURBED_AT = {"killed": 7, "drained": 2}  # of ten steps
+DISTURBED = {"killed": (7, 1), "drained": (2, 0)}  # after which of ten steps, and which rank
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_DEDUP_LOGS": "0",
@@ -49,6 +49,9 @@ def train(config):
     folder, how = Path(config["folder"]), config["how"]
     saves = {"every_n_epochs": None, "every_n_train_steps": 3 if how == "killed" else None}
     callbacks = {**make_all(list(CASES), folder), "AutoResume": AutoResume(folder / "runs", **saves)}
+    if how == "drained":  # through an object store, as each node has a disk of its own
+        scratch = folder / f"node {ray.get_runtime_context().get_node_id()}"
+        callbacks["AutoResume"] = AutoResume(f"file://{folder}/store", scratch=scratch, **saves)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     first = First()
@@ -69,29 +72,29 @@ def train(config):
 
 def disturbs(config, marker):
     """Kill a worker; or let Ray lose its node in 20 seconds, take 3 for each step, and not end before that."""
-    at_step, disturbed_before = DISTURBED_AT.get(config["how"]), marker.exists()
+    (step, rank), disturbed_before = DISTURBED.get(config["how"], (99, 0)), marker.exists()
 
     def disturb(trainer, *_):
-        if disturbed_before or at_step is None or trainer.global_step < at_step:
+        if disturbed_before or trainer.global_step < step:
             return
-        if trainer.global_step == at_step and trainer.global_rank == 1:
+        if (trainer.global_step, trainer.global_rank) == (step, rank):
             marker.touch()
             if config["how"] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            subprocess.run(config["drain"], check=True)
+            subprocess.run([*config["drain"], "--node-id", ray.get_runtime_context().get_node_id()], check=True)
         time.sleep(3 if trainer.global_step < 8 else 60)
 
     return Hooks(on_train_batch_end=disturb)
 
 
 def main(root, *hows):
-    """Start a cluster of two nodes, and train in each of these ways in turn; a node is lost in the last."""
+    """Start a cluster of two nodes and a head, and train in each of these ways in turn; a node is lost in the last."""
     os.environ.update(ENVIRONMENT)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    node = cluster.add_node(num_cpus=2)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2)
     ray.init(cluster.address, runtime_env={"env_vars": {**ENVIRONMENT, "PYTHONPATH": os.environ["PYTHONPATH"]}})
-    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
-    drain = [*ray_command, "drain-node", "--address", cluster.address, "--node-id", node.node_id]
+    drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
     drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
     drain += ["--deadline-remaining-seconds", "20"]
     for how in hows:

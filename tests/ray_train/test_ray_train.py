@@ -23,7 +23,7 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     command = [sys.executable, "-m", "tests.ray_train.program", root, "undisturbed", "killed", "drained"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-5000:]
     return root, output
@@ -45,7 +45,8 @@ def test_the_run_ends_as_the_undisturbed_one(runs, how):
     assert logged_rows(root / how) == logged_rows(root / "undisturbed")
 
 
-def test_the_save_before_a_node_is_lost_is_announced(runs):
-    _, output = runs
+def test_the_save_before_a_node_is_lost_is_announced_and_fetched_by_the_other_node(runs):
+    root, output = runs
+    assert len(list((root / "drained").glob("node *"))) == 2
     assert "Ray is about to lose a node of this run: the next step is saved." in output
     assert "main thread" not in output
