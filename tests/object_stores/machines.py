@@ -82,7 +82,7 @@ def assert_as_undisturbed(machines: list[Path], whole: Path, options: dict[str, 
             (last / "logged.jsonl").write_text((before / "logged.jsonl").read_text() + later)
     assert differences(last, whole) == []
     for name in options.get("loggers", ()):
-        assert rows(last / LOGS / name) == rows(whole / LOGS / name)
+        assert rows(last / LOGS / name) == rows(whole / LOGS / name), name
 
 
 def rows(folder: Path) -> list[Any]:

@@ -253,7 +253,7 @@ class Mirror:
         if new := travelling - self._sent.keys():  # recorded before: no object is left without an owner
             self._sent |= {name: [-1, 0] for name in new}
             self._write_record()
-        for name in own | travelling:
+        for name in (*own, *travelling):  # first where the loggers began: else the next start begins other files
             lease.check()
             with suppress(FileNotFoundError):  # removed meanwhile
                 self._sent[name] = self._send_file(name, changed[name])
