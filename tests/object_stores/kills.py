@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -96,14 +97,13 @@ def main() -> None:
     arguments = parser.parse_args()
     server, chance, total = S3Server(), random.Random(arguments.seed), Found()
     server.set_faults(bandwidth=BANDWIDTH, methods=["PUT"])
-    with patch.dict(os.environ, environment(server)):
+    with closing(server), patch.dict(os.environ, environment(server)):
         while total.kills < arguments.kills:
             with tempfile.TemporaryDirectory() as folder:
                 kills = min(5, arguments.kills - total.kills)
                 found = kill_and_compare(Path(folder), S3Store(server), kills, arguments.megabytes, chance)
             total = Found(*(getattr(total, name) + getattr(found, name) for name in vars(total)))
             sys.stdout.write(f"{total}\n")
-    server.close()
     if arguments.result:
         arguments.result.write_text(
             "# What `make kills-in-stores` found\n\n"

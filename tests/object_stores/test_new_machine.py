@@ -2,9 +2,11 @@
 
 import signal
 
+import fsspec
 import pytest
+import torch
 
-from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
 from tests.auto_resume.killing import STOPPED, kill_at, resumed_at, run, start, wait_for
 from tests.object_stores.machines import (
     SCRATCH,
@@ -17,6 +19,7 @@ from tests.object_stores.machines import (
     output,
     wait_until,
 )
+from tests.small import Net, fit, same
 
 BOTH = {"loggers": ["csv", "tensorboard"]}
 MIDDLE = "in the middle of an epoch"
@@ -115,3 +118,34 @@ def test_names_with_spaces_and_of_other_alphabets(s3_server, s3, machines, tmp_p
     mine = sorted(path.name for path in (tmp_path / "whole" / "resume/mine so").iterdir())
     assert sorted(path.name for path in (named[1] / "resume/mine so").iterdir()) == mine
     assert {f"mine so/{name}" for name in mine} <= place.names()
+
+
+def test_several_fits_of_one_run(folder_store, machines):
+    """Each has its folder in the store, and each is resumed where it was."""
+
+    def script(folder, options):
+        callback = AutoResume(folder_store.address, scratch=folder / SCRATCH, every_n_train_steps=4)
+        for number, epochs in enumerate((1, options["epochs"])):
+            net = Net(dropout=0.2)
+            fit(net, callback, max_epochs=epochs)
+            torch.save(net.state_dict(), folder / f"end{number}.pt")
+
+    assert run(machines[0], {"epochs": 1}, script=script) == 0, output(machines[0])[-3000:]
+    assert run(machines[1], {"epochs": 2}, script=script) == 0, output(machines[1])[-3000:]
+    assert "the run resumes at epoch 1, step 10, extended" in output(machines[1])
+    first, second = (torch.load(machine / "end0.pt") for machine in machines[:2])
+    assert same(first, second)
+    assert len([name for name in folder_store.names() if name.startswith("fit2/") and "manifest" in name]) == 2
+
+
+def test_a_store_in_memory(tmp_path):
+    """It lives in this process, and so does what sends to it."""
+    address = f"memory://{tmp_path.name}/run"
+    for epochs, machine in ((1, "first"), (2, "second")):
+        callback = AutoResume(address, scratch=tmp_path / machine, every_n_train_steps=4)
+        trainer = fit(Net(), callback, max_epochs=epochs)
+    assert trainer.global_step == 20
+    newest, *_ = CheckpointFolder(tmp_path / "second").manifests()
+    assert newest.finished
+    assert newest.step == 20
+    assert len(fsspec.filesystem("memory").glob(f"/{tmp_path.name}/run/.auto_resume/*/manifest.json")) == 2

@@ -169,10 +169,11 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
     is_asked, has_ended, is_open = threading.Event(), threading.Event(), threading.Event()
 
     def read_orders() -> None:
-        for line in orders:
-            if line == "end\n":
-                break
-            is_asked.set()
+        with orders:
+            for line in orders:
+                if line == "end\n":
+                    break
+                is_asked.set()
         if not is_open.is_set() and os.getppid() != parent:
             os._exit(0)  # the run was killed before it began
         has_ended.set()
