@@ -33,8 +33,10 @@ from lightning_tricks.auto_resume.core.signals import (
     EARLY_SIGNALS,
     KNOWN_SIGNALS,
     StopRequest,
+    missed_submitit_signal,
     misses_slurm_signals,
     redirect_output,
+    signal_names,
 )
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
@@ -212,12 +214,11 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
     def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
         """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
         ranks = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
-        if names := list(filter(None, ranks)):
-            EARLY_SIGNALS.forget()
+        if names := signal_names(ranks):
             rank_zero_info(
                 f"AutoResume: stopped by {names[0]} before the first batch. Run the same command again to train."
             )
-            raise SystemExit(self.exit_code)
+            request.stop(ranks, trainer.global_rank)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the directory, and observe the fit from here on."""
@@ -246,6 +247,11 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
                 "AutoResume: this job runs without srun, so signals from Slurm (--signal, scancel --signal) do not "
                 "reach it unless the job script forwards them. Start it with `srun python ...`, or with `exec python "
                 "...` and `#SBATCH --signal=B:USR1@90`."
+            )
+        if name := missed_submitit_signal(self.signals):
+            rank_zero_warn(
+                f"AutoResume: submitit requeues this job at {name} without a save, as {name} is not among signals. Set "
+                f"signals=('SIGTERM', '{name}')."
             )
         self._installed.enter_context(durable_checkpoints(trainer.strategy))
         self._installed.enter_context(run_files.others.observed())
@@ -283,7 +289,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         super().on_exception(trainer, pl_module, exception)
         EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
-            raise SystemExit(self.exit_code) from exception
+            request = self._new_stop_request(self.signals)
+            request.stop([request.received])  # what came to the process that launched them
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say which run wrote a checkpoint also after the fit, and after an exception that ended it."""

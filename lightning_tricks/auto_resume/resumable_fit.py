@@ -30,13 +30,13 @@ from lightning_tricks._lightning_compat.loaders import close_workers
 from lightning_tricks._lightning_compat.sharded import is_sharding, restored_before_setup
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
-from lightning_tricks._shared.tensors import reshard_fsdp2
+from lightning_tricks._shared.tensors import gather_objects, reshard_fsdp2
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
-from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, StopRequest, signal_names
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
@@ -152,6 +152,7 @@ class ResumableFit(FitObserver):
     def before_signals_registered(self) -> None:
         """Let the Trainer find the handlers of the process, which it restores at its end."""
         EARLY_SIGNALS.restore_handlers()
+        self.stop_request.note_found_handlers()
 
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
@@ -367,13 +368,12 @@ class ResumableFit(FitObserver):
         self.writer.save(save_point, state, *parts, self.selection.identity, waits=at_once)
 
     def _stop(self) -> NoReturn:
-        name = self.stop_request.received or "a signal to another rank"
-        step = self.trainer.global_step
+        ranks = gather_objects(self.stop_request.received)  # a rank that exits waits for the others to have saved
+        name, step = signal_names(ranks)[0], self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
-        EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
-        raise SystemExit(self.settings.exit_code)
+        self.stop_request.stop(ranks, self.trainer.global_rank)
 
 
 def _check_classes(saved: SavedState, known: Mapping[str, str], present: Mapping[str, str]) -> None:
