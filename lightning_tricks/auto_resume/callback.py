@@ -11,7 +11,12 @@ from inspect import signature
 from typing import Any, Literal
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import ToldBeforeLoggers, is_tuning, slurm_requeue_signal
+from lightning_tricks._lightning_compat.fit import (
+    ToldBeforeLoggers,
+    call_after_teardown,
+    is_tuning,
+    slurm_requeue_signal,
+)
 from lightning_tricks._lightning_compat.flavor import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -218,7 +223,9 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             rank_zero_info(
                 f"AutoResume: stopped by {names[0]} before the first batch. Run the same command again to train."
             )
-            request.stop(ranks, trainer.global_rank)
+            EARLY_SIGNALS.forget()
+            call_after_teardown(trainer, partial(request.leave, ranks, trainer.global_rank))
+            raise SystemExit(self.exit_code)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the directory, and observe the fit from here on."""
@@ -290,7 +297,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             request = self._new_stop_request(self.signals)
-            request.stop([request.received])  # what came to the process that launched them
+            request.leave([request.received])  # what came to the process that launched them
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say which run wrote a checkpoint also after the fit, and after an exception that ended it."""

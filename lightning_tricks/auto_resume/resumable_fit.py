@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_tricks._lightning_compat.fit import (
+    call_after_teardown,
     call_after_train_end,
     clear_restart_flags,
     disable_finders,
@@ -152,7 +154,6 @@ class ResumableFit(FitObserver):
     def before_signals_registered(self) -> None:
         """Let the Trainer find the handlers of the process, which it restores at its end."""
         EARLY_SIGNALS.restore_handlers()
-        self.stop_request.note_found_handlers()
 
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
@@ -368,12 +369,14 @@ class ResumableFit(FitObserver):
         self.writer.save(save_point, state, *parts, self.selection.identity, waits=at_once)
 
     def _stop(self) -> NoReturn:
-        ranks = gather_objects(self.stop_request.received)  # a rank that exits waits for the others to have saved
+        ranks = gather_objects(self.stop_request.received)  # the others have saved as well
         name, step = signal_names(ranks)[0], self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
         self.writer.write_status("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
-        self.stop_request.stop(ranks, self.trainer.global_rank)
+        EARLY_SIGNALS.forget()
+        call_after_teardown(self.trainer, partial(self.stop_request.leave, ranks, self.trainer.global_rank))
+        raise SystemExit(self.settings.exit_code)
 
 
 def _check_classes(saved: SavedState, known: Mapping[str, str], present: Mapping[str, str]) -> None:

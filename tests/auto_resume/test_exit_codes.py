@@ -1,6 +1,7 @@
 """The exit status of a run and its last line, in processes of their own: a scheduler starts it again at 75 alone."""
 
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -13,6 +14,7 @@ from lightning_tricks import AutoResume, seed_everything
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.small import QUIET, Net, fork, loader
 
+trainers = []
 HANDS_ON = {"arguments": {"signals": ["SIGTERM", "SIGUSR2"]}}
 
 
@@ -43,6 +45,7 @@ def install_handler(kind):
     """Install a handler of SIGUSR2, as a launcher does that starts a job again."""
 
     def handle(number, frame):
+        pickle.dumps(trainers)  # as submitit does with a job that has them
         os.write(1, f"handed to {os.getpid()}\n".encode())
         if kind == "exits":
             sys.exit(44)
@@ -62,6 +65,7 @@ def script(folder, options):
         os.kill(os.getpid(), signal.SIGUSR1)
     ranks = {"strategy": options["strategy"], "devices": options["ranks"]} if options["ranks"] > 1 else {}
     trainer = Trainer(max_epochs=2, callbacks=[guard, Does(options["what"])], **QUIET, **ranks)
+    trainers.append(trainer)
     trainer.fit(Net(hidden=options["hidden"], dropout=0.2), loader(shuffle=True))
 
 

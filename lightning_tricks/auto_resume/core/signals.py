@@ -80,7 +80,6 @@ class StopRequest:
         self.names, self.detach, self.exit_code = tuple(names), detach, exit_code
         self.leaving = RawValue("b", False)  # the fit: DataLoader workers read it
         self._received: list[int] = []
-        self._found: dict[int, Any] = {}  # the handlers of the process, known where the fit begins
         self._exit_finalizer: Any = None
 
     @property
@@ -94,10 +93,6 @@ class StopRequest:
         came = [number for number in (EARLY_SIGNALS.noted, *self._received) if number]
         return [number for number in came if number in self.signal_numbers]
 
-    def note_found_handlers(self) -> None:
-        """Note the handlers of the process, before the Trainer and the fit install theirs."""
-        self._found = {number: signal.getsignal(number) for number in self.signal_numbers}
-
     def install_handlers(self) -> bool:
         """Install the handlers; return whether that is possible, as it is only in the main thread."""
         # a high priority: runs before multiprocessing sends the workers a SIGTERM at exit
@@ -108,17 +103,17 @@ class StopRequest:
             signal.signal(number, self._handle)
         return True
 
-    def stop(self, ranks: Sequence[Sequence[int]], rank: int = 0) -> NoReturn:
-        """Hand what the ranks received to the handlers that were found, and exit if none of them does.
+    def leave(self, ranks: Sequence[Sequence[int]], rank: int = 0) -> NoReturn:
+        """Hand what the ranks received to the handlers of the process, outside of a fit, and exit if none of them does.
 
         Each rank hands on what came to itself, and rank zero what came to any: submitit requeues from there alone. A
         fork of the process that launched it hands nothing on, as the handlers are those of that process.
         """
-        EARLY_SIGNALS.forget()
         numbers = [] if EARLY_SIGNALS.is_forked else chain(*ranks) if rank == 0 else ranks[rank]
+        EARLY_SIGNALS.forget()
         try:
             for number in dict.fromkeys(numbers):
-                handler = self._found[number] if number in self._found else EARLY_SIGNALS.found(number)
+                handler = EARLY_SIGNALS.found(number)
                 module = getattr(handler, "__module__", None) or ""
                 if callable(handler) and module.partition(".")[0] not in _MODULES_OF_KNOWN_HANDLERS:
                     handler(number, sys._getframe())
@@ -188,7 +183,7 @@ class EarlySignals:
         return self._noted or max(self._launcher.value, 0)
 
     def found(self, number: int) -> Any:
-        """Return the handler of the process, before a fit installs another."""
+        """Return the handler of the process, also while signals are noted."""
         handler = signal.getsignal(number)
         return self._found.get(number) if handler == self._note else handler
 
@@ -251,7 +246,7 @@ class EarlySignals:
         elif (detach := requests[-1].detach) is not None and number == _SIGHUP:
             detach()
         elif self._noted:
-            requests[-1].stop([[self._noted, number]])
+            requests[-1].leave([[self._noted, number]])
         else:
             self._noted = self._launcher.value = number
 
