@@ -130,6 +130,14 @@ def test_a_signal_to_another_rank_is_handed_on_by_rank_zero_too(tmp_path):
     assert 5 <= resumed_at(tmp_path)[0] < 10
 
 
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGUSR2"]])
+def test_a_job_that_submitit_requeues_without_a_save_is_warned(tmp_path, monkeypatch, signals):
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    assert run(tmp_path, {"handler": "exits", "arguments": {"signals": signals}}, script=script) == 0
+    warned = "submitit requeues this job at SIGUSR2 without a save" in (tmp_path / "output.txt").read_text()
+    assert warned == (signals == ["SIGTERM"])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_refused_start_says_last_what_to_do(tmp_path, ranks):
     """And nothing of a run that goes on or had finished."""

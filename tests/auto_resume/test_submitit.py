@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import submitit
 import torch
 
 from tests.documents.blocks import blocks_of
@@ -96,8 +97,6 @@ def _ends(folder):
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_job_of_submitit(ranks, tmp_path, monkeypatch):
     """At SIGUSR2 and SIGTERM it is requeued from where it was; the signal comes to one task."""
-    import submitit
-
     whole, signalled = tmp_path / "whole", tmp_path / "signalled"
     _write(whole, _JOB, {}, ranks)
     job = _job(whole, monkeypatch)
