@@ -112,7 +112,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             SIGINT are noted: the run exits with `exit_code` when its fit starts, and a second signal stops it at once.
             In a Slurm job, a signal without a handler, such as SIGUSR1, is left alone until then. After the save, a
             handler that the process had before gets the signal, such as submitit's, which requeues the job.
-        exit_code: Exit status after a signal that no other handler exits at, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again,
+        exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again,
             which resumes from the last complete save. A refused start, an error and a second Ctrl+C exit with 1. Under
             `ddp_fork` and `ddp_spawn`, the main process exits with it as well; torchrun exits with 1.
         on_change: What to do if the script changed the training since the run started: optimizers, their groups and
