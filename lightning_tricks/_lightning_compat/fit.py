@@ -176,6 +176,24 @@ def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Iter
         yield
 
 
+def call_after_teardown(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call a function once, after the next teardown of the Trainer, when signal handlers are as they were before.
+
+    A Trainer that raises is torn down, too, after `on_exception` of all callbacks and the end of its loggers.
+    """
+    with needs_private("AutoResume"):
+        signals: Any = trainer._signal_connector
+        teardown = signals.teardown
+    override = ExitStack()
+
+    def tear_down_then_call() -> None:
+        override.close()
+        teardown()
+        function()
+
+    override.enter_context(overriding(signals, teardown=tear_down_then_call))
+
+
 @contextmanager
 def closed_on_exception(trainer: Trainer, stack: ExitStack) -> Iterator[None]:
     """Close a stack when the Trainer is interrupted, until the context is left.

@@ -11,7 +11,12 @@ from inspect import signature
 from typing import Any, Literal
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import ToldBeforeLoggers, is_tuning, slurm_requeue_signal
+from lightning_tricks._lightning_compat.fit import (
+    ToldBeforeLoggers,
+    call_after_teardown,
+    is_tuning,
+    slurm_requeue_signal,
+)
 from lightning_tricks._lightning_compat.flavor import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -41,8 +46,10 @@ from lightning_tricks.auto_resume.core.signals import (
     EARLY_SIGNALS,
     KNOWN_SIGNALS,
     StopRequest,
+    missed_submitit_signal,
     misses_slurm_signals,
     redirect_output,
+    signal_names,
 )
 from lightning_tricks.auto_resume.core.store.mirror_process import MirrorProcess, default_scratch
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
@@ -110,7 +117,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal during a validation takes effect after
             it. From the construction of this callback in the main thread until the first batch, signals other than
             SIGINT are noted: the run exits with `exit_code` when its fit starts, and a second signal stops it at once.
-            In a Slurm job, a signal without a handler, such as SIGUSR1, is left alone until then.
+            In a Slurm job, a signal without a handler, such as SIGUSR1, is left alone until then. After the save, a
+            handler that the process had before gets the signal, such as submitit's, which requeues the job.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again,
             which resumes from the last complete save. A refused start, an error and a second Ctrl+C exit with 1. Under
             `ddp_fork` and `ddp_spawn`, the main process exits with it as well; torchrun exits with 1.
@@ -243,11 +251,12 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
     def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
         """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
         ranks = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
-        if names := list(filter(None, ranks)):
-            EARLY_SIGNALS.forget()
+        if names := signal_names(ranks):
             rank_zero_info(
                 f"AutoResume: stopped by {names[0]} before the first batch. Run the same command again to train."
             )
+            EARLY_SIGNALS.forget()
+            call_after_teardown(trainer, partial(request.leave, ranks, trainer.global_rank))
             raise SystemExit(self.exit_code)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -278,6 +287,11 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
                 "AutoResume: this job runs without srun, so signals from Slurm (--signal, scancel --signal) do not "
                 "reach it unless the job script forwards them. Start it with `srun python ...`, or with `exec python "
                 "...` and `#SBATCH --signal=B:USR1@90`."
+            )
+        if name := missed_submitit_signal(self.signals):
+            rank_zero_warn(
+                f"AutoResume: submitit requeues this job at {name} without a save, as {name} is not among signals. Set "
+                f"signals=('SIGTERM', '{name}')."
             )
         self._installed.enter_context(durable_checkpoints(trainer.strategy))
         self._installed.enter_context(run_files.others.observed())
@@ -315,7 +329,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         super().on_exception(trainer, pl_module, exception)
         EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
-            raise SystemExit(self.exit_code) from exception
+            request = self._new_stop_request(self.signals)
+            request.leave([request.received])  # what came to the process that launched them
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say which run wrote a checkpoint also after the fit, and after an exception that ended it."""

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_tricks._lightning_compat.fit import (
+    call_after_teardown,
     call_after_train_end,
     clear_restart_flags,
     disable_finders,
@@ -30,13 +32,19 @@ from lightning_tricks._lightning_compat.loaders import close_workers
 from lightning_tricks._lightning_compat.sharded import is_sharding, restored_before_setup
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
-from lightning_tricks._shared.tensors import reshard_fsdp2
+from lightning_tricks._shared.tensors import gather_objects, reshard_fsdp2
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
-from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, RayDrains, StopRequest
+from lightning_tricks.auto_resume.core.signals import (
+    EARLY_SIGNALS,
+    RankAgreement,
+    RayDrains,
+    StopRequest,
+    signal_names,
+)
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions
@@ -377,15 +385,16 @@ class ResumableFit(FitObserver):
         self.writer.save(save_point, state, *parts, self.selection.identity, waits=at_once)
 
     def _stop(self) -> NoReturn:
-        name = self.stop_request.received or "a signal to another rank"
-        step = self.trainer.global_step
+        ranks = gather_objects(self.stop_request.received)  # the others have saved as well
+        name, step = signal_names(ranks)[0], self.trainer.global_step
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
-        EARLY_SIGNALS.forget()
         self.writer.write_status("stopped")
         if self.run_files.mirror is not None:  # else a launcher ends the other ranks, and this one soon after
             self.writer.finish_sending()
             self.trainer.strategy.barrier()
         close_workers(self.trainer)  # nobody else does in a forked rank
+        EARLY_SIGNALS.forget()
+        call_after_teardown(self.trainer, partial(self.stop_request.leave, ranks, self.trainer.global_rank))
         raise SystemExit(self.settings.exit_code)
 
 

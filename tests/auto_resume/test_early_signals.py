@@ -122,6 +122,22 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert "not any more" not in said
 
 
+@pytest.mark.parametrize(("second", "status"), [("SIGUSR1", 44), ("SIGTERM", STOPPED)])
+def test_a_second_signal_is_handed_on_as_well(tmp_path, second, status):
+    """To handlers that were found, of which that of SIGUSR1 leaves in its own way."""
+
+    def script(folder, options):
+        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(44))
+        signal.signal(signal.SIGTERM, lambda number, frame: os.write(1, b"bypassed;"))
+        guard = AutoResume(folder / "resume")
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.write(1, f"goes on with {guard.signals};".encode())
+        os.kill(os.getpid(), getattr(signal, second))
+
+    assert run(tmp_path, {}, script=script) == status
+    assert (tmp_path / "output.txt").read_text().endswith(";bypassed;")
+
+
 def test_children_of_the_process_are_not_concerned(tmp_path):
     """Such as the workers of a pool that prepares data, which is ended by SIGTERM."""
     guard, forks = AutoResume(tmp_path), multiprocessing.get_context("fork")
@@ -152,7 +168,7 @@ def test_noted_between_construction_and_fit(tmp_path, received):
     with pytest.raises(SystemExit) as left:
         trainer(guard).fit(Net(), loader())
     assert left.value.code == STOPPED
-    assert received == []
+    assert received == [signal.SIGUSR1], "it is handed on at the stop"
     assert signal.getsignal(signal.SIGINT) == before
     trainer(guard).fit(Net(), loader())
 
@@ -194,7 +210,7 @@ def test_a_trainer_without_it_handles_signals_as_ever(tmp_path, received, monkey
         trainer(Looks()).fit(Net(), loader())
     with pytest.raises(SystemExit) as left:
         trainer(guard).fit(Net(), loader())
-    assert (len(found), left.value.code, received) == (2, STOPPED, [])
+    assert (len(found), left.value.code, received) == (2, STOPPED, [signal.SIGTERM])
     assert handlers() == before
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(SLURMEnvironment, "detect", lambda: False)
@@ -266,9 +282,10 @@ def test_a_signal_in_a_validation_before_the_fit(tmp_path, received):
     assert trainer(guard, Sends()).validate(EvaluatedNet(), loader(), verbose=False)
     AutoResume(tmp_path / "another")  # ends at once
     gc.collect()
+    assert received == []
     with pytest.raises(SystemExit):
         trainer(guard).fit(EvaluatedNet(), loader())
-    assert received == []
+    assert received == [signal.SIGUSR1]
 
 
 def test_one_that_waits_while_another_trains(tmp_path, received):
@@ -313,4 +330,4 @@ def test_from_inside_the_module(tmp_path, received):
     with pytest.raises(SystemExit) as left:
         trainer().fit(module, loader())
     assert left.value.code == STOPPED
-    assert received == []
+    assert received == [signal.SIGTERM]

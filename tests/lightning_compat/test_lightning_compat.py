@@ -627,6 +627,21 @@ def test_skip_sanity_check_and_clear_restart_flags():
         assert len(checks) == (not skips)
 
 
+def test_call_after_teardown():
+    def stop(trainer, *_):
+        assert signal.getsignal(signal.SIGTERM) != before
+        fit.call_after_teardown(trainer, lambda: calls.append(signal.getsignal(signal.SIGTERM)))
+        raise ZeroDivisionError
+
+    calls, before = [], signal.getsignal(signal.SIGTERM)
+    trainer = Trainer(max_epochs=1, callbacks=[hooks := Hooks(on_train_batch_end=stop)], **QUIET)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Net(), loader())
+    del hooks.on_train_batch_end
+    trainer.fit(Net(), loader())
+    assert calls == [before], "once"
+
+
 def test_slurm_requeue_signal(monkeypatch):
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 

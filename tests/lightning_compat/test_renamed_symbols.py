@@ -151,6 +151,7 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
         ("fit", "run", lambda trainer: observers.observe_errors(trainer, print, "Probe")),
         ("validation", "_on_evaluation_epoch_end", lambda trainer: observers.observe_validation_ends(trainer, print)),
         ("fit", "on_run_end", lambda trainer: fit.call_after_train_end(trainer, lambda: None)),
+        ("signals", "teardown", lambda trainer: fit.call_after_teardown(trainer, print)),
         *(
             (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
             for owner, name in (

@@ -11,11 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,6 +31,8 @@ _SECONDS_BETWEEN_QUESTIONS = 5  # to Ray Train, whose answer is as old at most
 # Windows lacks SIGHUP and SIGUSR1; no process can handle SIGKILL and SIGSTOP
 DEFAULT_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal.Signals, name))
 KNOWN_SIGNALS = tuple(name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP"))
+# Python's handler of SIGINT, Lightning's and ours are handed nothing
+_MODULES_OF_KNOWN_HANDLERS = ("_signal", "lightning", "lightning_tricks", "pytorch_lightning")
 
 
 def misses_slurm_signals() -> bool:
@@ -46,12 +49,27 @@ def misses_slurm_signals() -> bool:
         return False
 
 
+def missed_submitit_signal(names: Sequence[str]) -> str:
+    """Return the signal at which submitit requeues this job without a save, as it is not among names; or ""."""
+    name = "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+    if "SUBMITIT_EXECUTOR" not in os.environ or name not in KNOWN_SIGNALS or name in names:
+        return ""
+    return name if callable(signal.getsignal(signal.Signals[name])) else ""
+
+
+def signal_names(ranks: Sequence[Sequence[int]]) -> list[str]:
+    """Return the names of the signals that ranks received, by their numbers."""
+    return [signal.Signals(number).name for number in chain(*ranks)]
+
+
 def _can_handle_signals() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
 class StopRequest:
-    """Records that a signal asked for a stop; the handler does nothing else.
+    """Records that signals asked for a stop; the handler does nothing else.
+
+    At the stop, the handlers that the process had before get them: one may exit in its own way, as submitit's does.
 
     Args:
         names: Names of the signals to handle.
@@ -63,7 +81,7 @@ class StopRequest:
     def __init__(self, names: Sequence[str], detach: Detach | None = None, exit_code: int = 0) -> None:
         self.names, self.detach, self.exit_code = tuple(names), detach, exit_code
         self.leaving = RawValue("b", False)  # the fit: DataLoader workers read it
-        self._received = 0
+        self._received: list[int] = []
         self._exit_finalizer: Any = None
 
     @property
@@ -72,10 +90,10 @@ class StopRequest:
         return [int(getattr(signal.Signals, name)) for name in self.names]
 
     @property
-    def received(self) -> str:
-        """The name of the signal that came to this process, or before the fit; or ""."""
-        number = self._received or EARLY_SIGNALS.noted
-        return signal.Signals(number).name if number and number in self.signal_numbers else ""
+    def received(self) -> list[int]:
+        """The numbers of the signals that came to this process, in their order, also before the fit."""
+        came = [number for number in (EARLY_SIGNALS.noted, *self._received) if number]
+        return [number for number in came if number in self.signal_numbers]
 
     def install_handlers(self) -> bool:
         """Install the handlers; return whether that is possible, as it is only in the main thread."""
@@ -86,6 +104,24 @@ class StopRequest:
         for number in self.signal_numbers:
             signal.signal(number, self._handle)
         return True
+
+    def leave(self, ranks: Sequence[Sequence[int]], rank: int = 0) -> NoReturn:
+        """Hand what the ranks received to the handlers of the process, outside of a fit, and exit if none of them does.
+
+        Each rank hands on what came to itself, and rank zero what came to any: submitit requeues from there alone. A
+        fork of the process that launched it hands nothing on, as the handlers are those of that process.
+        """
+        numbers = [] if EARLY_SIGNALS.is_forked else chain(*ranks) if rank == 0 else ranks[rank]
+        EARLY_SIGNALS.forget()
+        try:
+            for number in dict.fromkeys(numbers):
+                handler = EARLY_SIGNALS.found(number)
+                module = getattr(handler, "__module__", None) or ""
+                if callable(handler) and module.partition(".")[0] not in _MODULES_OF_KNOWN_HANDLERS:
+                    handler(number, sys._getframe())
+        finally:
+            EARLY_SIGNALS.forget()  # a handler that was found may call the one that notes
+        raise SystemExit(self.exit_code)
 
     def close(self) -> None:
         """Cancel what was to be done at exit, and do it now; the Trainer restores the handlers.
@@ -101,9 +137,9 @@ class StopRequest:
         if self.detach is not None and number == _SIGHUP:
             self.detach()
             return
-        if number == self._received == signal.SIGINT:
+        if number == signal.SIGINT and number in self._received:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
-        self._received = number
+        self._received.append(number)
 
 
 class EarlySignals:
@@ -125,13 +161,15 @@ class EarlySignals:
         self._paused: weakref.WeakSet[object] = weakref.WeakSet()  # those of them that note nothing now
         self._found: dict[int, Any] = {}  # the handlers of the process
         self._process = 0
+        self.is_forked = False  # this process is a rank that the process of the script forked
 
     def wait(self, callback: object, request: StopRequest) -> None:
         """Note signals for a callback from here on, in the main thread: no other one can handle signals."""
         if hasattr(sys, "ps1") or not _can_handle_signals():
             return
         if self._process != os.getpid():
-            if callback not in self._waiting:  # it was made in this process, which is no rank of its parent's fit
+            self.is_forked = callback in self._waiting
+            if not self.is_forked:  # it was made in this process, which is no rank of its parent's fit
                 self._launcher = RawValue("i")
             self._process, self._noted = os.getpid(), 0
             self._waiting.clear()
@@ -145,6 +183,11 @@ class EarlySignals:
     def noted(self) -> int:
         """The number of the signal that was noted here, or in the process that forked this rank; or 0."""
         return self._noted or max(self._launcher.value, 0)
+
+    def found(self, number: int) -> Any:
+        """Return the handler of the process, also while signals are noted."""
+        handler = signal.getsignal(number)
+        return self._found.get(number) if handler == self._note else handler
 
     def forget(self) -> None:
         """Forget the signal, at which a fit stops now."""
@@ -205,8 +248,7 @@ class EarlySignals:
         elif (detach := requests[-1].detach) is not None and number == _SIGHUP:
             detach()
         elif self._noted:
-            self.forget()
-            raise SystemExit(requests[-1].exit_code)
+            requests[-1].leave([[self._noted, number]])
         else:
             self._noted = self._launcher.value = number
 
