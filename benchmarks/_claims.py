@@ -36,6 +36,7 @@ _STEPS, _EPOCH = "steps, 2 ms", "an epoch with its checkpoint, 2 ms"
 _FIRST = "the first epoch, with reports and all that starts a fit, 2 ms"
 _MEMORY, _DATA = "peak memory / the weights'", "a save, hidden 64, a dataset of 3,000 tensors"
 _SAVE, _SAVES = "a save of 100 MB", "119 steps with 2 saves of 100 MB"
+_LAST = "the last save of 104 MB and the end of the fit"
 _PARAMETERS = "ResNet-18 with LoRA and TrainableCheckpoint / all weights"
 _CPU_TIME, _MONITOR = "CPU time of a fit, {} hidden units, over a fit without", "DeviceMonitor()"
 _METRICS, _FORWARD = "perceptron, batch 32, 313 steps", "{}, relative to a forward pass"
@@ -117,6 +118,16 @@ CLAIMS = (
         ("save of 100 MB, synchronous", _SAVE, "AutoResume"),
         ("119 steps with 2 saves, asynchronous, over no saves", _SAVES, "AutoResume, asynchronous"),
         ("119 steps with 2 saves, ModelCheckpoint, over no saves", _SAVES, "ModelCheckpoint"),
+    ),
+    _claim(
+        "object_store",
+        "Training waits {0} of ModelCheckpoint's time for a save of 104 MB to S3, {1} if it is asynchronous",
+        ("save, AutoResume", "a save of 104 MB", "AutoResume"),
+        ("save, AutoResume, asynchronous", "a save of 104 MB", "AutoResume, asynchronous"),
+        ("last save and end of the fit, AutoResume", _LAST, "AutoResume"),
+        ("last save and end of the fit, AutoResume, asynchronous", _LAST, "AutoResume, asynchronous"),
+        ("requests of a save, AutoResume", "requests of a save", "AutoResume"),
+        ("requests of a save, ModelCheckpoint", "requests of a save", "ModelCheckpoint"),
     ),
     _claim(
         "run_fingerprint",
