@@ -217,10 +217,10 @@ class CheckpointWriter:
         """Wait until all is sent to an address, after a stop only for some time; on rank zero.
 
         Raises:
-            OSError: If it could not be sent, with `on_failed_save="raise"`.
+            OSError: If the end of the fit could not be sent, with `on_failed_save="raise"`.
         """
         failure = self.run_files.finish_sending(None if self.final_manifest else self.settings.seconds_to_send)
-        if failure and self.settings.on_failed_save == "raise":
+        if failure and self.final_manifest and self.settings.on_failed_save == "raise":
             raise OSError(failure)
         if failure:
             rank_zero_warn(failure)

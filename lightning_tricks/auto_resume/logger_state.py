@@ -43,9 +43,17 @@ class LoggerState:
         loggers: The loggers of the Trainer.
         private: A folder for copies, in which nobody else writes.
         processes: The processes that trained in this run, this one last: "pid" and "host" of each.
+        own: A folder in which only this run writes, on whatever machine; None if there is none.
     """
 
-    def __init__(self, loggers: Sequence[Any], private: Path, processes: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        loggers: Sequence[Any],
+        private: Path,
+        processes: Iterable[Mapping[str, Any]],
+        own: Path | None = None,
+    ) -> None:
+        self._own = own and own.absolute()
         local = [logger for logger in loggers if not is_address(getattr(logger, "root_dir", ""))]
         self.loggers = [logger for logger in local if logger_kind(logger)]
         self._csv = [CsvRows(private / f"rows-{number}.csv") for number in range(len(self.loggers))]
@@ -135,7 +143,7 @@ class LoggerState:
         folder = log_dir_for_version(logger, record["version"])
         if record["kind"] == "tensorboard":
             return folder.is_dir() and self._event_files(folder).keys() >= record["files"].keys()
-        if not folder.is_dir():
+        if not folder.is_dir() or (self._own is not None and folder.is_relative_to(self._own)):
             return True
         present, own = _read_rows(folder / "metrics.csv")[1], _read_rows(self._csv[number].copy)[1][: record["rows"]]
         if present and own:  # there may be fewer rows, but none of another run

@@ -84,7 +84,8 @@ class RunFiles:
         with self.noting_problems():
             processes = self._lock_directory() if is_writer else []
             if not self.problem and (is_writer or self.mirror is None):  # else nothing may have been fetched yet
-                self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes), is_writer)
+                own = None if self.mirror is None else self.root.path
+                self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes, own), is_writer)
         if self.problem:
             for logger in self.trainer.loggers:
                 self._installed.enter_context(muted_logger(logger))
