@@ -32,20 +32,22 @@ rows of `RunFingerprint` and images of `ImageLogger` make the host wait in a tra
 | Windows | paths, file names, signals, locks, encodings; types are checked for it | the package itself |
 | Slurm, two nodes | `make slurm`, on a Slurm of one node; two groups of processes | a cluster of multiple machines |
 | Ray Train | `make ray`, on a Ray of two nodes on one machine | a cluster of multiple machines |
-| object stores | S3 by moto, and `file://` | a real cloud, Google Cloud Storage, Azure |
+| object stores | emulators of S3, Google Cloud Storage and Azure, and `file://` | a real cloud |
 | SageMaker, SkyPilot, Kubernetes | nothing | all |
 | TPU, HPU, DeepSpeed | nothing | all |
 
 ## Object stores
 
-What `tests/object_stores` runs with `AutoResume(address)`. A fault is a write that the server denies or fails, or a
+What `tests/object_stores` and `make emulators` run with `AutoResume(address)`. A fault is a write that the server denies or fails, or a
 checkpoint that is damaged or missing.
 
 | Address | run | kill | resume on an empty machine | fault |
 | --- | --- | --- | --- | --- |
 | `s3://`, on a local server (moto) | tested | tested | tested | tested |
 | `file://` | tested | tested | tested | tested |
-| `gs://`, `az://`, `memory://` | untested | untested | untested | untested |
+| `gs://`, on gcp-storage-emulator | tested | tested | tested | a damaged checkpoint |
+| `az://`, on azurite | tested | tested | tested | a damaged checkpoint |
+| `memory://`, in one process | tested | untested | untested | untested |
 """
 _NOTE = "<!-- written by `make fix` -->\n"
 _INDEX = f"""# Reference
