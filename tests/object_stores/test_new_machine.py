@@ -65,7 +65,7 @@ def test_no_random_number_of_the_script_is_drawn_for_a_retry(s3, machines, tmp_p
     "options",
     [
         {"resume": {"asynchronous": True}, "ballast": 4},
-        {"ranks": 2, "strategy": "ddp_fork"},
+        {"ranks": 2, "strategy": "ddp_fork", "epochs": 25},  # they ask each other for signals every 0.1 s
         {"workers": 2, "persistent": True},
     ],
     ids=["asynchronous", "two ranks", "workers"],
