@@ -38,8 +38,8 @@ rows of `RunFingerprint` and images of `ImageLogger` make the host wait in a tra
 
 ## Object stores
 
-What `tests/object_stores` and `make emulators` run with `AutoResume(address)`. A fault is a write that the server denies or fails, or a
-checkpoint that is damaged or missing.
+What `tests/object_stores` and `make emulators` run with `AutoResume(address)`. A fault is a write that the server
+denies or fails, or a checkpoint that is damaged or missing.
 
 | Address | run | kill | resume on an empty machine | fault |
 | --- | --- | --- | --- | --- |
