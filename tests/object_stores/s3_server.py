@@ -17,7 +17,7 @@ SECONDS_HELD = 60
 
 
 class Slow:
-    """A body that arrives with so many bytes a second."""
+    """A body that arrives with so many bytes a second; it has no `readinto`, by which they would come at once."""
 
     def __init__(self, body, bandwidth):
         self.body, self.bandwidth = body, bandwidth
@@ -28,6 +28,8 @@ class Slow:
         return data
 
     def __getattr__(self, name):
+        if name == "readinto":
+            raise AttributeError(name)
         return getattr(self.body, name)
 
 
