@@ -108,8 +108,7 @@ class RunFiles:
         self.root.prepare()
         until = time.monotonic() + _SECONDS_TO_END
         while True:
-            known = self.root.read_private(_RUN_FILE).get("processes")
-            processes = [process for process in known if isinstance(process, dict)] if isinstance(known, list) else []
+            processes = self._processes()
             last = processes[-1] if processes else {}
             acquired, is_certain = self._lock.acquire(last)
             if acquired or last == this_process() or time.monotonic() > until:
@@ -133,13 +132,17 @@ class RunFiles:
             if self.problem:
                 self.problem = f"AutoResume: {self.problem}"
                 return []
-            known = self.root.read_private(_RUN_FILE).get("processes")  # of the machine before
-            processes = [process for process in known if isinstance(process, dict)] if isinstance(known, list) else []
+            processes = self._processes()  # also those of the machine before
         run = str(self.root.read_private(_RUN_FILE).get("run") or secrets.token_hex(16))
         self.others.origin = Origin(run, secrets.token_hex(8), self._fit)
         processes = [*(process for process in processes if process != this_process()), this_process()][-_MAX_PROCESSES:]
         self.root.write_private(_RUN_FILE, {"run": run, "processes": processes})
         return processes
+
+    def _processes(self) -> list[Any]:
+        """Return the processes that are recorded to have used the directory."""
+        known = self.root.read_private(_RUN_FILE).get("processes")
+        return [process for process in known if isinstance(process, dict)] if isinstance(known, list) else []
 
     def _open_loggers(self, loggers: LoggerState, is_writer: bool) -> None:
         """Let the loggers continue, and `setup` draw the random numbers that it drew when the run started."""

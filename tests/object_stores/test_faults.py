@@ -48,8 +48,8 @@ def test_writing_fails_from_some_step_on(on_failed_save, status, code, s3, first
     def wait():
         wait_until(lambda: CheckpointFolder(first / SCRATCH).read_private("mirror.json").get("problem"))
 
-    resume = {"every_n_train_steps": 1, "on_failed_save": on_failed_save}
-    more = [at("on_train_start", 1, fail), at("on_train_batch_start", 5, wait)]
+    resume = {"every_n_train_steps": 3, "on_failed_save": on_failed_save}  # none between the wait and what is said
+    more = [at("on_train_start", 1, fail), at("on_train_batch_start", 6, wait)]
     result = run(first, on(first, s3.address, epochs=1, resume=resume, more=more))
     if on_failed_save == "raise":
         assert result == 1
@@ -57,7 +57,7 @@ def test_writing_fails_from_some_step_on(on_failed_save, status, code, s3, first
         assert "max_epochs" not in output(first)
     else:
         assert result == 0, output(first)[-3000:]
-        assert "AutoResume: the checkpoint before step 5 was not sent: " in output(first)
+        assert "AutoResume: the checkpoint before step 6 was not sent: " in output(first)
         assert f"AutoResume: the last save is only in {first / SCRATCH}: " in output(first)
     assert not checkpoints(s3, MANIFEST)
 

@@ -191,14 +191,14 @@ class CheckpointFolder:
         Raises:
             OSError: If the disk is full; the checkpoints before are kept.
         """
-        if not known.get("shards"):
-            self.begin()
-        numbers = (_number(path.name.removeprefix(_REMOVING)) for path in self.private.iterdir())
-        name = f"{max(numbers, default=0) + 1:06d}-epoch={known['epoch']}-step={known['step']}"
         import torch  # whoever copies or shows a checkpoint does without it
 
         from lightning_tricks._shared.host_copies import stage_on_host
 
+        if not known.get("shards"):
+            self.begin()
+        numbers = (_number(path.name.removeprefix(_REMOVING)) for path in self.private.iterdir())
+        name = f"{max(numbers, default=0) + 1:06d}-epoch={known['epoch']}-step={known['step']}"
         try:
             staged = stage_on_host(dict(checkpoint))
             digest, size = write_flushed(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream))

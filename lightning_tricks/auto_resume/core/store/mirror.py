@@ -107,9 +107,9 @@ class Mirror:
                     break
                 say(problem)
                 if is_owner:  # it counts no more, and its number stays taken
-                    start = f"{prefix}{PRIVATE_DIR}/{name}/{MANIFEST}"
-                    self.store.write(f"{start}{CORRUPT_SUFFIX}", self.store.read(start))
-                    self.store.remove([start])
+                    manifest = _start(prefix, name) + MANIFEST
+                    self.store.write(manifest + CORRUPT_SUFFIX, self.store.read(manifest))
+                    self.store.remove([manifest])
                     (folder.private / f"{name}{CORRUPT_SUFFIX}").mkdir(exist_ok=True)
         for name, (_, changed) in self._read_record().items():
             path = self.scratch / name
@@ -142,7 +142,7 @@ class Mirror:
 
     def find_problem(self, folder: CheckpointFolder, name: str) -> str:
         """Fetch a checkpoint to a place of its own, that of the one before; return why it is not intact, or ""."""
-        start = f"{self.prefix_of(folder)}{PRIVATE_DIR}/{name}/"
+        start = _start(self.prefix_of(folder), name)
         staged = CheckpointFolder(folder.private / _FETCHING)
         remove_path(staged.path)
         target, file = staged.private / name, MANIFEST
@@ -165,8 +165,8 @@ class Mirror:
         """Let the local folder hold what tells how far the run is."""
         objects = self.store.sizes()
         for prefix in _fits(objects):
-            start = f"{prefix}{PRIVATE_DIR}/"
-            for name in (f"{start}status.json", *(f"{start}{each}/{MANIFEST}" for each in _complete(prefix, objects))):
+            manifests = [_start(prefix, each) + MANIFEST for each in _complete(prefix, objects)]
+            for name in (f"{prefix}{PRIVATE_DIR}/status.json", *manifests):
                 try:
                     self.store.get(name, self.scratch / name)
                 except FileNotFoundError:  # removed for a newer one
@@ -174,7 +174,7 @@ class Mirror:
 
     def has(self, folder: CheckpointFolder, name: str) -> bool:
         """Whether the store has a checkpoint that is complete."""
-        return f"{self.prefix_of(folder)}{PRIVATE_DIR}/{name}/{MANIFEST}" in self.store.sizes()
+        return _start(self.prefix_of(folder), name) + MANIFEST in self.store.sizes()
 
     def address_of(self, path: Path) -> str:
         """Return the address of what has a path in the local folder."""
@@ -197,13 +197,13 @@ class Mirror:
             LeaseLostError: If another process has become the owner.
             OSError: If the store or the disk refuses something.
         """
-        for folder in fit_folders(self.scratch):
-            prefix = self.prefix_of(folder)
-            manifest = self._link(folder)
-            objects = self.store.sizes()
-            self._send_files(objects, lease)
+        linked = [(folder, self._link(folder)) for folder in fit_folders(self.scratch)]
+        objects = self.store.sizes()
+        self._send_files(objects, lease)  # after the links: at least as new as the checkpoints
+        for folder, manifest in linked:
             if manifest is not None:
-                self._send_checkpoint(prefix, folder, manifest, objects, lease)
+                self._send_checkpoint(folder, manifest, objects, lease)
+            prefix = self.prefix_of(folder)
             for old in _complete(prefix, objects)[keep:]:
                 self._remove_checkpoint(prefix, old, objects)
         self._remove_gone()  # the checkpoint before may have named them
@@ -225,9 +225,10 @@ class Mirror:
         return None
 
     def _send_checkpoint(
-        self, prefix: str, folder: CheckpointFolder, manifest: Manifest, objects: dict[str, int], lease: Lease
+        self, folder: CheckpointFolder, manifest: Manifest, objects: dict[str, int], lease: Lease
     ) -> None:
-        start = f"{prefix}{PRIVATE_DIR}/{manifest.file}/"
+        prefix = self.prefix_of(folder)
+        start = _start(prefix, manifest.file)
         source = folder.private / _SENDING / PRIVATE_DIR / manifest.file
         data = (source / MANIFEST).read_bytes()
         is_there = start + MANIFEST in objects
@@ -295,11 +296,11 @@ class Mirror:
         for prefix in _fits(objects):
             complete = set(_complete(prefix, objects))
             for name in _checkpoints(prefix, objects):
-                if name not in complete and f"{prefix}{PRIVATE_DIR}/{name}/{MANIFEST}{CORRUPT_SUFFIX}" not in objects:
+                if name not in complete and _start(prefix, name) + MANIFEST + CORRUPT_SUFFIX not in objects:
                     self._remove_checkpoint(prefix, name, objects)
 
     def _remove_checkpoint(self, prefix: str, name: str, objects: Mapping[str, int]) -> None:
-        start = f"{prefix}{PRIVATE_DIR}/{name}/"
+        start = _start(prefix, name)
         self.store.remove(sorted((each for each in objects if each.startswith(start)), key=_manifest_first))
 
     def _read_record(self) -> dict[str, list[int]]:
@@ -312,6 +313,11 @@ class Mirror:
     def _write_record(self) -> None:
         files = {name: known for name, known in self._sent.items() if not _FIT.match(name)}
         self.store.write(_FILES_RECORD, json.dumps({"files": files}).encode())
+
+
+def _start(prefix: str, checkpoint: str) -> str:
+    """Return what the names of a checkpoint's objects begin with."""
+    return f"{prefix}{PRIVATE_DIR}/{checkpoint}/"
 
 
 def _fits(objects: Mapping[str, int]) -> list[str]:
@@ -328,7 +334,7 @@ def _checkpoints(prefix: str, objects: Mapping[str, int]) -> list[str]:
 
 def _complete(prefix: str, objects: Mapping[str, int]) -> list[str]:
     """Return the names of a fit's checkpoints that have a manifest, newest first."""
-    return [name for name in _checkpoints(prefix, objects) if f"{prefix}{PRIVATE_DIR}/{name}/{MANIFEST}" in objects]
+    return [name for name in _checkpoints(prefix, objects) if _start(prefix, name) + MANIFEST in objects]
 
 
 def _manifest_first(name: str) -> bool:
