@@ -185,7 +185,11 @@ def main() -> None:
     nine = {"nine callbacks at their most": list(MAKE)}
     alone = {"Trainer(gradient_clip_val=1.0)": ["gradient_clip_val"]} | {name: [name] for name in MAKE}
     results = {}
-    cases = (("2 ms", mlp, together | eight | alone), ("ResNet-18", resnet, together), ("GAN of 3 ms", gan, bare | nine))
+    cases = (
+        ("2 ms", mlp, together | eight | alone),
+        ("ResNet-18", resnet, together),
+        ("GAN of 3 ms", gan, bare | nine),
+    )
     for step, make, contestants in cases:
         seen: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
 

@@ -22,14 +22,14 @@ def logs_at_this_step(trainer: Trainer) -> bool:
 
 
 def log_step_values(trainer: Trainer, source: str, values: Mapping[str, Tensor]) -> None:
-    """Log values of a step, which nobody changes in place, from any hook within it.
+    """Log values of a training step, which nobody changes in place, from any hook within it.
 
     Unlike `LightningModule.log`, this does not check the arguments anew at each step, which takes ten times as long,
     and drops nothing: in the first batch of an epoch, `log` drops what a hook has logged where another one logs in
     between, as a callback does between the two halves of a GAN's step.
     """
     with needs_private(f"logging by {source}", TypeError):
-        results: Any = trainer._results
+        results: Any = trainer.fit_loop.epoch_loop._results  # as `trainer._results`, which looks for the loop that runs
         for name, value in values.items():
             known = results.get(f"{source}.{name}")
             if known is not None and known.value.device == value.device and known.value.dtype == value.dtype:

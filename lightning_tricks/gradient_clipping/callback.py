@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -25,14 +25,28 @@ from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.report_parts import ClippedSteps
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.gradient_clipping.core.clip_state import ClipGroups, ClipState, load_states, states_to_dict
+from lightning_tricks.gradient_clipping.core.clip_state import (
+    ClipGroup,
+    ClipGroups,
+    ClipState,
+    load_states,
+    norm_after,
+    states_to_dict,
+)
 from lightning_tricks.gradient_clipping.core.clipping import (
     GradientNorms,
     check_bound,
     check_norm_type,
     gradient_norms,
+    is_nonfinite,
 )
-from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, check_groups, check_method
+from lightning_tricks.gradient_clipping.core.methods import (
+    ClipMethod,
+    ClipNorm,
+    ClipResult,
+    check_groups,
+    check_method,
+)
 from lightning_tricks.gradient_clipping.trainer_settings import (
     on_any_rank,
     refuse_unseen_steps,
@@ -194,12 +208,21 @@ class GradientClipping(TrickCallback):
 
         names_of = partial(self._names_of, pl_module)
         norms = gradient_norms(parameters, self.norm_type)
-        norm_after, was_clipped = state.clip_(self._clip_groups, parameters, norms, self.norm_type, names_of)
-        nonfinite = truly_nonfinite = on_any_rank(trainer, parameters, norms.total - norms.total != 0)
-        if scaler is not None:
+        clipped = state.clip_(self._clip_groups, parameters, norms, self.norm_type, names_of)
+        results = [result for _, result in clipped if result is not None]
+        nonfinite = truly_nonfinite = None  # whoever does not need it now counts it later
+        if scaler is not None or trainer.world_size > 1 or self.on_nonfinite != "ignore":
+            nonfinite = truly_nonfinite = on_any_rank(trainer, parameters, is_nonfinite(norms.total))
+        if scaler is not None and nonfinite is not None:
             truly_nonfinite = nonfinite & ~scale_may_have_overflowed(scaler).to(nonfinite.device)
-        state.counts.add(was_clipped > nonfinite, nonfinite, truly_nonfinite)
-        self._log_norms(trainer, pl_module, index, norms, norm_after, partial(names_of, parameters))
+        state.counts.add(norms.total, results, nonfinite, truly_nonfinite)
+        if self.log_norm and not trainer.barebones:
+            self._log_norms(trainer, index, norms, clipped)
+        if self.log_layers and logs_at_this_step(trainer):
+            layers = zip(names_of(parameters), norms.per_parameter, strict=True)
+            log_step_values(trainer, type(self).__name__, {f"grad_norm/{name}": norm for name, norm in layers})
+        if nonfinite is None:
+            return
         if self.on_nonfinite == "raise" and truly_nonfinite:
             finite = norms.per_parameter.isfinite()
             raise _nonfinite_error(trainer, names_of(parameters), finite, 'on_nonfinite="raise"')
@@ -282,25 +305,21 @@ class GradientClipping(TrickCallback):
     def _log_norms(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
         index: int,
         norms: GradientNorms,
-        norm_after: Tensor,
-        names: Callable[[], list[str]],
+        clipped: Sequence[tuple[ClipGroup, ClipResult | None]],
     ) -> None:
         # a batch size means nothing for the value of a step, and Lightning asks for it under `dataloader_iter`
-        if self.log_norm and not trainer.barebones:
+        prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"
+        values = {f"{prefix}/pre_clip": norms.total}
+        if self.log_norm == "all":
+            values[f"{prefix}/post_clip"] = norm_after(clipped, norms, self.norm_type)
+        if logs_at_this_step(trainer) or is_last_batch(trainer):
             counts = self._states[index].counts
-            prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"
-            values = {"pre_clip": norms.total, "clipped_fraction": counts.clipped / counts.steps}
-            if self.log_norm == "all":
-                values["post_clip"] = norm_after
+            values[f"{prefix}/clipped_fraction"] = counts.clipped / counts.steps
             if self.on_nonfinite == "skip":
-                values["skipped_steps"] = counts.skipped
-            log_step_values(trainer, type(self).__name__, {f"{prefix}/{name}": value for name, value in values.items()})
-        if self.log_layers and logs_at_this_step(trainer):
-            layers = zip(names(), norms.per_parameter, strict=True)
-            log_step_values(trainer, type(self).__name__, {f"grad_norm/{name}": norm for name, norm in layers})
+                values[f"{prefix}/skipped_steps"] = counts.skipped
+        log_step_values(trainer, type(self).__name__, values)
 
 
 def _schedulers_to_hold(trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> list[Any] | None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
 from lightning_tricks.gradient_clipping.core.clip_state import ClipState, StepCounts
+from lightning_tricks.gradient_clipping.core.methods import ClipResult
 from tests.contract.lab import SETTINGS, full
 from tests.small import HostReads, Net, real_fp16, same
 
@@ -385,8 +386,9 @@ def test_counts_are_those_of_counting_each_step_alone(steps, every):
     counts = StepCounts()
     clipped = skipped = consecutive = most = 0
     for number, flags in enumerate(steps, 1):
-        counts.add(*map(torch.tensor, flags))
-        clipped, skipped = clipped + flags[0], skipped + flags[1]
+        was_clipped, is_nonfinite, is_truly_nonfinite = map(torch.tensor, flags)
+        counts.add(torch.tensor(1.0), [ClipResult(was_clipped, 0)], is_nonfinite, is_truly_nonfinite)
+        clipped, skipped = clipped + (flags[0] and not flags[1]), skipped + flags[1]
         consecutive = (consecutive + 1) * flags[2]
         most = max(most, consecutive)
         if number % every == 0:
@@ -396,6 +398,20 @@ def test_counts_are_those_of_counting_each_step_alone(steps, every):
             counts = restored
     assert counts.state_dict()["counts"].tolist() == [clipped, skipped, consecutive, most]
     assert counts.steps == len(steps)
+
+
+@given(st.lists(st.lists(st.sampled_from([0.5, 1.0, 2.0, math.inf, math.nan]), min_size=1, max_size=2), max_size=300))
+@settings(max_examples=30, deadline=None)
+def test_norms_are_counted_later_as_in_their_step(norms_by_step):
+    counts, clipped, skipped = StepCounts(), 0, 0
+    for norms in norms_by_step:  # of one group or two
+        each = torch.tensor(norms)
+        bounds = [1.0, torch.tensor(1.5)]
+        counts.add(each.norm(), [ClipResult(*pair) for pair in zip(each, bounds, strict=False)])
+        is_finite = all(map(math.isfinite, norms))
+        skipped += not is_finite
+        clipped += is_finite and any(norm > bound for norm, bound in zip(norms, bounds, strict=False))
+    assert (counts.clipped, counts.skipped) == (clipped, skipped)
 
 
 @pytest.mark.parametrize("fused", [True, False])

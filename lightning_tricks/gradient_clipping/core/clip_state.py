@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.gradient_clipping.core.clipping import GradientNorms, gradient_norms
-from lightning_tricks.gradient_clipping.core.methods import ClipMethod, Threshold
+from lightning_tricks.gradient_clipping.core.clipping import GradientNorms, gradient_norms, is_nonfinite
+from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipResult, Threshold
 from lightning_tricks.gradient_clipping.core.step_skipping import (
     hold_schedulers,
     skip_step_,
@@ -28,50 +28,94 @@ class StepCounts:
 
     Attributes:
         steps: All steps.
-        clipped: The steps in which something was clipped; shape ().
-        skipped: The steps that were skipped; shape ().
+        clipped: The steps in which something was clipped, and that were not skipped; shape ().
+        skipped: The steps whose gradients were not finite; shape ().
         consecutive: How many of the last steps in a row were truly nonfinite; shape ().
         most_consecutive: The longest such row; shape ().
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.clipped = torch.zeros(())
-        self._rows = torch.zeros(3)
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # what `_rows` lacks: counting many steps at once is cheaper
+        self._counts = torch.zeros(4)
+        self._waiting: list[_Step] = []  # what `_counts` lacks: counting many steps at once is cheaper
 
-    skipped = property(lambda self: self.count_waiting()[0])
-    consecutive = property(lambda self: self.count_waiting()[1])
-    most_consecutive = property(lambda self: self.count_waiting()[2])
+    clipped = property(lambda self: self.count_waiting()[0])
+    skipped = property(lambda self: self.count_waiting()[1])
+    consecutive = property(lambda self: self.count_waiting()[2])
+    most_consecutive = property(lambda self: self.count_waiting()[3])
 
-    def add(self, clipped: Tensor, skipped: Tensor, truly_nonfinite: Tensor) -> None:
-        """Count a step; the arguments are bools of shape ()."""
+    def add(
+        self,
+        norm: Tensor,
+        results: Sequence[ClipResult],
+        nonfinite: Tensor | None = None,
+        truly_nonfinite: Tensor | None = None,
+    ) -> None:
+        """Count a step.
+
+        Args:
+            norm: The norm of all gradients before clipping; shape ().
+            results: Those of its groups.
+            nonfinite: Whether a gradient is not finite, a bool of shape (); None for what the norm says.
+            truly_nonfinite: The same without what the scale of a GradScaler may have caused; None if there is none.
+        """
         self.steps += 1
-        self.clipped = self.clipped.to(clipped.device) + clipped
-        self._waiting.append((skipped, truly_nonfinite))
+        step = _Step(norm, [(result.measured, result.bound) for result in results], nonfinite, truly_nonfinite)
+        if self._waiting and not self._waiting[0].is_like(step):
+            self.count_waiting()
+        self._waiting.append(step)
         if len(self._waiting) == _COUNTED_AT_ONCE:
             self.count_waiting()
 
     def count_waiting(self) -> Tensor:
-        """Count the steps that wait, and return `skipped`, `consecutive` and `most_consecutive`; shape (3,)."""
+        """Count the steps that wait, and return the four counts; shape (4,)."""
         if self._waiting:
-            skipped, nonfinite = (torch.stack(flags) for flags in zip(*self._waiting, strict=True))
-            before, consecutive, most = self._rows.to(skipped.device)
+            clipped, skipped, nonfinite = _flags(self._waiting)
+            clipped_before, skipped_before, consecutive, most = self._counts.to(skipped.device)
             position = torch.arange(1, len(nonfinite) + 1, device=nonfinite.device)
             last_finite = (position * ~nonfinite).cummax(0).values
             rows = position - last_finite + consecutive * (last_finite == 0)
-            self._rows = torch.stack([before + skipped.sum(), rows[-1], torch.maximum(most, rows.max())])
+            counts = clipped_before + clipped.sum(), skipped_before + skipped.sum()
+            self._counts = torch.stack([*counts, rows[-1], torch.maximum(most, rows.max())])
             self._waiting = []
-        return self._rows
+        return self._counts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
-        return {"steps": self.steps, "counts": torch.cat([self.clipped.reshape(1), self.count_waiting()]).cpu()}
+        return {"steps": self.steps, "counts": self.count_waiting().cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the counts."""
-        counts = state_dict["counts"].clone()
-        self.steps, self.clipped, self._rows, self._waiting = state_dict["steps"], counts[0], counts[1:], []
+        self.steps, self._counts, self._waiting = state_dict["steps"], state_dict["counts"].clone(), []
+
+
+class _Step(NamedTuple):
+    """A step that waits to be counted; see `StepCounts.add`."""
+
+    norm: Tensor
+    compared: list[tuple[Tensor, float | Tensor]]  # for each group
+    nonfinite: Tensor | None
+    truly_nonfinite: Tensor | None
+
+    def is_like(self, other: _Step) -> bool:
+        """Whether both can be counted at once."""
+        is_known = self.nonfinite is None, self.truly_nonfinite is None
+        return (other.nonfinite is None, other.truly_nonfinite is None, len(other.compared)) == (
+            *is_known,
+            len(self.compared),
+        )
+
+
+def _flags(steps: Sequence[_Step]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which steps were clipped, skipped and truly nonfinite; bools of shape (n,)."""
+    norms, compared, nonfinite, truly_nonfinite = zip(*steps, strict=True)
+    skipped = is_nonfinite(torch.stack(norms)) if nonfinite[0] is None else torch.stack(nonfinite)
+    clipped = torch.zeros_like(skipped)
+    for group in zip(*compared, strict=True):
+        measured, bounds = zip(*group, strict=True)
+        bound = torch.stack(bounds) if isinstance(bounds[0], Tensor) else bounds[0]  # else that of the group's method
+        clipped |= torch.stack(measured) > bound
+    return clipped & ~skipped, skipped, skipped if truly_nonfinite[0] is None else torch.stack(truly_nonfinite)
 
 
 class ClipState:
@@ -145,7 +189,7 @@ class ClipState:
         norms: GradientNorms,
         norm_type: float,
         names_of: Callable[[Sequence[Tensor]], list[str]],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> list[tuple[ClipGroup, ClipResult | None]]:
         """Clip the gradients of each group in place.
 
         Args:
@@ -156,22 +200,17 @@ class ClipState:
             names_of: Returns the qualified names of parameters.
 
         Returns:
-            The norm of all gradients after clipping, and whether any was clipped (a bool); both of shape ().
+            Each group with its result; None for a group that is not clipped.
         """
-        norms_after, was_clipped = [], []
+        clipped: list[tuple[ClipGroup, ClipResult | None]] = []
         for group in self._groups_of(clip_groups, parameters, names_of):
-            norm = group.norm(norms, norm_type)
-            if group.method is None:
-                norms_after.append(norm)
-                continue
-            threshold = self.thresholds.setdefault(group.label, group.method.new_threshold())
-            result = group.method.clip_(group.parameters, norm, norm_type, threshold)
-            after = result.norm_after
-            norms_after.append(gradient_norms(group.parameters, norm_type).total if after is None else after)
-            was_clipped.append(result.was_clipped)
-        if len(norms_after) == 1:  # not a norm of one norm, which would round
-            return norms_after[0], was_clipped[0] if was_clipped else torch.zeros_like(norms.total, dtype=torch.bool)
-        return torch.linalg.vector_norm(torch.stack(norms_after), norm_type), torch.stack(was_clipped).any()
+            result = None
+            if group.method is not None:
+                threshold = self.thresholds.setdefault(group.label, group.method.new_threshold())
+                norm = group.norm(norms, norm_type)
+                result = group.method.clip_(group.parameters, norm, norm_type, threshold)
+            clipped.append((group, result))
+        return clipped
 
     def has_too_many_skips(self, limit: int, norms: GradientNorms, *, is_known: bool) -> bool:
         """Whether more than `limit` steps in a row were skipped.
@@ -208,6 +247,22 @@ class ClipState:
 
 
 def _do_nothing() -> None: ...
+
+
+def norm_after(
+    clipped: Sequence[tuple[ClipGroup, ClipResult | None]], norms: GradientNorms, norm_type: float
+) -> Tensor:
+    """Return the norm of all gradients after what `ClipState.clip_` returned, shape (), right after it."""
+    each = [_norm_after(group, result, norms, norm_type) for group, result in clipped]
+    # not a norm of one norm, which would round
+    return each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type)
+
+
+def _norm_after(group: ClipGroup, result: ClipResult | None, norms: GradientNorms, norm_type: float) -> Tensor:
+    if result is None or result.factor is not None:
+        norm = group.norm(norms, norm_type)
+        return norm if result is None else norm * result.factor
+    return gradient_norms(group.parameters, norm_type).total if result.norm_after is None else result.norm_after
 
 
 def states_to_dict(states: Mapping[int, ClipState]) -> dict[str, Any]:

@@ -67,7 +67,6 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     return total
 
 
-@torch.no_grad()
 def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> GradientNorms:
     """Compute the norm of each gradient and of all gradients together, in one pass.
 
@@ -89,16 +88,21 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
     device = gradients[0].device
     norms: list[Tensor] = []
     order: list[int] = []
-    for batch, indices in foreach_batches(gradients):
-        norms.append(stacked_norms(batch, norm_type).to(device))
-        order += indices
-    per_parameter = norms[0]
-    if len(norms) > 1:
-        per_parameter = torch.cat(norms)[torch.tensor(order, device=device).argsort()]
-    return GradientNorms(torch.linalg.vector_norm(per_parameter, norm_type), per_parameter)
+    with torch.no_grad():  # not as a decorator, which takes twice the time
+        for batch, indices in foreach_batches(gradients):
+            norms.append(stacked_norms(batch, norm_type).to(device))
+            order += indices
+        per_parameter = norms[0]
+        if len(norms) > 1:
+            per_parameter = torch.cat(norms)[torch.tensor(order, device=device).argsort()]
+        return GradientNorms(torch.linalg.vector_norm(per_parameter, norm_type), per_parameter)
 
 
-@torch.no_grad()
+def is_nonfinite(norm: Tensor) -> Tensor:
+    """Whether a norm is NaN or Inf, elementwise; in two operators, where `isfinite` has four."""
+    return norm - norm != 0
+
+
 def clip_grads_with_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor, total_norm: Tensor
 ) -> Tensor:
@@ -121,10 +125,11 @@ def clip_grads_with_norm_(
         max_norm = check_bound("max_norm", max_norm)
         if max_norm == math.inf:
             return torch.ones_like(total_norm)
-    factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    for batch, _ in foreach_batches(gradients_of(parameters)):
-        foreach_mul_(batch, factor.to(batch[0].device))
-    return factor
+    with torch.no_grad():
+        factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+        for batch, _ in foreach_batches(gradients_of(parameters)):
+            foreach_mul_(batch, factor.to(batch[0].device))
+        return factor
 
 
 @torch.no_grad()

@@ -23,15 +23,19 @@ from lightning_tricks.gradient_clipping.core.clipping import (
 
 
 class ClipResult(NamedTuple):
-    """The result of clipping a group of gradients.
+    """The result of clipping a group of gradients, of which nothing is computed before it is needed.
 
     Attributes:
-        norm_after: The norm of the gradients after clipping, shape (); None if it takes another pass to compute it.
-        was_clipped: Whether anything was clipped, a bool, shape ().
+        measured: What was compared with the bound, such as the norm before clipping; shape ().
+        bound: The largest value with which nothing is clipped; a number, or a tensor of shape ().
+        factor: What all gradients were multiplied by, shape (); None if they were multiplied by different factors.
+        norm_after: The norm after clipping, shape (); None if it is not known without another pass.
     """
 
-    norm_after: Tensor | None
-    was_clipped: Tensor
+    measured: Tensor
+    bound: float | Tensor
+    factor: Tensor | None = None
+    norm_after: Tensor | None = None
 
 
 class ClipMethod(ABC):
@@ -93,9 +97,9 @@ class ClipValue(ClipMethod):
 
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clamp each element."""
-        was_clipped = gradient_norms(parameters, inf).total > self.clip_value
+        largest = gradient_norms(parameters, inf).total
         clip_grad_value_(parameters, self.clip_value)
-        return ClipResult(None, was_clipped)
+        return ClipResult(largest, self.clip_value)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class AGC(ClipMethod):
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clip unit by unit."""
         done = adaptive_clip_grad_(parameters, self.clip_factor, self.eps)
-        return ClipResult(done.norm if norm_type == 2 else None, done.num_clipped > 0)
+        return ClipResult(done.num_clipped, 0, norm_after=done.norm if norm_type == 2 else None)
 
 
 class _ClipToThreshold(ClipMethod):
@@ -223,11 +227,10 @@ def check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, C
 
 
 def _clip_to_norm_(parameters: list[Tensor], max_norm: float | Tensor, total_norm: Tensor) -> ClipResult:
-    above = total_norm > max_norm
+    applied = max_norm
     if isinstance(max_norm, Tensor):
-        max_norm = torch.where(above, max_norm, torch.inf)  # a norm at its own threshold stays bit-identical
-    factor = clip_grads_with_norm_(parameters, max_norm, total_norm)
-    return ClipResult(total_norm * factor, above)
+        applied = torch.where(total_norm > max_norm, max_norm, torch.inf)  # at its own threshold it stays bit-identical
+    return ClipResult(total_norm, max_norm, clip_grads_with_norm_(parameters, applied, total_norm))
 
 
 class Threshold(Protocol):
