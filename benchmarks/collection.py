@@ -1,8 +1,8 @@
 """What the callbacks that people use together cost: an epoch with them, over one of the bare Trainer.
 
 The six are SeedEverything, GradientClipping, MetricsMonitor, FlopsReport, ModelReport and AutoResume. The perceptron
-(784-256-128-10, batches of 64) has steps of 2 ms; ResNet-18 gets batches of 32 images of 64 x 64 pixels. The GAN has two
-optimizers under manual optimization, and nine callbacks that record and log all that they can.
+(784-256-128-10, batches of 64) has steps of 2 ms; ResNet-18 gets batches of 32 images of 64 x 64 pixels. The GAN has
+two optimizers under manual optimization, and nine callbacks that record and log all that they can.
 """
 
 from __future__ import annotations

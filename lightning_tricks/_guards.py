@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from traceback import walk_tb
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 LIGHTNING_PACKAGES = {"lightning", "lightning_fabric", "pytorch_lightning"}
 _TRUSTED_PACKAGES = {"contextlib", "importlib", *LIGHTNING_PACKAGES, "lightning_tricks", "torch"}
 
 
-class PrivateSymbolGuard(ContextDecorator):
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class PrivateSymbolGuard:
     """Turn the error of a missing private symbol into one that names the trick; a context manager and a decorator.
 
     Args:
@@ -44,6 +49,19 @@ class PrivateSymbolGuard(ContextDecorator):
                 f"{self._trick} does not work with {self.library} {version} ({error}): install a version from "
                 f"{self.supported}."
             ) from error
+
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        """Guard a function; at a step it costs a call, where a context for each call would cost four."""
+
+        @wraps(function)
+        def guarded(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            try:
+                return function(*args, **kwargs)
+            except self._types as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+
+        return guarded
 
 
 def _passed_through_other_code(error: BaseException) -> bool:

@@ -86,6 +86,8 @@ class SeedEverything(TrickCallback):
         if stage == "fit" and self._is_first_fit and not is_covered:
             self._num_unseeded = sum(not is_lazy(p) and not p.is_meta for p in pl_module.parameters())
         self.before_module_init()
+        if not self.per_rank:
+            self.skip_hooks("on_train_batch_start")
         if stage == "fit":
             self._is_first_fit = self._has_rank_seed = False
             self._seed_for_step(trainer.global_step)
@@ -138,7 +140,7 @@ class SeedEverything(TrickCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed each rank differently once the loaders have drawn their random numbers."""
-        if self.per_rank and not self._has_rank_seed:
+        if not self._has_rank_seed:
             self._has_rank_seed = True
             self._seed_for_rank(1 + _data_parallel_rank(trainer), trainer)
 

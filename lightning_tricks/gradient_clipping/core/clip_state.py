@@ -259,9 +259,10 @@ def norm_after(
 
 
 def _norm_after(group: ClipGroup, result: ClipResult | None, norms: GradientNorms, norm_type: float) -> Tensor:
-    if result is None or result.factor is not None:
-        norm = group.norm(norms, norm_type)
-        return norm if result is None else norm * result.factor
+    if result is None:
+        return group.norm(norms, norm_type)
+    if result.factor is not None:
+        return group.norm(norms, norm_type) * result.factor
     return gradient_norms(group.parameters, norm_type).total if result.norm_after is None else result.norm_after
 
 
