@@ -120,7 +120,7 @@ class GAN(LightningModule):
         self.untoggle_optimizer(of_generator)
         self.log("loss/discriminator", loss)
         self.log("loss/generator", of_generator_loss)
-        return {"loss": loss.detach(), "preds": scores.detach(), "target": target.long()}
+        return {"loss": loss.detach(), "preds": scores.detach().sigmoid(), "target": target.long()}
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return an Adam for each."""
