@@ -177,5 +177,5 @@ def test_copies_share_what_was_shared_and_use_their_memory_again():
 
 
 def test_what_is_no_choice_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="asynchronous must be True or False, got 'wait'"):
+    with pytest.raises(TypeError, match="asynchronous must be True, False or None, got 'wait'"):
         AutoResume(tmp_path, asynchronous="wait")
