@@ -75,7 +75,10 @@ def object_pickle(values: Mapping[str, Any]) -> bytes:
 def plain_tensors(values: Mapping[str, Any]) -> list[Tensor] | None:
     """Return the tensors in values that `load_plain_data` certainly reads as they are; None for other values."""
     pickler = _ObjectPickler(io.BytesIO())
-    pickler.dump(values)
+    try:
+        pickler.dump(values)
+    except Exception:  # of an object that nothing can save
+        return None
     return None if pickler.found else pickler.tensors
 
 
