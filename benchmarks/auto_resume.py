@@ -110,7 +110,7 @@ def rows_loader() -> DataLoader[Any]:
 
 
 def saves(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str, float]]:
-    """Time saves after each step; ModelCheckpoint does not flush its files to the disk."""
+    """Time saves that training waits for, after each step; ModelCheckpoint does not flush its files to the disk."""
     spent: dict[str, list[float]] = {}
 
     def timed(name: str, plain: Any) -> Any:
@@ -134,7 +134,8 @@ def saves(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str
             patch.object(owner, name, timed("save", getattr(owner, name))),
             patch.object(os, "fsync", timed("flush", os.fsync)),
         ):
-            callback = (AutoResume if guarded else ModelCheckpoint)(folder, every_n_train_steps=1)
+            waits = {"asynchronous": False} if guarded else {}
+            callback = (AutoResume if guarded else ModelCheckpoint)(folder, every_n_train_steps=1, **waits)
             trainer = Trainer(max_steps=SAVES, callbacks=[callback], enable_checkpointing=not guarded, **LEAN)
             trainer.fit(Classifier(hidden), data)
         if guarded:

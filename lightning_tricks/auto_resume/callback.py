@@ -135,8 +135,10 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             error ends it. The previous checkpoint stays complete in both cases. A checkpoint that could not be resumed,
             because hooks put objects into it, counts as a failed save.
         asynchronous: Whether training continues while a checkpoint is written: it is copied in host memory first, which
-            takes the size of the checkpoint. The next save waits until it is written; a signal and the end of the fit
-            wait for the last one. A kill during a write leaves the previous checkpoint.
+            takes the size of the checkpoint until the fit ends. The next save waits until it is written; a signal, an
+            exception and the end of the fit wait for the last one. A kill during a write leaves the previous
+            checkpoint. None means True for checkpoints of up to 512 MiB that hold only tensors and plain values, and
+            are not sharded.
         scratch: With an address, the local folder for the checkpoints, and for other files that shall be sent with
             them, such as those of loggers and ModelCheckpoint. Default: a folder in `~/.cache/lightning_tricks`, named
             by the address and the node; the attribute `scratch` has its path.
@@ -174,7 +176,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         on_change: Literal["raise", "new"] = "raise",
         ignore: Sequence[str] = (),
         on_failed_save: Literal["warn", "raise"] = "warn",
-        asynchronous: bool = False,
+        asynchronous: bool | None = None,
         scratch: str | os.PathLike[str] | None = None,
         send_timeout: timedelta | dict[str, float] = timedelta(minutes=2),
         allow_pickle: bool = False,
@@ -186,8 +188,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         if check_count("exit_code", exit_code, 0) > 255:
             raise ValueError(f"exit_code must be in [0, 255], got {exit_code}.")
         check_choices("signals", signals, KNOWN_SIGNALS)
-        if not isinstance(asynchronous, bool):
-            raise TypeError(f"asynchronous must be True or False, got {asynchronous!r}.")
+        if not isinstance(asynchronous, bool | None):
+            raise TypeError(f"asynchronous must be True, False or None, got {asynchronous!r}.")
         self.dirpath = check_path("dirpath", dirpath, "a directory", takes_address=True)
         if scratch is not None:
             check_path("scratch", scratch, "a directory")

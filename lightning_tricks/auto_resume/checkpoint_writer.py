@@ -34,12 +34,13 @@ from lightning_tricks.auto_resume.core.checkpoint_contents import (
     find_objects,
     load_plain_data,
     object_pickle,
+    plain_tensors,
     split_arguments,
     take_shards,
     write_shards,
 )
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest, main_file
-from lightning_tricks.auto_resume.core.durable_writing import save_durably
+from lightning_tricks.auto_resume.core.durable_writing import write_atomically
 from lightning_tricks.auto_resume.core.tensor_block import pack
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
@@ -47,6 +48,7 @@ from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 _SECONDS_BETWEEN_STATUSES = 10.0
+_MAX_BYTES_OF_COPY = 2**29  # of a checkpoint that is written beside training if nobody chose otherwise
 
 
 class CheckpointWriter:
@@ -70,7 +72,7 @@ class CheckpointWriter:
         self._status_at = -math.inf
         self._reported: set[str] = set()
         self._copies = HostCopies()
-        self._thread: ThreadPoolExecutor | None = None  # which writes, with `asynchronous`
+        self._thread: ThreadPoolExecutor | None = None  # which writes beside training
         self._writing: Future[str] | None = None  # what it writes
         self._group: Any = None  # of its own exchanges between ranks
         self._known_arguments = b""  # the objects among the hyper-parameters that were read from a checkpoint
@@ -141,8 +143,9 @@ class CheckpointWriter:
         if is_sharding(trainer.strategy):
             checkpoint, shards = take_shards(checkpoint, self.module)
         packed = {name: pack(part) for name, part in checkpoint[CHECKPOINT_KEY].items()}
-        ranks = gather_objects(packed["ranks"])
-        entry = {"format": FORMAT, "moment": save_point.value, "shared": packed["shared"], "ranks": ranks}
+        mine = packed["ranks"], not waits and self._may_be_beside({**checkpoint, CHECKPOINT_KEY: packed}, shards)
+        ranks, (beside, *_) = zip(*gather_objects(mine), strict=True)  # of which rank zero decides
+        entry = {"format": FORMAT, "moment": save_point.value, "shared": packed["shared"], "ranks": [*ranks]}
         checkpoint[CHECKPOINT_KEY] = entry
         self._warn_unsaved([name for rank in ranks for name in rank["value"]["not_saved"]])
         others = self.run_files.others
@@ -156,7 +159,7 @@ class CheckpointWriter:
             known.update(loggers=self.run_files.loggers.records())
 
         failure = self._failure_of(note_position) if trainer.is_global_zero else ""
-        if waits or not self.settings.asynchronous:
+        if not beside:
             self._report(self._write(checkpoint, shards, known, failure))
             return
         if self._thread is None:
@@ -168,6 +171,16 @@ class CheckpointWriter:
             entries, shards = self._copies.take((entries, shards))
             checkpoint = {**arguments, **entries}
         self._writing = self._thread.submit(self._write, checkpoint, shards, known, failure)
+
+    def _may_be_beside(self, checkpoint: Mapping[str, Any], shards: Mapping[str, Tensor]) -> bool:
+        """Whether training goes on while a checkpoint is written: as the user said, or if it is small plain data."""
+        if self.settings.asynchronous is not None:
+            return self.settings.asynchronous
+        tensors = plain_tensors(checkpoint)
+        if shards or tensors is None:  # an object might change while it is written
+            return False
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values()) <= _MAX_BYTES_OF_COPY
 
     def wait(self) -> None:
         """Wait for the checkpoint that is still written, if there is one."""
@@ -247,7 +260,7 @@ class CheckpointWriter:
     ) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing.
 
-        With `asynchronous` a thread of its own calls it, on copies. Where there are shards all ranks have to call it.
+        Beside training a thread of its own calls it, on copies. Where there are shards all ranks have to call it.
 
         Args:
             checkpoint: What rank zero writes.
@@ -340,13 +353,14 @@ class DurableCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint with `save_durably`."""
+        """Write a checkpoint as `save_durably` does, without a digest."""
         check_path("path", path, "a checkpoint", takes_address=True)
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_durably(checkpoint, path)
+        flush = ("file", "directory")
+        write_atomically(path, lambda stream: torch.save(checkpoint, stream), flush=flush, hashes=False)
 
 
 @contextmanager

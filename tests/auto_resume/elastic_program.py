@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     """Train on as many nodes as torchrun has."""
     data = DataLoader(TensorDataset(torch.arange(float(SAMPLES))), 4, shuffle=True)
     nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    resume = AutoResume(folder / "runs", every_n_train_steps=2)
+    resume = AutoResume(folder / "runs", every_n_train_steps=2, asynchronous=False)
     trainer = Trainer(**QUIET, strategy="ddp", devices=1, num_nodes=nodes, max_epochs=EPOCHS, callbacks=[resume])
     with isolated_rng(seed=0):
         net = Noting(folder)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from packaging.version import Version
 
 from lightning_tricks import AutoResume, TrainableCheckpoint
 from lightning_tricks._shared.host_copies import HostCopies
-from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.auto_resume import CheckpointFolder, checkpoint_writer
 from lightning_tricks.auto_resume.core.tensor_block import unpack
 from lightning_tricks.seeding import isolated_rng
 from tests.auto_resume.killing import differences, kill_at, run
+from tests.auto_resume.test_objects import Argued
 from tests.auto_resume.training import ON_FILES
 from tests.small import QUIET, Net, loader, same
 
@@ -23,6 +25,7 @@ KEEPS = {"checkpointing": [{"dirpath": "mine", "save_top_k": 1, "save_last": Tru
 CASES = {
     "one process": {},
     "two ranks": {"ranks": 2, "strategy": "ddp_fork"},
+    "two ranks by default": {"ranks": 2, "strategy": "ddp_fork", "asynchronous": None},
     "ModelCheckpoint": KEEPS,
     "shards": {"ranks": 2, "strategy": "fsdp2"},
 }
@@ -75,21 +78,22 @@ class GoesOn(Callback):
             self.slow.go_on.set()
 
 
-def fit(folder, *callbacks, steps=10, **options):
+def fit(folder, *callbacks, steps=10, module=lambda: Net(dropout=0.2), **options):
     guard = AutoResume(folder, every_n_epochs=None, **options)
     with isolated_rng(seed=0):
-        net = Net(dropout=0.2)
+        net = module()
     torch.manual_seed(1)
     Trainer(callbacks=[guard, *callbacks], max_steps=steps, **QUIET).fit(net, loader(shuffle=True))
     return net
 
 
-def test_training_goes_on_and_does_not_change_what_is_written(tmp_path, monkeypatch):
+@pytest.mark.parametrize("asynchronous", [True, None])
+def test_training_goes_on_and_does_not_change_what_is_written(tmp_path, monkeypatch, asynchronous):
     """What is written of a step is what a save that waits writes of it."""
-    fit(tmp_path / "waits", every_n_train_steps=4, keep_last=9)
+    fit(tmp_path / "waits", every_n_train_steps=4, keep_last=9, asynchronous=False)
     slow = Slow(monkeypatch)
     goes_on = GoesOn(slow, 7)
-    fit(tmp_path / "goes on", goes_on, every_n_train_steps=4, keep_last=9, asynchronous=True)
+    fit(tmp_path / "goes on", goes_on, every_n_train_steps=4, keep_last=9, asynchronous=asynchronous)
     assert slow.begun == slow.written == [4, 8, 10]
     assert goes_on.steps == list(range(10))
     files = [sorted((tmp_path / name).glob(".auto_resume/000001-*/meta.pt")) for name in ("waits", "goes on")]
@@ -98,6 +102,41 @@ def test_training_goes_on_and_does_not_change_what_is_written(tmp_path, monkeypa
         assert same(waits[name], goes[name])
     waits, goes = (unpack(saved["auto_resume"]["ranks"][0]) for saved in (waits, goes))
     assert same(waits["rng"], goes["rng"])
+
+
+class Keeps(Net):
+    """Saves an object, whose copy may be none."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = Path("here")
+
+
+@pytest.mark.filterwarnings("ignore:.*does not resume from a checkpoint that contains objects")
+@pytest.mark.parametrize(
+    ("module", "max_bytes", "asynchronous", "goes_on"),
+    [
+        (Net, 2**29, None, True),
+        (Net, 100, None, False),
+        (Net, 100, True, True),
+        (Net, 2**29, False, False),
+        (Keeps, 2**29, None, False),
+        (Argued, 2**29, None, False),
+    ],
+)
+def test_by_default_training_goes_on_where_a_copy_is_small_and_certain(
+    tmp_path, monkeypatch, module, max_bytes, asynchronous, goes_on
+):
+    """The last save of a fit always waits."""
+    threads, save = [], CheckpointFolder.save
+
+    def noting_thread(folder, checkpoint, **known):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return save(folder, checkpoint, **known)
+
+    monkeypatch.setattr(CheckpointFolder, "save", noting_thread)
+    monkeypatch.setattr(checkpoint_writer, "_MAX_BYTES_OF_COPY", max_bytes)
+    fit(tmp_path, module=module, every_n_train_steps=4, asynchronous=asynchronous)
+    assert threads == [not goes_on, not goes_on, True]
 
 
 @pytest.mark.parametrize("on_failed_save", ["warn", "raise"])
@@ -177,5 +216,5 @@ def test_copies_share_what_was_shared_and_use_their_memory_again():
 
 
 def test_what_is_no_choice_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="asynchronous must be True or False, got 'wait'"):
+    with pytest.raises(TypeError, match="asynchronous must be True, False or None, got 'wait'"):
         AutoResume(tmp_path, asynchronous="wait")

@@ -79,8 +79,16 @@ def last_line(folder):
         ({}, 0, "`Trainer.fit` stopped: `max_epochs=2` reached"),
         ({"what": "SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again to resume"),
         ({"what": "SIGUSR1 before"}, STOPPED, "stopped by SIGUSR1 before the first batch. Run the same command again"),
-        ({"what": "full disk and SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again"),
-        ({"what": "full disk and SIGTERM", "arguments": {"on_failed_save": "raise"}}, 1, "could not be saved in"),
+        (
+            {"what": "full disk and SIGTERM", "arguments": {"asynchronous": False}},
+            STOPPED,
+            "stopped by SIGTERM at step 5. Run the same command again",
+        ),
+        (
+            {"what": "full disk and SIGTERM", "arguments": {"asynchronous": False, "on_failed_save": "raise"}},
+            1,
+            "could not be saved in",
+        ),
         ({"what": "raises"}, 1, "ZeroDivisionError: of the user"),
         ({"what": "raises", "ranks": 2}, 1, "ZeroDivisionError: of the user"),
         ({"what": "SIGINT"}, STOPPED, "stopped by SIGINT at step 5. Run the same command again"),

@@ -176,7 +176,9 @@ def script(folder: Path, options: dict[str, Any]) -> None:
         if options["seed"] is not None:
             seed_everything(options["seed"], verbose=False)
         ranks, strategy = options["ranks"], options["strategy"]
-        callbacks = [AutoResume(folder / "resume", every_n_train_steps=2, on_change=options["on_change"])]
+        callbacks = [
+            AutoResume(folder / "resume", every_n_train_steps=2, asynchronous=False, on_change=options["on_change"])
+        ]
         if options["kill"]:
             callbacks.append(Kill(*options["kill"]))
         is_sharded = strategy == "fsdp2"

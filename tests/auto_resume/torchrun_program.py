@@ -29,7 +29,7 @@ class KilledOnce(Callback):
 
 def train(folder: Path, name: str) -> None:
     """Train three epochs of five steps on two ranks, and write the weights of each."""
-    callbacks = [AutoResume(folder / "runs", every_n_train_steps=2), KilledOnce(folder, name)]
+    callbacks = [AutoResume(folder / "runs", every_n_train_steps=2, asynchronous=False), KilledOnce(folder, name)]
     trainer = Trainer(**QUIET, strategy="ddp", devices=2, max_epochs=3, callbacks=callbacks)
     with isolated_rng(seed=0):
         net = EvaluatedNet(dropout=0.2)

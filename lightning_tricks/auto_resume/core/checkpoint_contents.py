@@ -72,6 +72,16 @@ def object_pickle(values: Mapping[str, Any]) -> bytes:
     return stream.getvalue() if pickler.found else b""
 
 
+def plain_tensors(values: Mapping[str, Any]) -> list[Tensor] | None:
+    """Return the tensors in values that `load_plain_data` certainly reads as they are; None for other values."""
+    pickler = _ObjectPickler(io.BytesIO())
+    try:
+        pickler.dump(values)
+    except Exception:  # of an object that nothing can save
+        return None
+    return None if pickler.found else pickler.tensors
+
+
 def split_arguments(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the hyper-parameters in a checkpoint, which may hold any object, and what else is in it."""
     parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
