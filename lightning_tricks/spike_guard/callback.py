@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -28,13 +28,13 @@ from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
-from lightning_tricks._shared.rng import capture_rng_state
+from lightning_tricks._shared.rng import hold_rng_state
 from lightning_tricks._shared.tensors import local_part, tensors_in
 from lightning_tricks._shared.text import counted
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.functional import RobustBand
-from lightning_tricks.spike_guard.snapshot import Snapshots
+from lightning_tricks.spike_guard.snapshot import Snapshots, plain
 
 
 class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
@@ -46,7 +46,7 @@ class _Window:
     """Optimizer steps that are kept or left out together.
 
     Attributes:
-        snapshot: The state of the fit before them.
+        snapshot: The state of the fit before them, as `Snapshots` takes it.
         values: The loss and the norm of the gradients of each step that is not judged yet, shape (2,); infinity for
             what is not finite, -infinity for what does not count.
         ends: The index of the last batch of each of these steps.
@@ -202,7 +202,7 @@ class SpikeGuard(TrickCallback):
     ) -> None:
         """Log how many batches were left out."""
         if not trainer.barebones:
-            values = {"spike_guard/left_out_batches": torch.tensor(float(self._counts["left_out"]), device="cpu")}
+            values = {"spike_guard/left_out_batches": _number(self._counts["left_out"])}
             log_step_values(trainer, type(self).__name__, values)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -223,7 +223,7 @@ class SpikeGuard(TrickCallback):
 
     def mid_epoch_state(self) -> dict[str, Any]:
         """Return the steps not yet judged, with the snapshot before them."""
-        window = dict(vars(self._open)) if self._open is not None else {}
+        window = vars(self._open) | {"snapshot": plain(self._open.snapshot)} if self._open is not None else {}
         return {"window": window, "loss": self._loss, "left_out": self._left_out_in_epoch, "rows": self._rows}
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ class SpikeGuard(TrickCallback):
     def _fetched(self, trainer: Trainer, stage: str) -> None:
         """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
         if stage == "train" and self._open is not None and not num_batches_done(trainer):
-            self._open.snapshot["random"] = capture_rng_state()
+            self._open.snapshot["random"] = hold_rng_state()
 
     def _note_loss(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Run a training step, and note its loss."""
@@ -254,8 +254,9 @@ class SpikeGuard(TrickCallback):
                 )
         elif self._is_fresh:  # not at a further evaluation of LBFGS
             loss = loss.detach().to(trainer.strategy.root_device).float().max()
-            finite = torch.full_like(loss, -math.inf) if self._is_short else loss
-            loss = torch.where(loss.isfinite(), finite, math.inf)  # ranks agree on infinity, and not on NaN
+            loss = loss.nan_to_num(math.inf, math.inf, math.inf)  # ranks agree on infinity, and not on NaN
+            if self._is_short:
+                loss = torch.where(loss.isinf(), loss, -math.inf)
             self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
         return output
 
@@ -318,12 +319,14 @@ class SpikeGuard(TrickCallback):
     def _note_step(self, trainer: Trainer) -> None:
         """Note the values of a step that is complete."""
         window, device = cast(_Window, self._open), trainer.strategy.root_device
-        none = torch.full((), -math.inf, device=device)
-        loss, norm = (none if value is None else value.to(device, torch.float32) for value in (self._loss, self._norm))
+        loss, norm = (
+            torch.full((), -math.inf, device=device) if value is None else value.to(device, torch.float32)
+            for value in (self._loss, self._norm)
+        )
         self._loss = self._norm = None
         if self._is_short:
-            norm = torch.where(norm.isfinite(), none, norm)
-        window.values.append(torch.stack([loss, norm]).nan_to_num(-math.inf, math.inf, -math.inf))
+            norm = torch.where(norm.isfinite(), -math.inf, norm)
+        window.values.append(torch.stack([loss, norm]))
         window.ends.append(num_batches_done(trainer) - 1)
 
     def _close_window(self, trainer: Trainer) -> None:
@@ -337,7 +340,7 @@ class SpikeGuard(TrickCallback):
         window = self._open
         if window is None or not window.values:
             return None
-        values, ends = torch.stack(window.values), window.ends
+        values, ends = torch.stack(window.values).nan_to_num(-math.inf, math.inf, -math.inf), window.ends
         window.values, window.ends = [], []
         if self.mode == "rewind":
             values[-1, 0] = values[-1, 0].maximum(_infinite_weights(trainer))
@@ -380,6 +383,11 @@ class SpikeGuard(TrickCallback):
         rank_zero_warn(said)
 
 
+@lru_cache(maxsize=1)
+def _number(value: int) -> Tensor:
+    return torch.tensor(float(value), device="cpu")
+
+
 def _unskippable(what: str, needs: str = "") -> MisconfigurationException:
     return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind"{needs}.')
 
@@ -398,8 +406,8 @@ def _unscaled_norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:
     """Return the norm of an optimizer's gradients, shape (); NaN where a GradScaler may have made them overflow."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = gradient_norms(parameters).total
-    scaler, replacement = active_scaler(trainer), torch.full_like(norm, math.inf)
-    if scaler is not None and (scale := scale_of(scaler)) is not None:
-        norm = norm if is_unscaled(scaler, optimizer) else norm / scale
-        replacement = torch.where(scale > 1, math.nan, replacement)
-    return torch.where(norm.isfinite(), norm, replacement)
+    scaler = active_scaler(trainer)
+    if scaler is None or (scale := scale_of(scaler)) is None:
+        return norm.nan_to_num(math.inf, math.inf)
+    norm = norm if is_unscaled(scaler, optimizer) else norm / scale
+    return torch.where(norm.isfinite(), norm, torch.where(scale > 1, math.nan, math.inf))

@@ -14,14 +14,14 @@ from lightning_tricks._lightning_compat.flavor import Callback, Checkpoint, Trai
 from lightning_tricks._lightning_compat.left_out_steps import is_without_steps, restore_step_progress, step_progress
 from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
 from lightning_tricks._lightning_compat.trainer import active_scaler
-from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
+from lightning_tricks._shared.rng import hold_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks._shared.tensors import clone_tensors, parameters_of
 from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
 
 
 class Snapshots:
-    """Takes the state of a fit between two optimizer steps, as copied tensors and plain values, and goes back to it.
+    """Takes the state of a fit between two optimizer steps, of which `plain` makes plain values, and goes back to it.
 
     Args:
         trainer: The Trainer.
@@ -51,7 +51,7 @@ class Snapshots:
             "progress": step_progress(trainer),
             "loop": capture_loop_state(trainer),
             "in_epoch": {name: part.mid_epoch_state() for name, part in self._with_memory.items()},
-            "random": capture_rng_state(),
+            "random": hold_rng_state(),
         }
         if with_steps:
             averages, scaler = self._averages(), active_scaler(trainer)
@@ -73,7 +73,7 @@ class Snapshots:
 
     def go_back(self, snapshot: Mapping[str, Any]) -> None:
         """Go back to a snapshot, which stays as it is."""
-        module, trainer = self._module, self._trainer
+        module, trainer, snapshot = self._module, self._trainer, plain(snapshot)
         restore_step_state(module, snapshot["module"])
         restore_gradients(module, snapshot["gradients"])
         restore_step_progress(trainer, snapshot["progress"])
@@ -119,6 +119,11 @@ class Snapshots:
     def _step_counters(self, averages: Mapping[str, nn.Module]) -> dict[str, Callback]:
         """Return the callbacks that average weights, and the tricks that do something before each optimizer step."""
         return {name: self._named[name] for name in self._stepping | {name.rpartition(".")[0] for name in averages}}
+
+
+def plain(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a snapshot as copied tensors and plain values: parts may be functions that make them of what they hold."""
+    return {name: part() if callable(part) else part for name, part in snapshot.items()}
 
 
 def copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:
