@@ -52,16 +52,15 @@ def is_without_steps(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
-@contextmanager
-def hook_kept(trainer: Trainer) -> Iterator[None]:
-    """Let the module be in the hook of now again when the context is left, also by an error within another hook."""
-    module: Any = trainer.lightning_module
-    with needs_private("SpikeGuard"):
-        hook = module._current_fx_name
-    try:
-        yield
-    finally:
-        set_private(module, _current_fx_name=hook)
+@needs_private("SpikeGuard")
+def current_hook(trainer: Trainer) -> str | None:
+    """Return the hook of the module that runs."""
+    return trainer.lightning_module._current_fx_name
+
+
+def set_current_hook(trainer: Trainer, hook: str | None) -> None:
+    """Let the module be in a hook again, after an error within another one."""
+    set_private(trainer.lightning_module, _current_fx_name=hook)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.left_out_steps import around_steps, ends_step, hook_kept, is_without_steps
+from lightning_tricks._lightning_compat.left_out_steps import around_steps, current_hook, ends_step, is_without_steps, set_current_hook
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
@@ -141,7 +141,8 @@ class SpikeGuard(TrickCallback):
         self._open: _Window | None = None
         self._loss: Tensor | None = None  # of the present step
         self._norm: Tensor | None = None
-        self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = False  # the present batch
+        # of the present batch; one that is alone is in the epoch that has no steps
+        self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = self._is_alone = False
         self._left_out_in_epoch, self._rows = 0, list[int]()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -192,7 +193,7 @@ class SpikeGuard(TrickCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look whether it is an epoch's last batch with fewer rows, whose values spread more than those of others."""
-        self._is_fresh, self.has_left_out_batch = True, False
+        self._is_fresh, self.has_left_out_batch, self._is_alone = True, False, is_without_steps(trainer)
         rows = [len(tensor) for tensor in tensors_in(batch) if tensor.ndim]
         has_fewer = not rows or any(now < then for now, then in zip(rows, self._rows, strict=False))
         self._is_short, self._rows = has_fewer and is_last_batch(trainer), rows
@@ -253,8 +254,9 @@ class SpikeGuard(TrickCallback):
                     f'{type(output).__name__}: return the loss, or a dict with "loss", or use monitor="grad_norm".'
                 )
         elif self._is_fresh:  # not at a further evaluation of LBFGS
-            loss = loss.detach().to(trainer.strategy.root_device).float().max()
-            loss = loss.nan_to_num(math.inf, math.inf, math.inf)  # ranks agree on infinity, and not on NaN
+            loss = loss.detach().to(trainer.strategy.root_device, torch.float32)
+            # a copy; ranks agree on infinity, and not on NaN
+            loss = (loss.max() if loss.ndim else loss).nan_to_num(math.inf, math.inf, math.inf)
             if self._is_short:
                 loss = torch.where(loss.isinf(), loss, -math.inf)
             self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
@@ -263,7 +265,7 @@ class SpikeGuard(TrickCallback):
     def _closure(self, trainer: Trainer, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Call the closure of an optimizer's step, and leave it before weights change if "skip" finds a spike."""
         result = closure()
-        if is_without_steps(trainer):
+        if self._is_alone:
             return result
         if self._is_fresh and (self.mode == "skip" or self.monitor == "grad_norm"):
             norm = _unscaled_norm(trainer, optimizer)
@@ -284,25 +286,28 @@ class SpikeGuard(TrickCallback):
         window.batches += 1
         self._counts["batches"] += 1
         self._is_within_step = not ends_step(trainer)
+        hook = current_hook(trainer)
         try:
-            with hook_kept(trainer):
-                output = run()
+            output = run()
         except _LeftOut as left_out:
+            set_current_hook(trainer, hook)
             self._leave_out(trainer, *left_out.args)
             return {}
-        is_alone, is_last = is_without_steps(trainer), is_last_batch(trainer)
+        is_alone = self._is_alone
         if is_alone or not self._is_within_step:
             if self._is_fresh or self.mode == "rewind":  # or it was judged before the step
                 self._note_step(trainer)
             # the module may have called the closure alone
             self._is_within_step = self._is_fresh and is_automatic and not is_alone
-            is_last |= 0 <= trainer.max_steps <= trainer.global_step
             is_due = self.mode == "skip" or is_alone or len(window.ends) >= self.every_n_train_steps
-            if is_last or (is_due and not self._is_within_step):
+            if (is_due and not self._is_within_step) or self._is_last(trainer):
                 self._close_window(trainer)
         if self._open is not None:
             self._snapshots.add_before_next_batch(window.snapshot)
         return {} if self.has_left_out_batch else output
+
+    def _is_last(self, trainer: Trainer) -> bool:
+        return is_last_batch(trainer) or 0 <= trainer.max_steps <= trainer.global_step
 
     def _run_epoch(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Run the batches of an epoch, and judge the open steps if it was stopped."""
@@ -349,7 +354,7 @@ class SpikeGuard(TrickCallback):
         place = ("loss", "grad_norm").index(self.monitor)
         # a loss that is not finite is a spike of the norm as well, and a norm that a GradScaler skips is left to it
         judged = [math.inf if math.inf in row else row[place] for row in values.tolist()]
-        ignored = {-math.inf, *(filter(math.isfinite, judged) if is_without_steps(trainer) else ())}
+        ignored = {-math.inf, *(filter(math.isfinite, judged) if self._is_alone else ())}
         watched = [(end, value) for end, value in zip(ends, judged, strict=True) if value not in ignored]
         found = self._band.take([value for _, value in watched])
         if found is None:

@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import Callback, Checkpoint, Trainer
 from lightning_tricks._lightning_compat.left_out_steps import is_without_steps, restore_step_progress, step_progress
-from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
+from lightning_tricks._lightning_compat.results import (
+    capture_loop_state,
+    hold_loop_state,
+    named_callbacks,
+    restore_loop_state,
+)
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.rng import hold_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
@@ -49,7 +54,7 @@ class Snapshots:
             "module": copy_step_state(module, weights=with_steps or ()),
             "gradients": copy_gradients(module) if not module.automatic_optimization else {},
             "progress": step_progress(trainer),
-            "loop": capture_loop_state(trainer),
+            "loop": hold_loop_state(trainer),
             "in_epoch": {name: part.mid_epoch_state() for name, part in self._with_memory.items()},
             "random": hold_rng_state(),
         }
