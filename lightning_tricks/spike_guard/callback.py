@@ -23,12 +23,17 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.left_out_steps import around_steps, current_hook, ends_step, is_without_steps, set_current_hook
+from lightning_tricks._lightning_compat.left_out_steps import (
+    around_steps,
+    current_hook,
+    ends_step,
+    is_without_steps,
+    set_current_hook,
+)
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
-from lightning_tricks._shared.rng import hold_rng_state
 from lightning_tricks._shared.tensors import local_part, tensors_in
 from lightning_tricks._shared.text import counted
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
@@ -241,7 +246,7 @@ class SpikeGuard(TrickCallback):
     def _fetched(self, trainer: Trainer, stage: str) -> None:
         """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
         if stage == "train" and self._open is not None and not num_batches_done(trainer):
-            self._open.snapshot["random"] = hold_rng_state()
+            self._open.snapshot["random"] = self._snapshots.random_state()
 
     def _note_loss(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Run a training step, and note its loss."""
@@ -406,7 +411,6 @@ def _infinite_weights(trainer: Trainer) -> Tensor:
     return torch.full((), math.inf, device=device).where(~are_finite, -math.inf)
 
 
-@torch.no_grad()
 def _unscaled_norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:
     """Return the norm of an optimizer's gradients, shape (); NaN where a GradScaler may have made them overflow."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

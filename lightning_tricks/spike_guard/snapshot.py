@@ -19,7 +19,7 @@ from lightning_tricks._lightning_compat.results import (
     restore_loop_state,
 )
 from lightning_tricks._lightning_compat.trainer import active_scaler
-from lightning_tricks._shared.rng import hold_rng_state, restore_rng_state
+from lightning_tricks._shared.rng import HeldRngState, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks._shared.tensors import clone_tensors, parameters_of
 from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
@@ -36,6 +36,7 @@ class Snapshots:
 
     def __init__(self, trainer: Trainer, guard: Callback, *, with_steps: bool) -> None:
         self._trainer, self._module, self._with_steps = trainer, trainer.lightning_module, with_steps
+        self._random: HeldRngState | None = None  # the last one
         self._named = named_callbacks(trainer)
         # Those that only observe have counts, and the others none
         self._tricks = {name: c for name, c in self._named.items() if isinstance(c, TrickCallback)}
@@ -56,7 +57,7 @@ class Snapshots:
             "progress": step_progress(trainer),
             "loop": hold_loop_state(trainer),
             "in_epoch": {name: part.mid_epoch_state() for name, part in self._with_memory.items()},
-            "random": hold_rng_state(),
+            "random": self.random_state(),
         }
         if with_steps:
             averages, scaler = self._averages(), active_scaler(trainer)
@@ -69,6 +70,11 @@ class Snapshots:
                 "averages": {name: copy_step_state(average, weights=True) for name, average in averages.items()},
             }
         return snapshot
+
+    def random_state(self) -> HeldRngState:
+        """Return the state of the random number generators."""
+        self._random = HeldRngState(self._random)
+        return self._random
 
     def add_before_next_batch(self, snapshot: dict[str, Any]) -> None:
         """Add to a snapshot what changes only after its first batch was run: counts of observers, schedules."""
@@ -96,6 +102,7 @@ class Snapshots:
             for optimizer, options in zip(trainer.optimizers, snapshot["options"], strict=True):
                 restore_group_options(optimizer, clone_tensors(options))
         restore_rng_state(snapshot["random"])
+        self._random = None  # what numpy has now may have been captured before
 
     def _take_back_steps(self, snapshot: Mapping[str, Any]) -> None:
         for optimizer, copied in zip(self._trainer.optimizers, snapshot["optimizers"], strict=True):
