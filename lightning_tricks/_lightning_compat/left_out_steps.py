@@ -53,14 +53,10 @@ def is_without_steps(trainer: Trainer) -> bool:
 
 
 @needs_private("SpikeGuard")
-def current_hook(trainer: Trainer) -> str | None:
-    """Return the hook of the module that runs."""
-    return trainer.lightning_module._current_fx_name
-
-
-def set_current_hook(trainer: Trainer, hook: str | None) -> None:
-    """Let the module be in a hook again, after an error within another one."""
-    set_private(trainer.lightning_module, _current_fx_name=hook)
+def hook_setter(trainer: Trainer) -> Callable[[], None]:
+    """Return a function that lets the module be in the hook of now again, after an error within another one."""
+    module: Any = trainer.lightning_module
+    return partial(set_private, module, _current_fx_name=module._current_fx_name)
 
 
 @contextmanager

@@ -22,17 +22,16 @@ def capture_loop_state(trainer: Trainer) -> dict[str, Any]:
     return hold_loop_state(trainer)()
 
 
+_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
 @needs_private("AutoResume")
 def hold_loop_state(trainer: Trainer) -> Callable[[], dict[str, Any]]:
     """Return a function that makes of what is there now what `capture_loop_state` returns."""
     connector, fit = trainer._logger_connector, trainer.fit_loop
     validation = fit.epoch_loop.val_loop
     held = {
-        "logged": {
-            "_callback_metrics": dict(connector._callback_metrics),
-            "_logged_metrics": dict(connector._logged_metrics),
-            "_progress_bar_metrics": dict(connector._progress_bar_metrics),
-        },
+        "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
         "current_fx": connector._current_fx,
         "first_loop_iter": connector._first_loop_iter,
         "should_stop": bool(trainer.should_stop),

@@ -15,7 +15,6 @@ import torch
 
 MAX_SEED = 2**32 - 1  # numpy's limit, the narrowest of the three libraries
 _ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG")
-_NUM_WORDS = 624  # of MT19937
 _RNGS = ("python", "numpy", "torch", "cuda")
 
 
@@ -140,20 +139,17 @@ class HeldRngState:
     """
 
     def __init__(self, before: HeldRngState | None = None) -> None:
-        self._numpy: Any = None
         self._python, self._torch = random.getstate(), torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._words = _numpy_words()
-        if before is not None and self._words and self._words == before._words:
-            self._numpy = before._numpy
-            return
-        state = np.random.get_state(legacy=True)
-        if not isinstance(state, tuple):
+        is_kept = before is not None and self._words and self._words == before._words
+        self._numpy: Any = before._numpy if before is not None and is_kept else np.random.get_state(legacy=True)
+        if not isinstance(self._numpy, tuple):
             raise ValueError(
-                f"numpy's global generator is {state['bit_generator']}; its state can be captured only when it is "
-                "numpy's default, MT19937 (np.random.set_bit_generator chooses it)."
+                f"numpy's global generator is {self._numpy['bit_generator']}; its state can be captured only when it "
+                "is numpy's default, MT19937 (np.random.set_bit_generator chooses it)."
             )
-        self._numpy, (_, key, position, has_gauss, _) = state, state
+        _, key, position, has_gauss, _ = self._numpy
         # a Gaussian that is cached stands elsewhere, and is used without a new word
         if has_gauss or self._words != key.tobytes() + np.intc(position).tobytes():
             self._words = b""
@@ -172,9 +168,9 @@ class HeldRngState:
 
 def _numpy_words() -> bytes:
     """Return the words and the position of numpy's global generator; nothing for one that is not its default."""
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
-    size = (_NUM_WORDS + 1) * np.dtype(np.uint32).itemsize
-    return string_at(generator.ctypes.state_address, size) if type(generator) is np.random.MT19937 else b""
+    get_generator = getattr(np.random, "get_bit_generator", None)  # numpy 1.24
+    generator = get_generator and get_generator()
+    return string_at(generator.ctypes.state_address, 4 * (624 + 1)) if type(generator) is np.random.MT19937 else b""
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:

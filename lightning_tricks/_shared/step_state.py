@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from lightning_tricks._shared.tensors import outside_inference_mode
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.modules import named_buffers, own_buffers
+from lightning_tricks._torch_compat.modules import own_buffers
 
 _VALUES = ("_computed", "_forward_cache")  # of a metric, beside its states
 _PLAIN = (Tensor, int, float, type(None))  # its counts and flags, and what wrappers of metrics keep
@@ -30,7 +30,7 @@ def copy_step_state(module: nn.Module, *, weights: Container[str] | Literal[True
     """
     parts, named = [*module.named_modules()], module.named_parameters() if weights else ()
     return {
-        "buffers": {name: _copied(own) for name, own in named_buffers(parts)},
+        "buffers": {name: _copied(own) for name, part in parts if (own := own_buffers(part))},
         "weights": _copied({n: p for n, p in named if weights is True or n in weights}),
         "metrics": {
             name: _copied({k: v for k, v in vars(part).items() if k in kept or isinstance(v, _PLAIN)})

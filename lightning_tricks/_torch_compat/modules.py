@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -43,12 +43,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers that a module itself registers; what is set in the dict is set in the module."""
     with needs_private(_USERS):
         return module._buffers
-
-
-def named_buffers(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, dict[str, Tensor | None]]]:
-    """Return `own_buffers` of those of named modules that register one, in a third of the time."""
-    with needs_private(_USERS):
-        return [(name, part._buffers) for name, part in parts if part._buffers]
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

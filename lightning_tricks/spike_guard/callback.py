@@ -23,13 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.left_out_steps import (
-    around_steps,
-    current_hook,
-    ends_step,
-    is_without_steps,
-    set_current_hook,
-)
+from lightning_tricks._lightning_compat.left_out_steps import around_steps, ends_step, hook_setter, is_without_steps
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
@@ -291,20 +285,19 @@ class SpikeGuard(TrickCallback):
         window.batches += 1
         self._counts["batches"] += 1
         self._is_within_step = not ends_step(trainer)
-        hook = current_hook(trainer)
+        set_hook = hook_setter(trainer)
         try:
             output = run()
         except _LeftOut as left_out:
-            set_current_hook(trainer, hook)
+            set_hook()
             self._leave_out(trainer, *left_out.args)
             return {}
-        is_alone = self._is_alone
-        if is_alone or not self._is_within_step:
+        if self._is_alone or not self._is_within_step:
             if self._is_fresh or self.mode == "rewind":  # or it was judged before the step
                 self._note_step(trainer)
             # the module may have called the closure alone
-            self._is_within_step = self._is_fresh and is_automatic and not is_alone
-            is_due = self.mode == "skip" or is_alone or len(window.ends) >= self.every_n_train_steps
+            self._is_within_step = self._is_fresh and is_automatic and not self._is_alone
+            is_due = self.mode == "skip" or self._is_alone or len(window.ends) >= self.every_n_train_steps
             if (is_due and not self._is_within_step) or self._is_last(trainer):
                 self._close_window(trainer)
         if self._open is not None:
@@ -329,10 +322,10 @@ class SpikeGuard(TrickCallback):
     def _note_step(self, trainer: Trainer) -> None:
         """Note the values of a step that is complete."""
         window, device = cast(_Window, self._open), trainer.strategy.root_device
-        loss, norm = (
-            torch.full((), -math.inf, device=device) if value is None else value.to(device, torch.float32)
-            for value in (self._loss, self._norm)
+        noted = (
+            torch.full((), -math.inf, device=device) if value is None else value for value in (self._loss, self._norm)
         )
+        loss, norm = (value.to(device, torch.float32) for value in noted)
         self._loss = self._norm = None
         if self._is_short:
             norm = torch.where(norm.isfinite(), -math.inf, norm)

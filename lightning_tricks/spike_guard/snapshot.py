@@ -12,12 +12,7 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import Callback, Checkpoint, Trainer
 from lightning_tricks._lightning_compat.left_out_steps import is_without_steps, restore_step_progress, step_progress
-from lightning_tricks._lightning_compat.results import (
-    capture_loop_state,
-    hold_loop_state,
-    named_callbacks,
-    restore_loop_state,
-)
+from lightning_tricks._lightning_compat.results import hold_loop_state, named_callbacks, restore_loop_state
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.rng import HeldRngState, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
@@ -88,7 +83,7 @@ class Snapshots:
         restore_step_state(module, snapshot["module"])
         restore_gradients(module, snapshot["gradients"])
         restore_step_progress(trainer, snapshot["progress"])
-        now = capture_loop_state(trainer)  # what is not taken back: that the batch has begun, and wishes to stop
+        now = hold_loop_state(trainer)()  # what is not taken back: that the batch has begun, and wishes to stop
         restore_loop_state(trainer, now | {key: snapshot["loop"][key] for key in ("logged", "current_fx", "results")})
         for name, state in snapshot["in_epoch"].items():
             self._with_memory[name].load_mid_epoch_state(state)
