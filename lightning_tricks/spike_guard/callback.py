@@ -322,9 +322,7 @@ class SpikeGuard(TrickCallback):
     def _note_step(self, trainer: Trainer) -> None:
         """Note the values of a step that is complete."""
         window, device = cast(_Window, self._open), trainer.strategy.root_device
-        noted = (
-            torch.full((), -math.inf, device=device) if value is None else value for value in (self._loss, self._norm)
-        )
+        noted = (torch.full((), -math.inf, device=device) if v is None else v for v in (self._loss, self._norm))
         loss, norm = (value.to(device, torch.float32) for value in noted)
         self._loss = self._norm = None
         if self._is_short:
