@@ -18,7 +18,7 @@ Around = Callable[[Callable[[], Any]], Any]  # is given what it wraps, and retur
 @needs_private("SpikeGuard")
 def step_progress(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the counts of steps, of which `global_step` is one, as plain values."""
-    return [part.state_dict() for part in _progresses(trainer)]
+    return [_counts(part) for part in _progresses(trainer)]
 
 
 @needs_private("SpikeGuard")
@@ -26,6 +26,12 @@ def restore_step_progress(trainer: Trainer, progress: list[dict[str, Any]]) -> N
     """Restore what `step_progress` returned."""
     for part, state in zip(_progresses(trainer), progress, strict=True):
         part.load_state_dict(state)
+
+
+def _counts(part: Any) -> dict[str, Any]:
+    """Return what `state_dict` of a progress does, which calls `dataclasses.asdict`, in a tenth of the time."""
+    held = vars(part)
+    return dict(held) if "ready" in held else {name: _counts(value) for name, value in held.items()}
 
 
 def _progresses(trainer: Trainer) -> list[Any]:
@@ -46,16 +52,11 @@ def is_without_steps(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
-@contextmanager
-def hook_kept(trainer: Trainer) -> Iterator[None]:
-    """Let the module be in the hook of now again when the context is left, also by an error within another hook."""
+@needs_private("SpikeGuard")
+def hook_setter(trainer: Trainer) -> Callable[[], None]:
+    """Return a function that lets the module be in the hook of now again, after an error within another one."""
     module: Any = trainer.lightning_module
-    with needs_private("SpikeGuard"):
-        hook = module._current_fx_name
-    try:
-        yield
-    finally:
-        set_private(module, _current_fx_name=hook)
+    return partial(set_private, module, _current_fx_name=module._current_fx_name)
 
 
 @contextmanager

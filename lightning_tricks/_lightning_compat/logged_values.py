@@ -32,6 +32,8 @@ def log_step_values(trainer: Trainer, source: str, values: Mapping[str, Tensor])
         results: Any = trainer.fit_loop.epoch_loop._results  # as `trainer._results`, which looks for the loop that runs
         for name, value in values.items():
             known = results.get(f"{source}.{name}")
+            if known is not None and known.value is value and not known.has_reset:
+                continue
             if known is not None and known.value.device == value.device and known.value.dtype == value.dtype:
                 set_private(known, value=value, _forward_cache=value, has_reset=False)  # as `update` does with a copy
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,28 +17,37 @@ if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import Callback, Trainer
 
 
-@needs_private("AutoResume")
 def capture_loop_state(trainer: Trainer) -> dict[str, Any]:
     """Return what no checkpoint of the Trainer holds: values logged in this epoch, and when loaders were reloaded."""
+    return hold_loop_state(trainer)()
+
+
+_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+@needs_private("AutoResume")
+def hold_loop_state(trainer: Trainer) -> Callable[[], dict[str, Any]]:
+    """Return a function that makes of what is there now what `capture_loop_state` returns."""
     connector, fit = trainer._logger_connector, trainer.fit_loop
-    has_metrics = not all(item.is_tensor for item in fit.epoch_loop._results.values())
-    paths = {id(metric): path for path, metric in _named_metrics(trainer)} if has_metrics else {}
-    return {
-        "logged": {
-            name: dict(getattr(connector, name))
-            for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-        },
+    validation = fit.epoch_loop.val_loop
+    held = {
+        "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
         "current_fx": connector._current_fx,
         "first_loop_iter": connector._first_loop_iter,
         "should_stop": bool(trainer.should_stop),
-        "reloaded": [fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
-        "validated": dict(fit.epoch_loop.val_loop._seen_batches_per_dataloader),  # the steps of what it logs
-        "results": [
-            _result_state(trainer, key, item, paths)
-            for key, item in fit.epoch_loop._results.items()
-            if item.meta.sync.group is None
-        ],
+        "reloaded": [fit._last_train_dl_reload_epoch, validation._last_val_dl_reload_epoch],
+        "validated": dict(validation._seen_batches_per_dataloader),  # the steps of what it logs
     }
+    items = [(key, dict(vars(item))) for key, item in fit.epoch_loop._results.items()]
+
+    @needs_private("AutoResume")
+    def state() -> dict[str, Any]:
+        has_metrics = not all(item["is_tensor"] for _, item in items)
+        paths = {id(metric): path for path, metric in _named_metrics(trainer)} if has_metrics else {}
+        kept = (named for named in items if named[1]["meta"].sync.group is None)
+        return held | {"results": [_result_state(trainer, key, item, paths) for key, item in kept]}
+
+    return state
 
 
 @needs_private("AutoResume")
@@ -92,8 +101,8 @@ def _metrics_in(path: str, value: Any, parents: tuple[int, ...] = ()) -> Iterato
                 yield from _metrics_in(f"{path}.{name}", part, (*parents, id(value)))
 
 
-def _result_state(trainer: Trainer, key: str, item: Any, paths: Mapping[int, str]) -> dict[str, Any]:
-    meta, sync = item.meta, item.meta.sync
+def _result_state(trainer: Trainer, key: str, item: Mapping[str, Any], paths: Mapping[int, str]) -> dict[str, Any]:
+    meta, sync, is_tensor = item["meta"], item["meta"].sync, item["is_tensor"]
     plain = {name: getattr(meta, name) for name in _RESULT_FIELDS}
     plain |= {"reduce_fx": meta.reduce_fx.__name__, "dataloader_idx": meta.dataloader_idx}
     plain |= {"metric_attribute": meta.metric_attribute}
@@ -102,11 +111,11 @@ def _result_state(trainer: Trainer, key: str, item: Any, paths: Mapping[int, str
         "meta": plain,
         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
         "reduces": sync.fn == trainer.strategy.reduce,
-        "is_tensor": item.is_tensor,
-        "metric": None if item.is_tensor else paths.get(id(getattr(item, "value", None))),
-        "value": item.value if item.is_tensor else None,
-        "cumulated_batch_size": item.cumulated_batch_size if item.is_tensor and meta.is_mean_reduction else None,
-        "state": {name: getattr(item, name) for name in ("has_reset", "_update_count", "_computed", "_forward_cache")},
+        "is_tensor": is_tensor,
+        "metric": None if is_tensor else paths.get(id(item.get("value"))),
+        "value": item["value"] if is_tensor else None,
+        "cumulated_batch_size": item["cumulated_batch_size"] if is_tensor and meta.is_mean_reduction else None,
+        "state": {name: item[name] for name in ("has_reset", "_update_count", "_computed", "_forward_cache")},
     }
 
 

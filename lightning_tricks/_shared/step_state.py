@@ -35,7 +35,7 @@ def copy_step_state(module: nn.Module, *, weights: Container[str] | Literal[True
         "metrics": {
             name: _copied({k: v for k, v in vars(part).items() if k in kept or isinstance(v, _PLAIN)})
             for name, part in parts
-            if isinstance(part, Metric) and (kept := {*part.metric_state, *_VALUES})
+            if Metric in type(part).__mro__ and (kept := {*part.metric_state, *_VALUES})
         },
     }
 

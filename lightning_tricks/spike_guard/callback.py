@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -23,18 +23,17 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.left_out_steps import around_steps, ends_step, hook_kept, is_without_steps
+from lightning_tricks._lightning_compat.left_out_steps import around_steps, ends_step, hook_setter, is_without_steps
 from lightning_tricks._lightning_compat.logged_values import log_step_values
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._lightning_compat.trainer import active_scaler
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
-from lightning_tricks._shared.rng import capture_rng_state
 from lightning_tricks._shared.tensors import local_part, tensors_in
 from lightning_tricks._shared.text import counted
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of
 from lightning_tricks.gradient_clipping.core.clipping import gradient_norms
 from lightning_tricks.spike_guard.functional import RobustBand
-from lightning_tricks.spike_guard.snapshot import Snapshots
+from lightning_tricks.spike_guard.snapshot import Snapshots, plain
 
 
 class _LeftOut(Exception):  # noqa: N818  # no error: it leaves the optimizer's step before weights change
@@ -46,7 +45,7 @@ class _Window:
     """Optimizer steps that are kept or left out together.
 
     Attributes:
-        snapshot: The state of the fit before them.
+        snapshot: The state of the fit before them, as `Snapshots` takes it.
         values: The loss and the norm of the gradients of each step that is not judged yet, shape (2,); infinity for
             what is not finite, -infinity for what does not count.
         ends: The index of the last batch of each of these steps.
@@ -141,7 +140,8 @@ class SpikeGuard(TrickCallback):
         self._open: _Window | None = None
         self._loss: Tensor | None = None  # of the present step
         self._norm: Tensor | None = None
-        self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = False  # the present batch
+        # of the present batch; one that is alone is in the epoch that has no steps
+        self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = self._is_alone = False
         self._left_out_in_epoch, self._rows = 0, list[int]()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -192,7 +192,7 @@ class SpikeGuard(TrickCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look whether it is an epoch's last batch with fewer rows, whose values spread more than those of others."""
-        self._is_fresh, self.has_left_out_batch = True, False
+        self._is_fresh, self.has_left_out_batch, self._is_alone = True, False, is_without_steps(trainer)
         rows = [len(tensor) for tensor in tensors_in(batch) if tensor.ndim]
         has_fewer = not rows or any(now < then for now, then in zip(rows, self._rows, strict=False))
         self._is_short, self._rows = has_fewer and is_last_batch(trainer), rows
@@ -202,7 +202,7 @@ class SpikeGuard(TrickCallback):
     ) -> None:
         """Log how many batches were left out."""
         if not trainer.barebones:
-            values = {"spike_guard/left_out_batches": torch.tensor(float(self._counts["left_out"]), device="cpu")}
+            values = {"spike_guard/left_out_batches": _number(self._counts["left_out"])}
             log_step_values(trainer, type(self).__name__, values)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -223,7 +223,7 @@ class SpikeGuard(TrickCallback):
 
     def mid_epoch_state(self) -> dict[str, Any]:
         """Return the steps not yet judged, with the snapshot before them."""
-        window = dict(vars(self._open)) if self._open is not None else {}
+        window = vars(self._open) | {"snapshot": plain(self._open.snapshot)} if self._open is not None else {}
         return {"window": window, "loss": self._loss, "left_out": self._left_out_in_epoch, "rows": self._rows}
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ class SpikeGuard(TrickCallback):
     def _fetched(self, trainer: Trainer, stage: str) -> None:
         """Keep what the loader has drawn for a whole epoch, such as an order, with its first batch."""
         if stage == "train" and self._open is not None and not num_batches_done(trainer):
-            self._open.snapshot["random"] = capture_rng_state()
+            self._open.snapshot["random"] = self._snapshots.random_state()
 
     def _note_loss(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Run a training step, and note its loss."""
@@ -253,16 +253,18 @@ class SpikeGuard(TrickCallback):
                     f'{type(output).__name__}: return the loss, or a dict with "loss", or use monitor="grad_norm".'
                 )
         elif self._is_fresh:  # not at a further evaluation of LBFGS
-            loss = loss.detach().to(trainer.strategy.root_device).float().max()
-            finite = torch.full_like(loss, -math.inf) if self._is_short else loss
-            loss = torch.where(loss.isfinite(), finite, math.inf)  # ranks agree on infinity, and not on NaN
+            loss = loss.detach().to(trainer.strategy.root_device, torch.float32)
+            # a copy; ranks agree on infinity, and not on NaN
+            loss = (loss.max() if loss.ndim else loss).nan_to_num(math.inf, math.inf, math.inf)
+            if self._is_short:
+                loss = torch.where(loss.isinf(), loss, -math.inf)
             self._loss = loss if self._loss is None else torch.maximum(self._loss, loss)
         return output
 
     def _closure(self, trainer: Trainer, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Call the closure of an optimizer's step, and leave it before weights change if "skip" finds a spike."""
         result = closure()
-        if is_without_steps(trainer):
+        if self._is_alone:
             return result
         if self._is_fresh and (self.mode == "skip" or self.monitor == "grad_norm"):
             norm = _unscaled_norm(trainer, optimizer)
@@ -283,25 +285,27 @@ class SpikeGuard(TrickCallback):
         window.batches += 1
         self._counts["batches"] += 1
         self._is_within_step = not ends_step(trainer)
+        set_hook = hook_setter(trainer)
         try:
-            with hook_kept(trainer):
-                output = run()
+            output = run()
         except _LeftOut as left_out:
+            set_hook()
             self._leave_out(trainer, *left_out.args)
             return {}
-        is_alone, is_last = is_without_steps(trainer), is_last_batch(trainer)
-        if is_alone or not self._is_within_step:
+        if self._is_alone or not self._is_within_step:
             if self._is_fresh or self.mode == "rewind":  # or it was judged before the step
                 self._note_step(trainer)
             # the module may have called the closure alone
-            self._is_within_step = self._is_fresh and is_automatic and not is_alone
-            is_last |= 0 <= trainer.max_steps <= trainer.global_step
-            is_due = self.mode == "skip" or is_alone or len(window.ends) >= self.every_n_train_steps
-            if is_last or (is_due and not self._is_within_step):
+            self._is_within_step = self._is_fresh and is_automatic and not self._is_alone
+            is_due = self.mode == "skip" or self._is_alone or len(window.ends) >= self.every_n_train_steps
+            if (is_due and not self._is_within_step) or self._is_last(trainer):
                 self._close_window(trainer)
         if self._open is not None:
             self._snapshots.add_before_next_batch(window.snapshot)
         return {} if self.has_left_out_batch else output
+
+    def _is_last(self, trainer: Trainer) -> bool:
+        return is_last_batch(trainer) or 0 <= trainer.max_steps <= trainer.global_step
 
     def _run_epoch(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         """Run the batches of an epoch, and judge the open steps if it was stopped."""
@@ -318,12 +322,12 @@ class SpikeGuard(TrickCallback):
     def _note_step(self, trainer: Trainer) -> None:
         """Note the values of a step that is complete."""
         window, device = cast(_Window, self._open), trainer.strategy.root_device
-        none = torch.full((), -math.inf, device=device)
-        loss, norm = (none if value is None else value.to(device, torch.float32) for value in (self._loss, self._norm))
+        noted = (torch.full((), -math.inf, device=device) if v is None else v for v in (self._loss, self._norm))
+        loss, norm = (value.to(device, torch.float32) for value in noted)
         self._loss = self._norm = None
         if self._is_short:
-            norm = torch.where(norm.isfinite(), none, norm)
-        window.values.append(torch.stack([loss, norm]).nan_to_num(-math.inf, math.inf, -math.inf))
+            norm = torch.where(norm.isfinite(), -math.inf, norm)
+        window.values.append(torch.stack([loss, norm]))
         window.ends.append(num_batches_done(trainer) - 1)
 
     def _close_window(self, trainer: Trainer) -> None:
@@ -337,7 +341,7 @@ class SpikeGuard(TrickCallback):
         window = self._open
         if window is None or not window.values:
             return None
-        values, ends = torch.stack(window.values), window.ends
+        values, ends = torch.stack(window.values).nan_to_num(-math.inf, math.inf, -math.inf), window.ends
         window.values, window.ends = [], []
         if self.mode == "rewind":
             values[-1, 0] = values[-1, 0].maximum(_infinite_weights(trainer))
@@ -346,7 +350,7 @@ class SpikeGuard(TrickCallback):
         place = ("loss", "grad_norm").index(self.monitor)
         # a loss that is not finite is a spike of the norm as well, and a norm that a GradScaler skips is left to it
         judged = [math.inf if math.inf in row else row[place] for row in values.tolist()]
-        ignored = {-math.inf, *(filter(math.isfinite, judged) if is_without_steps(trainer) else ())}
+        ignored = {-math.inf, *(filter(math.isfinite, judged) if self._is_alone else ())}
         watched = [(end, value) for end, value in zip(ends, judged, strict=True) if value not in ignored]
         found = self._band.take([value for _, value in watched])
         if found is None:
@@ -380,6 +384,11 @@ class SpikeGuard(TrickCallback):
         rank_zero_warn(said)
 
 
+@lru_cache(maxsize=1)
+def _number(value: int) -> Tensor:
+    return torch.tensor(float(value), device="cpu")
+
+
 def _unskippable(what: str, needs: str = "") -> MisconfigurationException:
     return MisconfigurationException(f'SpikeGuard("skip") cannot leave out a step under {what}: use "rewind"{needs}.')
 
@@ -393,13 +402,12 @@ def _infinite_weights(trainer: Trainer) -> Tensor:
     return torch.full((), math.inf, device=device).where(~are_finite, -math.inf)
 
 
-@torch.no_grad()
 def _unscaled_norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:
     """Return the norm of an optimizer's gradients, shape (); NaN where a GradScaler may have made them overflow."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = gradient_norms(parameters).total
-    scaler, replacement = active_scaler(trainer), torch.full_like(norm, math.inf)
-    if scaler is not None and (scale := scale_of(scaler)) is not None:
-        norm = norm if is_unscaled(scaler, optimizer) else norm / scale
-        replacement = torch.where(scale > 1, math.nan, replacement)
-    return torch.where(norm.isfinite(), norm, replacement)
+    scaler = active_scaler(trainer)
+    if scaler is None or (scale := scale_of(scaler)) is None:
+        return norm.nan_to_num(math.inf, math.inf)
+    norm = norm if is_unscaled(scaler, optimizer) else norm / scale
+    return torch.where(norm.isfinite(), norm, torch.where(scale > 1, math.nan, math.inf))

@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import Callback, Checkpoint, Trainer
 from lightning_tricks._lightning_compat.left_out_steps import is_without_steps, restore_step_progress, step_progress
-from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
+from lightning_tricks._lightning_compat.results import hold_loop_state, named_callbacks, restore_loop_state
 from lightning_tricks._lightning_compat.trainer import active_scaler
-from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
+from lightning_tricks._shared.rng import HeldRngState, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
 from lightning_tricks._shared.tensors import clone_tensors, parameters_of
 from lightning_tricks.gradient_clipping.core.step_skipping import copy_group_options, restore_group_options
 
 
 class Snapshots:
-    """Takes the state of a fit between two optimizer steps, as copied tensors and plain values, and goes back to it.
+    """Takes the state of a fit between two optimizer steps, of which `plain` makes plain values, and goes back to it.
 
     Args:
         trainer: The Trainer.
@@ -31,6 +31,7 @@ class Snapshots:
 
     def __init__(self, trainer: Trainer, guard: Callback, *, with_steps: bool) -> None:
         self._trainer, self._module, self._with_steps = trainer, trainer.lightning_module, with_steps
+        self._random: HeldRngState | None = None  # the last one
         self._named = named_callbacks(trainer)
         # Those that only observe have counts, and the others none
         self._tricks = {name: c for name, c in self._named.items() if isinstance(c, TrickCallback)}
@@ -49,9 +50,9 @@ class Snapshots:
             "module": copy_step_state(module, weights=with_steps or ()),
             "gradients": copy_gradients(module) if not module.automatic_optimization else {},
             "progress": step_progress(trainer),
-            "loop": capture_loop_state(trainer),
+            "loop": hold_loop_state(trainer),
             "in_epoch": {name: part.mid_epoch_state() for name, part in self._with_memory.items()},
-            "random": capture_rng_state(),
+            "random": self.random_state(),
         }
         if with_steps:
             averages, scaler = self._averages(), active_scaler(trainer)
@@ -65,6 +66,11 @@ class Snapshots:
             }
         return snapshot
 
+    def random_state(self) -> HeldRngState:
+        """Return the state of the random number generators."""
+        self._random = HeldRngState(self._random)
+        return self._random
+
     def add_before_next_batch(self, snapshot: dict[str, Any]) -> None:
         """Add to a snapshot what changes only after its first batch was run: counts of observers, schedules."""
         if "counts" not in snapshot:
@@ -73,11 +79,11 @@ class Snapshots:
 
     def go_back(self, snapshot: Mapping[str, Any]) -> None:
         """Go back to a snapshot, which stays as it is."""
-        module, trainer = self._module, self._trainer
+        module, trainer, snapshot = self._module, self._trainer, plain(snapshot)
         restore_step_state(module, snapshot["module"])
         restore_gradients(module, snapshot["gradients"])
         restore_step_progress(trainer, snapshot["progress"])
-        now = capture_loop_state(trainer)  # what is not taken back: that the batch has begun, and wishes to stop
+        now = hold_loop_state(trainer)()  # what is not taken back: that the batch has begun, and wishes to stop
         restore_loop_state(trainer, now | {key: snapshot["loop"][key] for key in ("logged", "current_fx", "results")})
         for name, state in snapshot["in_epoch"].items():
             self._with_memory[name].load_mid_epoch_state(state)
@@ -91,6 +97,7 @@ class Snapshots:
             for optimizer, options in zip(trainer.optimizers, snapshot["options"], strict=True):
                 restore_group_options(optimizer, clone_tensors(options))
         restore_rng_state(snapshot["random"])
+        self._random = None  # what numpy has now may have been captured before
 
     def _take_back_steps(self, snapshot: Mapping[str, Any]) -> None:
         for optimizer, copied in zip(self._trainer.optimizers, snapshot["optimizers"], strict=True):
@@ -119,6 +126,11 @@ class Snapshots:
     def _step_counters(self, averages: Mapping[str, nn.Module]) -> dict[str, Callback]:
         """Return the callbacks that average weights, and the tricks that do something before each optimizer step."""
         return {name: self._named[name] for name in self._stepping | {name.rpartition(".")[0] for name in averages}}
+
+
+def plain(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a snapshot as copied tensors and plain values: parts may be functions that make them of what they hold."""
+    return {name: part() if callable(part) else part for name, part in snapshot.items()}
 
 
 def copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks import seed_everything
+from lightning_tricks._shared.rng import HeldRngState
 from lightning_tricks.seeding import capture_rng_state, derive_seed, isolated_rng, isolated_seeding, restore_rng_state
 from tests.small import same
 
@@ -129,6 +130,18 @@ def test_a_restored_state_repeats_the_numbers(seed, odd_draws):
     assert _draw() != first
     restore_rng_state(state)
     assert _draw() == first
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(draws=st.lists(st.sampled_from(["uniform", "gaussian", "python", "torch", "seed", "nothing"]), max_size=12))
+def test_what_is_held_after_what_was_held_before_is_the_state_of_now(draws):
+    functions = {"uniform": np.random.rand, "gaussian": np.random.randn, "python": random.random}
+    functions |= {"torch": lambda: torch.rand(1), "seed": lambda: np.random.seed(3), "nothing": lambda: None}
+    held = HeldRngState()
+    for draw in draws:
+        functions[draw]()
+        held = HeldRngState(held)
+        assert same(held(), capture_rng_state())
 
 
 def test_a_state_loads_with_weights_only(tmp_path):

@@ -45,6 +45,16 @@ def test_the_limit_is_that_of_the_last_usual_values(values, window, threshold):
     assert again.limit() == band.limit()
 
 
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(st.floats(-10, 10) | st.just(0.0), min_size=1, max_size=30), threshold=st.floats(1e-3, 20))
+def test_no_value_up_to_the_largest_of_the_last_ones_is_a_spike(values, threshold):
+    band = RobustBand(threshold, window=20, warmup_steps=0)
+    for value in values:
+        limit, last = band.limit(), band.state_dict()["values"]
+        assert not last or limit >= max(last) or limit == pytest.approx(max(last))
+        assert (band.take([value]) is None) == (value <= max([limit, *last]))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_a_spike_from_the_first_value_on(value):
     band = RobustBand(math.inf, warmup_steps=100)
