@@ -67,8 +67,8 @@ class GradientClipping(TrickCallback):
 
     Logs `grad_norm/pre_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in which something was
     clipped), with `log_norm="all"` also `grad_norm/post_clip`, and with `on_nonfinite="skip"`
-    `grad_norm/skipped_steps`; with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ... The counts are
-    computed for the steps that are logged and at the end of an epoch, the norms in each step.
+    `grad_norm/skipped_steps`; with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ... Counts are
+    computed for the steps that are logged and at the end of an epoch, norms in each step.
 
     Args:
         max_norm: The largest norm allowed, > 0; None means 1.0, unless `method` is given. `float("inf")` logs the norms
