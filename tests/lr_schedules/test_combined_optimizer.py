@@ -2,7 +2,9 @@
 
 import copy
 import io
+import os
 import pickle
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -25,6 +27,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from lightning_tricks import (
+    AutoResume,
     GradientClipping,
     GradualUnfreezing,
     Microbatching,
@@ -32,6 +35,7 @@ from lightning_tricks import (
     ScheduleSpec,
     Tricks,
     TricksMixin,
+    seed_everything,
 )
 from lightning_tricks.ensembles import FastGeometricClassifier, VotingClassifier
 from lightning_tricks.lr_schedules import CombinedOptimizer, build_optimizer, build_schedule, parameter_groups
@@ -363,6 +367,30 @@ def test_resumes_from_a_checkpoint_of_lightning(kind, tmp_path):
     first = next(iter(trainer.optimizers[0].parts.values()))
     assert first.param_groups[0] is trainer.optimizers[0].param_groups[0]
     assert first.state is trainer.optimizers[0].state
+
+
+def test_a_killed_run_resumes_in_the_middle_of_an_epoch(tmp_path):
+    def run(folder, killed=False):
+        def kill(trainer, *_):
+            if killed and trainer.global_step == 17:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        started_at = []
+        seed_everything(1, verbose=False)
+        module = Small(schedule=ScheduleSpec("wsd", rest=ScheduleSpec("constant")))
+        resume = AutoResume(folder, every_n_train_steps=5)
+        hooks = Hooks(
+            on_train_batch_end=kill, on_train_start=lambda trainer, *_: started_at.append(trainer.global_step)
+        )
+        trainer = fit(module, resume, hooks, data=loader(shuffle=True), max_epochs=3)
+        return dict(module.state_dict()), trainer.optimizers[0].state_dict(), started_at
+
+    with pytest.raises(SystemExit):
+        fork(lambda rank: run(tmp_path / "killed", killed=True), 1)
+    *resumed, resumed_at = run(tmp_path / "killed")
+    *whole, _ = run(tmp_path / "whole")
+    assert resumed_at == [15]
+    assert same(resumed, whole)
 
 
 def test_two_fits_with_one_module():
