@@ -146,8 +146,6 @@ def main() -> None:
     specs = {ALONE: spec_of(ALONE, alone), BOTH: spec_of(BOTH, both, alone)}
     runs = {name: [fit(spec, seed) for seed in range(given.seeds)] for name, spec in specs.items()}
     found = figures(runs, [(BOTH, ALONE)])
-    found["learning rate"] = {ALONE: {"mean": alone, "lower": alone, "upper": alone}}
-    found["learning rate"][BOTH] = {"mean": both, "lower": both, "upper": both}
     steps = {name: stepping(False, spec) for name, spec in specs.items()}
     times = measure({**steps, "by hand": stepping(True, specs[BOTH])}, 40)
     for peer in ("by hand", ALONE):
