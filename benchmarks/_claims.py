@@ -247,6 +247,15 @@ CLAIMS = (
         ("optimizer state, over all weights", _PARAMETERS, "optimizer state, bytes"),
     ),
     _claim(
+        "muon",
+        "After 100 steps of a small transformer on digits, Muon with AdamW changes the test loss of AdamW alone by {0}",
+        ("test loss, minus AdamW's alone", "Muon and AdamW - AdamW", "test loss"),
+        ("test accuracy, %, minus AdamW's alone", "Muon and AdamW - AdamW", "test accuracy, %"),
+        ("test loss, AdamW alone", "AdamW", "test loss"),
+        ("an optimizer step, over both stepped by hand", "time of an optimizer step", "Muon and AdamW / by hand"),
+        ("an optimizer step, over AdamW's", "time of an optimizer step", "Muon and AdamW / AdamW"),
+    ),
+    _claim(
         "predictions",
         "Writing small predictions takes {0} times as long as not writing them, saving each batch {1} times",
         ("PredictionWriter, small batches", _PREDICTIONS, "PredictionWriter, pt"),

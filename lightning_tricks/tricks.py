@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -222,8 +222,7 @@ class Tricks:
         if isinstance(values["metrics_monitor"], torch.nn.Module):
             values["metrics_monitor"] = {"metrics": values["metrics_monitor"]}
         return {name: _to_plain(value) for name, value in values.items()} | {
-            name: spec and {part.name: _to_plain(getattr(spec, part.name)) for part in fields(spec)}
-            for name, spec in specs.items()
+            name: spec and _to_plain(asdict(spec)) for name, spec in specs.items()
         }
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks._lazy import public_packages
+from lightning_tricks.lr_schedules import CombinedOptimizer
 from tests.contract.processes import free_port
 
 BATCHES = 10
@@ -116,6 +117,9 @@ class Net(LightningModule):
             return torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.AdamW(parameters[2:], lr=0.01)
         if self.optimization == "sgd":
             return torch.optim.SGD(parameters, lr=0.01)
+        if self.optimization == "combined":
+            fused = torch.optim.AdamW(parameters[2:], lr=0.01, fused=True)
+            return CombinedOptimizer([torch.optim.SGD(parameters[:2], lr=0.01, momentum=0.9), fused])
         if self.optimization == "lbfgs":
             return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
         return torch.optim.AdamW(parameters, lr=0.01, fused=self.optimization == "fused")

@@ -40,6 +40,7 @@ from lightning_tricks.auto_resume.core.attributes.restoring import restore_chang
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, summarized
 from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_generator, kind_of
 from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
+from lightning_tricks.lr_schedules.core.combined_optimizer import CombinedOptimizer
 
 # Their attributes belong to the process, or another part of the state restores them
 _EXCLUDED_CALLBACKS = (
@@ -78,7 +79,9 @@ class AttributeOwners:
         """Return the module, the datamodule and the callbacks whose attributes are saved, by name."""
         trainer, datamodule = self.trainer, datamodule_of(self.trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._restored_by_others = set(map(id, (*trainer.optimizers, *schedulers, *averaged_models(trainer))))
+        combined = [one for one in trainer.optimizers if isinstance(one, CombinedOptimizer)]
+        parts = [part for one in combined for part in one.parts.values()]  # which share its state
+        self._restored_by_others = set(map(id, (*trainer.optimizers, *parts, *schedulers, *averaged_models(trainer))))
         callbacks = {
             name: callback
             for name, callback in named_callbacks(trainer).items()

@@ -305,9 +305,10 @@ class Gradients(ComparedPart):
             return True
         if callbacks_of_type(self.trainer, StochasticWeightAveraging):
             return True  # its epoch for batch statistics ends with a step by the gradients of the epoch before
-        # optimizers of torch call the closure first, which clears gradients; another one may climb along them before
+        # optimizers of torch, and CombinedOptimizer, call the closure first, which clears gradients; another one may
+        # climb along them before
         kinds = [type(optimizer) for optimizer in self.trainer.optimizers]
-        return any(not kind.__module__.startswith("torch.optim.") for kind in kinds)
+        return any(not kind.__module__.startswith(("torch.optim.", "lightning_tricks.")) for kind in kinds)
 
 
 class UnsavedOutline(Part):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -110,7 +110,7 @@ def parse_schedule(choice: Any) -> Any:
 def to_plain(choice: Any) -> Any:
     """Return a choice as plain values for a checkpoint; None for a function, which has none."""
     if isinstance(choice, OptimizerSpec | ScheduleSpec):
-        return {field.name: getattr(choice, field.name) for field in fields(choice)}
+        return asdict(choice)
     return choice if isinstance(choice, str | tuple | list | dict) else None
 
 

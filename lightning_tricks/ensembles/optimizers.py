@@ -31,20 +31,21 @@ _ELEMENTWISE = (
 def why_not_step_stacked(choice: Any, members: Sequence[nn.Module]) -> str:
     """Return why the optimizer of these members cannot step stacked parameters, or nothing."""
     if isinstance(choice, OptimizerSpec):
-        kind = choice.optimizer()
+        kinds = [part.optimizer() for part in choice.chain]
     elif isinstance(choice, tuple):
-        kind = OPTIMIZERS[choice[0]]
+        kinds = [OPTIMIZERS[choice[0]]]
     else:
         parameters = [_trainable([member]) for member in members]
         if not all(parameters) or any(map(nn.parameter.is_lazy, parameters[0])):
             return ""  # such members are not stacked, or not trained
         made = [_optimizer_of(choice, own) for own in parameters]
-        kind = type(made[0])
+        kinds = [type(made[0])]
         first, *others = (_groups_by_place(*pair) for pair in zip(made, parameters, strict=True))
         for index, other in enumerate(others, start=1):
             if len(first) != len(other) or not all(map(_are_equal, first, other)):
                 return f"the function optimizer= makes other parameter groups for member {index} than for member 0"
-    return "" if kind in _ELEMENTWISE else f"{kind.__name__} does not treat each element of a parameter separately"
+    others = [kind.__name__ for kind in kinds if kind not in _ELEMENTWISE]
+    return f"{others[0]} does not treat each element of a parameter separately" if others else ""
 
 
 def _groups_by_place(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:

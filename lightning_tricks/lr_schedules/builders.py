@@ -23,9 +23,12 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
+from lightning_tricks._shared.text import counted, list_names
+from lightning_tricks.lr_schedules.core.combined_optimizer import CombinedOptimizer
 from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
-from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups
-from lightning_tricks.lr_schedules.core.schedule_spec import RunTooShortError, ScheduleSpec
+from lightning_tricks.lr_schedules.core.parameter_groups import groups_of_part
+from lightning_tricks.lr_schedules.core.parameter_parts import Part, parts_of
+from lightning_tricks.lr_schedules.core.schedule_spec import Factor, RunTooShortError, ScheduleSpec
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 from lightning_tricks.lr_schedules.core.schedules import constant
 
@@ -35,7 +38,8 @@ _REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
 def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec) -> Optimizer:
     """Build the optimizer of a spec for the trainable parameters of a module.
 
-    Its parameter groups have names, which LearningRateMonitor shows and a log line lists.
+    Its parameter groups have names, which LearningRateMonitor shows and a log line lists. A spec with a `rest` makes a
+    `CombinedOptimizer`, and a log line for each of its parts says which parameters it steps.
 
     Args:
         module: The model, or a LightningModule in `configure_optimizers`; or multiple modules, such as the members of
@@ -43,7 +47,8 @@ def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec
         spec: The description.
 
     Raises:
-        ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only.
+        ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only; if an
+            optimizer of several has no parameters, some have no optimizer, or Muon does not say which it takes.
 
     Examples:
         >>> optimizer = build_optimizer(nn.Linear(2, 2), OptimizerSpec("SGD", weight_decay=5e-4))
@@ -51,7 +56,14 @@ def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec
         [('parameters', 0.0005), ('parameters, no decay', 0.0)]
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    groups = _merge_groups_by_name([group for module in modules for group in parameter_groups(module, spec)])
+    parts = zip(*(parts_of(module, spec) for module in modules), strict=True)  # of each optimizer, in all modules
+    optimizers = [_build_part(modules, of_modules) for of_modules in parts]
+    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
+
+
+def _build_part(modules: Sequence[nn.Module], parts: Sequence[Part]) -> Optimizer:
+    spec, name = parts[0].spec, parts[0].name
+    groups = _merge_groups_by_name([g for pair in zip(modules, parts, strict=True) for g in groups_of_part(*pair)])
     optimizer = spec.optimizer()
     defaults: dict[str, Any] = {"lr": spec.lr, **(spec.kwargs or {})}
     if "weight_decay" in inspect.signature(optimizer).parameters:
@@ -63,7 +75,14 @@ def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec
     if spec.fused is True or (spec.fused == "auto" and not other_kernel and _can_fuse(modules, optimizer, groups)):
         defaults["fused"] = True
     sizes = [f"{group['name']} ({sum(p.numel() for p in group['params']):,} values)" for group in groups]
-    rank_zero_info(f"{spec.name} with {len(groups)} parameter groups: {'; '.join(sizes)}.")
+    text = f"{spec.name} with {len(groups)} parameter groups: {'; '.join(sizes)}."
+    if name:
+        paths = [path for part in parts for path in part.parameters.values()]
+        text += f" It steps {counted(len(paths), 'parameter')}: {list_names(paths)}."
+    if passed_on := [path for part in parts for path in part.passed_on]:
+        count = counted(len(passed_on), "parameter")
+        text += f" {count} that `only` names and that are no matrices go to `rest`: {list_names(passed_on)}."
+    rank_zero_info(text)
     built: Optimizer = optimizer(groups, **defaults)
     return built
 
@@ -83,10 +102,24 @@ def build_schedule(
         The configuration, with its `interval`: without it, LightningCLI would step once per epoch.
 
     Raises:
-        ValueError: If the warm-up is longer than the `total` of the spec, milestones do not increase, or a length is
-            unknown. In a run that is too short for its schedule, the rate stays constant, with a warning.
+        ValueError: If the warm-up is longer than the `total` of the spec, milestones do not increase, a length is
+            unknown, or there are more schedules than optimizers. In a run that is too short for its schedule, the rate
+            stays constant, with a warning.
         MisconfigurationException: If the length of the run is needed and unknown.
     """
+    schedules, parts = spec.chain, getattr(optimizer, "parts", [optimizer])
+    if len(schedules) > len(parts):
+        raise ValueError(
+            f"ScheduleSpec(rest=...) describes {len(schedules)} schedules, and there are only {len(parts)} optimizers: "
+            "give the OptimizerSpec a rest, too."
+        )
+    factors = [_factor(one, trainer, n_optimizers) for one in schedules]
+    several = [*factors, *[factors[-1]] * (len(parts) - len(factors))]
+    scheduler = FactorLR(optimizer, several if len(factors) > 1 else factors[0])
+    return {"scheduler": scheduler, "interval": spec.interval, "frequency": 1}
+
+
+def _factor(spec: ScheduleSpec, trainer: Trainer, n_optimizers: int | None) -> Factor:
     total: float | None = None
     if spec.needs_total and spec.total is None:
         if spec.interval == "epoch":
@@ -94,14 +127,13 @@ def build_schedule(
         else:
             total = total_steps(trainer, n_optimizers=n_optimizers)
     try:
-        factor = spec.bind(total, partial(steps_in_epochs, trainer))
+        return spec.bind(total, partial(steps_in_epochs, trainer))
     except ValueError as error:
         if not is_fast_dev_run(trainer) and (total is None or not isinstance(error, RunTooShortError)):
             raise
         tell = rank_zero_info if is_fast_dev_run(trainer) else rank_zero_warn
         tell(f"The learning rate stays constant in this run, which is too short for its schedule: {error}")
-        factor = constant
-    return {"scheduler": FactorLR(optimizer, factor), "interval": spec.interval, "frequency": 1}
+        return constant
 
 
 def total_steps(trainer: Trainer, *, n_optimizers: int | None = None, remedy: str = _REMEDY) -> int:

@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_tricks._shared.fitting_table import FittingTable
     from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec, plot_schedule
 
-    names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
+    names = [part.name for part in fields(ScheduleSpec) if part.name not in ("total", "rest")]
     with errors_of_use(arguments):
         check_number("--lr", arguments.lr, above=0)
         spec = ScheduleSpec(**{name: getattr(arguments, name) for name in names})

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 from lightning_tricks import AutoResume, GradientClipping, seed_everything
+from lightning_tricks.lr_schedules import CombinedOptimizer
 from tests.small import QUIET, same
 
 STOPPED_AT, RESUMED_AT, BATCHES = 15, 14, 11
@@ -275,6 +276,11 @@ def _backwards(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters[::-1], **options)
 
 
+def _several(groups: Any, **options: Any) -> torch.optim.Optimizer:
+    """Step each group by an optimizer of its own."""
+    return CombinedOptimizer([torch.optim.SGD([group], **options) for group in groups])
+
+
 class Wrapper(torch.optim.SGD):
     """An optimizer around another one, whose groups it shares."""
 
@@ -387,6 +393,20 @@ EDITS = {
     "another optimizer": Edit({"optimizer": torch.optim.Adam, "options": {}}, refused=("optimizer 0: SGD -> Adam",)),
     "lr in a wrapper": Edit(
         {"lr": 0.01}, {"optimizer": Wrapper}, refused=("Wrapper.lr: 0.1 -> 0.01",), by_hand=_set_option("lr", 0.01)
+    ),
+    "lr in several optimizers": Edit(
+        {"lr": 0.01},
+        {"optimizer": _several, "groups": (0.0, 0.0)},
+        refused=(
+            r"CombinedOptimizer.groups\[0\].lr: 0.1 -> 0.01",
+            r"CombinedOptimizer.groups\[1\].lr: 0.1 -> 0.01",
+        ),
+        by_hand=_set_option("lr", 0.01),
+    ),
+    "another of several optimizers": Edit(
+        {"optimizer": torch.optim.SGD},
+        {"optimizer": _several, "groups": (0.0, 0.0)},
+        refused=("optimizer 0: CombinedOptimizer -> SGD",),
     ),
     "kernels of an optimizer": Edit(
         {"options": {"momentum": 0.9, "foreach": True}}, {"options": {"momentum": 0.9, "foreach": False}}

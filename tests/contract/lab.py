@@ -65,6 +65,12 @@ SETTINGS = {
             trainer={"precision": "bf16-mixed"},
         ),
         Setting(
+            "combined",
+            "fp16 with a GradScaler and a `CombinedOptimizer`, of which one is fused",
+            net={"optimization": "combined"},
+            fp16=True,
+        ),
+        Setting(
             "accumulation",
             "`accumulate_grad_batches=4` over 10 batches (a partial tail)",
             trainer={"accumulate_grad_batches": 4},

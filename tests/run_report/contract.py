@@ -30,7 +30,8 @@ def verify(lab: Lab, setting: Setting, callback: type = RunReport) -> None:
     assert record.curve("train/loss_step")[-1].value == facts.metrics["train/loss_step"]
     steps = 6 if setting.trainer.get("accumulate_grad_batches") else 20 // setting.ranks
     assert len(record.curve("train/loss_step")) == steps
-    assert len(record.curve("learning_rate" if setting.name != "manual" else "learning_rate/0")) == steps
+    rate = {"manual": "learning_rate/0", "combined": "learning_rate/0.0"}.get(setting.name, "learning_rate")
+    assert len(record.curve(rate)) == steps
     assert (record.status, record.epochs) == ("finished", 2)
     assert "train" in (path / "report.html").read_text(encoding="utf-8")
 

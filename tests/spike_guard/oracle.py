@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_tricks.lr_schedules import CombinedOptimizer
 from tests.small import QUIET, digits, real_fp16
 
 BATCH = 4
@@ -118,10 +119,11 @@ class Noisy(LightningModule):
 
     def configure_optimizers(self) -> Any:
         parameters = [*self.parameters()]
-        kinds = {
+        kinds: dict[str, Any] = {
             "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
             "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
             "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+            "combined": lambda p: CombinedOptimizer([kinds["sgd"](p[:2]), kinds["adamw"](p[2:])]),
             "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
         }
         if not self.automatic_optimization:

@@ -37,7 +37,7 @@ def guarded(folder, guard, *, poisoned, left_out=None, factor=1e4, batches=12, o
 
 
 @pytest.mark.parametrize(("monitor", "factor"), [("loss", 1e4), ("grad_norm", 1e6), ("loss", NAN)])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused", "combined"])
 def test_a_skipped_batch_was_never_there(monitor, factor, optimizer, tmp_path):
     guard = SpikeGuard(monitor=monitor, **SMALL)
     guarded(tmp_path, guard, poisoned={5, 9}, factor=factor, module=lambda: Noisy(optimizer))
@@ -45,7 +45,7 @@ def test_a_skipped_batch_was_never_there(monitor, factor, optimizer, tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1e4, NAN])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused", "lbfgs"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused", "lbfgs", "combined"])
 def test_rewound_batches_were_never_there(factor, optimizer, tmp_path):
     guard = SpikeGuard("rewind", every_n_train_steps=3, **SMALL)
     guarded(tmp_path, guard, poisoned={7}, factor=factor, module=lambda: Noisy(optimizer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,16 +14,17 @@ from lightning_tricks._shared.checks import (
     did_you_mean,
     suggests_argument_names,
 )
-from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.patterns import Pattern, as_patterns
 
 NO_DECAY_WORDS = ("bias", "norm")
+_TAKE_MATRICES = ("Muon",)
 _OWN_FIELDS = ("params", "lr", "weight_decay", "fused")
 
 
 @suggests_argument_names(" The optimizer's own arguments go into kwargs={...}.")
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer of `torch.optim` and the options of its parameter groups.
+    """An optimizer of `torch.optim` and the options of its parameter groups, or several for parts of one model.
 
     Args:
         name: The class: "AdamW", "SGD", ...
@@ -38,6 +39,10 @@ class OptimizerSpec:
         fused: Whether to use the fused implementation; "auto" uses it on CUDA, unless the Trainer's `gradient_clip_val`
             is set, which AMP refuses with it.
         kwargs: Other arguments of the optimizer, such as `{"momentum": 0.9}`.
+        only: Patterns over qualified names of the parameters that this optimizer steps; None for all. Muon, which takes
+            matrices only, needs them, and leaves what they name and is no matrix to `rest`.
+        rest: The optimizer of all other parameters, which may have an `only` and a `rest` itself. A `CombinedOptimizer`
+            then steps all of them.
 
     Raises:
         TypeError: If a value is of the wrong type.
@@ -46,6 +51,9 @@ class OptimizerSpec:
     Examples:
         >>> OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, kwargs={"momentum": 0.9}).name
         'SGD'
+        >>> spec = OptimizerSpec("SGD", lr=0.1, only=["blocks.*.weight"], rest=OptimizerSpec("AdamW", lr=3e-4))
+        >>> [part.name for part in spec.chain]
+        ['SGD', 'AdamW']
     """
 
     name: str = "AdamW"
@@ -56,6 +64,8 @@ class OptimizerSpec:
     groups: dict[str, dict[str, Any]] | None = None
     fused: bool | Literal["auto"] = "auto"
     kwargs: dict[str, Any] | None = None
+    only: Sequence[str] | None = None
+    rest: OptimizerSpec | None = None
 
     def __post_init__(self) -> None:
         known = list(inspect.signature(self.optimizer()).parameters)
@@ -84,16 +94,40 @@ class OptimizerSpec:
             given = f"groups={self.groups!r}" if self.groups else f"layer_decay={self.layer_decay!r}"
             raise ValueError(f"LBFGS takes one group of parameters, got {given}: leave it out.")
 
+        if self.only is not None:
+            object.__setattr__(self, "only", tuple(pattern.text for pattern in as_patterns("only", self.only)))
+            if not self.only:
+                raise ValueError("only must name the parameters of the optimizer, got no pattern.")
+        if isinstance(self.rest, Mapping):
+            object.__setattr__(self, "rest", OptimizerSpec(**self.rest))
+        elif self.rest is not None and not isinstance(self.rest, OptimizerSpec):
+            raise TypeError(f"rest must be OptimizerSpec(...) or a dict of its arguments, got {self.rest!r}.")
+        if self.rest is not None and self.only is None and not self.takes_matrices:
+            raise ValueError(f"rest={self.rest.name} has nothing to step: name in only=[...] what {self.name} steps.")
+
+    @property
+    def chain(self) -> list[OptimizerSpec]:
+        """This optimizer, its `rest`, the `rest` of that, and so on."""
+        return [self, *(self.rest.chain if self.rest is not None else ())]
+
+    @property
+    def takes_matrices(self) -> bool:
+        """Whether the optimizer takes matrices alone."""
+        return self.name in _TAKE_MATRICES
+
     def optimizer(self) -> Any:
         """Return the class.
 
         Raises:
             ValueError: If torch has no such optimizer.
         """
+        import torch
         from torch import optim
 
         classes = {n: c for n, c in vars(optim).items() if inspect.isclass(c) and issubclass(c, optim.Optimizer)}
         known = sorted(classes.keys() - {"Optimizer"})
+        if self.name == "Muon" and self.name not in known:
+            raise ValueError(f"Muon needs torch 2.9 or newer, and this is torch {torch.__version__}.")
         return classes[check_choice("OptimizerSpec.name", self.name, known)]
 
     def _check_options(self, where: str, options: object, known: list[str]) -> None:

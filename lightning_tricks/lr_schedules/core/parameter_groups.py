@@ -1,88 +1,16 @@
-"""Layers and parameter groups of a model, for optimizers."""
+"""Parameter groups of a model, for optimizers."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from lightning_tricks._shared.modules import names_of_parameters
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
-from lightning_tricks._shared.text import list_names
+from lightning_tricks.lr_schedules.core.layers import NORM, layer_of_parameters, parameters_of_norms
 from lightning_tricks.lr_schedules.core.optimizer_spec import NO_DECAY_WORDS, OptimizerSpec
-
-_PLAIN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# names of attributes and classes; not `normal_head`, `normalizing_flow` and `NormalizedLinear`
-_NORM = re.compile(r"(?:[nN]orm|NORM)(?:s|ali[sz](?:ation|er)s?)?(?![a-z])")
-
-
-def layer_of_parameters(module: nn.Module) -> dict[str, int]:
-    """Number the layers of a model from its stem, 0, to its head, for layer-wise learning rates.
-
-    Each child of a stack is a layer; a stack is an nn.Sequential, nn.ModuleList or nn.ModuleDict with two children of
-    the same class. All modules before the first stack, and between two, form one layer each; after the last, and in a
-    model without one, each module with its own parameters is a layer. A normalization joins the module that it follows.
-    For timm's ViTs, Mixers and ResNets these are timm's layers.
-
-    Args:
-        module: The model.
-
-    Returns:
-        Qualified name of each parameter -> its layer.
-
-    Raises:
-        ValueError: If there is only one layer.
-
-    Examples:
-        >>> net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> layer_of_parameters(net)
-        {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 1}
-    """
-    stacked = list(_children_of_stacks(module, ""))
-    names = [name for name, _ in module.named_parameters()]
-    owners = [next((path for path in stacked if name.startswith(f"{path}.")), None) for name in names]
-    norms = _parameters_of_norms(module)
-    last_stacked = max((place for place, owner in enumerate(owners) if owner), default=-1)
-
-    layers: dict[str, int] = {}
-    layer, before = -1, ""
-    for place, (name, owner) in enumerate(zip(names, owners, strict=True)):
-        holder = name.rpartition(".")[0]
-        current = owner or ("between stacks" if place < last_stacked else holder)
-        if name in norms and owner in (None, holder) and layer >= 0:
-            current = before
-        layer += current != before or layer < 0
-        layers[name], before = layer, current
-    if layer < 1:
-        raise ValueError(
-            f"{type(module).__name__} has only one layer: layer_decay needs several modules with parameters."
-        )
-    return layers
-
-
-def _children_of_stacks(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Find the children of stacks; one that is a plain stack itself is opened."""
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}".lstrip(".")
-        if _is_stack(module) and not (type(child) in _PLAIN and _is_stack(child)):
-            if _has_parameters(child):
-                yield path
-        else:
-            yield from _children_of_stacks(child, path)
-
-
-def _is_stack(module: nn.Module) -> bool:
-    if not isinstance(module, _PLAIN):
-        return False
-    classes = Counter(type(child) for child in module.children() if _has_parameters(child))
-    return any(count > 1 for count in classes.values())
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+from lightning_tricks.lr_schedules.core.parameter_parts import Part, check_patterns_match, parts_of
 
 
 def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, Any]]:
@@ -92,37 +20,44 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
 
     Args:
         module: The model.
-        spec: The description of the optimizer.
+        spec: The description of the optimizer, or of several.
 
     Returns:
         Groups for an optimizer, each with its own `name`, its `params` and their options.
 
     Raises:
-        ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only.
+        ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only; and as in
+            `parts_of`.
     """
-    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if not trainable:
-        raise ValueError(f"{type(module).__name__} has no trainable parameters (requires_grad=True).")
+    return [group for part in parts_of(module, spec) for group in groups_of_part(module, part)]
+
+
+def groups_of_part(module: nn.Module, part: Part) -> list[dict[str, Any]]:
+    """Group the parameters of one optimizer of a spec."""
+    spec = part.spec
     patterns = [Pattern(text) for text in spec.groups or ()]
     undecayed = [Pattern(text) for text in spec.no_decay if text not in NO_DECAY_WORDS]
     names = names_of_parameters(module)
     # a pattern for what is frozen is not a misspelling
-    _check_patterns_match([*patterns, *undecayed], [name for own in names.values() for name in own])
-    norms = _parameters_of_norms(module)
+    known = [name for p, own in names.items() if p in part.parameters or not p.requires_grad for name in own]
+    check_patterns_match([*patterns, *undecayed], known)
+    norms = parameters_of_norms(module)
     layers = layer_of_parameters(module) if spec.layer_decay is not None else {}
 
     groups: dict[str, dict[str, Any]] = {}
-    for name, parameter in trainable.items():
+    for name, parameter in module.named_parameters():
+        if parameter not in part.parameters:
+            continue
         plain = strip_compile_prefix(name)
         pattern = next((pattern.text for pattern in patterns if any(map(pattern.matches, names[parameter]))), None)
         options: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
         options.update((spec.groups or {}).get(pattern or "", {}))
         exempt = (
             ("bias" in spec.no_decay and "bias" in plain.rpartition(".")[2])
-            or ("norm" in spec.no_decay and (name in norms or _NORM.search(plain)))
+            or ("norm" in spec.no_decay and (name in norms or NORM.search(plain)))
             or any(pattern.matches(own) for pattern in undecayed for own in names[parameter])
         )
-        label = pattern or "parameters"
+        label = ", ".join(filter(None, [part.name, pattern])) or "parameters"
         if exempt and options["weight_decay"]:
             label, options["weight_decay"] = f"{label}, no decay", 0.0
         if spec.layer_decay is not None:
@@ -130,21 +65,3 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
             options["lr"] *= spec.layer_decay ** (max(layers.values()) - layers[name])
         groups.setdefault(label, {"name": label, "params": [], **options})["params"].append(parameter)
     return list(groups.values())
-
-
-def _check_patterns_match(patterns: list[Pattern], names: list[str]) -> None:
-    for pattern in patterns:
-        if not any(map(pattern.matches, names)):
-            raise ValueError(
-                f"pattern {pattern.text!r} matches none of the {len(names)} parameters: {list_names(names, 5)}"
-            )
-
-
-def _parameters_of_norms(module: nn.Module) -> set[str]:
-    """Return the parameters of modules whose class is called a norm; names like `net.1.weight` do not say so."""
-    return {
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        if _NORM.search(type(part).__name__)
-        for name, _ in part.named_parameters(recurse=False)
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
@@ -74,6 +74,8 @@ class ScheduleSpec:
         start_factor: For one_cycle: factor at the first step, in (0, 1]; None means 1/25.
         end_factor: For the kinds that decay until the end: the factor there, in [0, 1]; None means 0, and 1/250,000
             for one_cycle.
+        rest: The schedule of the optimizer's `rest`, with the same `interval`; None for the same schedule. `bind`,
+            `factors` and `plot_schedule` are about this schedule alone.
 
     Raises:
         TypeError: If a value is of the wrong type.
@@ -95,6 +97,7 @@ class ScheduleSpec:
     decay: float | str | None = None
     start_factor: float | None = None
     end_factor: float | None = None
+    rest: ScheduleSpec | None = None
 
     def __post_init__(self) -> None:
         check_choice("ScheduleSpec.kind", self.kind, _FIELDS_OF_KIND)
@@ -117,6 +120,17 @@ class ScheduleSpec:
             _check_duration("milestones", milestone)
         if not any(isinstance(milestone, str) for milestone in self.milestones or ()):
             _check_increasing(self.milestones or ())
+        if isinstance(self.rest, Mapping):
+            object.__setattr__(self, "rest", ScheduleSpec(**self.rest))
+        elif self.rest is not None and not isinstance(self.rest, ScheduleSpec):
+            raise TypeError(f"rest must be ScheduleSpec(...) or a dict of its arguments, got {self.rest!r}.")
+        if self.rest is not None and self.rest.interval != self.interval:
+            raise ValueError(f"rest must have interval={self.interval!r} as well, got {self.rest.interval!r}.")
+
+    @property
+    def chain(self) -> list[ScheduleSpec]:
+        """This schedule, its `rest`, the `rest` of that, and so on."""
+        return [self, *(self.rest.chain if self.rest is not None else ())]
 
     @property
     def needs_total(self) -> bool:
@@ -207,7 +221,7 @@ class ScheduleSpec:
         takes = [*_COMMON_FIELDS, *(name for name in options if name not in _COMMON_FIELDS)]
         for part in fields(self):
             value = getattr(self, part.name)
-            if value is not None and part.name not in ("kind", *takes):
+            if value is not None and part.name not in ("kind", "rest", *takes):
                 raise ValueError(f'kind="{self.kind}" has no {part.name}, got {value!r}: it takes {", ".join(takes)}.')
             if value is None and options.get(part.name) is _REQUIRED:
                 raise ValueError(f'kind="{self.kind}" needs {part.name}{_HINTS.get(self.kind, "")}.')

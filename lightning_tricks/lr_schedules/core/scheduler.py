@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_tricks.lr_schedules.core.combined_optimizer import PART_KEY, CombinedOptimizer
 
 
 class FactorLR(LRScheduler):
@@ -20,7 +22,8 @@ class FactorLR(LRScheduler):
 
     Args:
         optimizer: The optimizer whose learning rates are set.
-        factor: A function from the number of completed steps to the factor of the base learning rate.
+        factor: A function from the number of completed steps to the factor of the base learning rate; or one for each
+            part of a `CombinedOptimizer`, in their order.
 
     Examples:
         >>> import torch
@@ -30,7 +33,7 @@ class FactorLR(LRScheduler):
         [1.0]
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float] | Sequence[Callable[[int], float]]) -> None:
         self.factor = factor
         super().__init__(optimizer)
         self._register_step_hook()
@@ -60,16 +63,22 @@ class FactorLR(LRScheduler):
                 # the optimizer's default is one tensor for all groups, which holds the current rate
                 known = (other["initial_lr"] for other in groups if other["lr"] is rate and "initial_lr" in other)
                 group["initial_lr"] = next(known, rate).clone()
-                rate.copy_(group["initial_lr"] * self.factor(self.last_epoch))
+                rate.copy_(group["initial_lr"] * self._factor(group))
             else:
                 group["initial_lr"] = rate
-                group["lr"] = rate * self.factor(self.last_epoch)
+                group["lr"] = rate * self._factor(group)
+
+    def _factor(self, group: dict[str, Any]) -> float:
+        """Return the factor of the learning rate of a group at `last_epoch`."""
+        if callable(self.factor):
+            return self.factor(self.last_epoch)
+        parts = list(cast(CombinedOptimizer, self.optimizer).parts)
+        return self.factor[parts.index(group[PART_KEY])](self.last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each group at `last_epoch`."""
         self.adopt_groups()
-        factor = self.factor(self.last_epoch)
-        return [group["initial_lr"] * factor for group in self.optimizer.param_groups]
+        return [group["initial_lr"] * self._factor(group) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, without the factor: it belongs to the code."""
