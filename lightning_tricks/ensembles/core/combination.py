@@ -16,6 +16,7 @@ from torch.nn import functional
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
+_LANES = 16  # numbers that a processor computes at once: fewer classes would leave some of them unused
 _MEANS_OF_ROWS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -106,12 +107,14 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
     kind, reduced = type(criterion), getattr(criterion, "reduction", "")
     if kind is nn.CrossEntropyLoss and reduced == "mean" and criterion.weight is None:  # type: ignore[attr-defined]
         ignored, smoothing = criterion.ignore_index, criterion.label_smoothing  # type: ignore[attr-defined]
-        flat = targets.flatten(0, 1)
+        scores, flat = outputs.flatten(0, 1), targets.flatten(0, 1)
+        if outputs.is_cpu and outputs.ndim == targets.ndim + 1 == 3 and outputs.shape[2] < _LANES <= outputs.shape[1]:
+            scores, flat = outputs.mT, targets  # the classes in front: rows are computed side by side
         losses = functional.cross_entropy(
-            outputs.flatten(0, 1), flat, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+            scores, flat, ignore_index=ignored, reduction="none", label_smoothing=smoothing
         )
         by_member: Tensor = losses.view(len(outputs), -1)
-        if flat.is_floating_point():
+        if targets.is_floating_point():
             return by_member.mean(1)
         counted: Tensor = targets != ignored
         return by_member.sum(1) / counted.view(len(outputs), -1).sum(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,17 @@ class Step:
 
     Attributes:
         outputs: The outputs, (n, B, ...).
-        gradients: Those of each parameter of each member.
-        state: The parameters and buffers of each member afterwards.
+        gradients: Those of each parameter, (n, ...).
+        state: The parameters and buffers afterwards, (n, ...).
         changed: The attributes of modules that the pass changed, by name, of each copy that ran.
-        draws: Shapes of the random numbers, of each copy that ran.
+        modes: What saw the random operations, of each copy that ran.
     """
 
     outputs: Tensor
     gradients: list[Tensor]
     state: list[Tensor]
     changed: list[dict[str, Any]]
-    draws: list[list[tuple[int, ...]]]
+    modes: list[MemberDraws]
 
 
 def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
@@ -76,7 +76,7 @@ def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
             )
         others = random.getstate(), _numpy_state()
         try:
-            at_once = _step_at_once(stack, rows)
+            at_once = _step_at_once(stack, rows, alone.modes[0].has_drawn)
         except Exception as error:
             return f"with stacked layers the model raises {describe_error(error)}"
         drawn = (random.getstate(), _numpy_state()) != others
@@ -86,32 +86,34 @@ def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
 def _step_of_loop(stack: Any, inputs: Sequence[Tensor]) -> Step:
     cut = stack.tensors_by_name(_copied_values(stack.net))
     rows = zip(*(value.chunk(len(stack)) for value in inputs), strict=True)
-    outputs, gradients, state, changed, draws = [], [], [], [], []
+    outputs, gradients, state, changed, modes = [], [], [], [], list[MemberDraws]()
     for index, (member, own) in enumerate(zip(stack.skeletons, rows, strict=True)):
         copied, mode = _Copy(stack.in_mode(member), stack.net), MemberDraws([index])
         tensors = {key: parts[index].detach().requires_grad_(parts[index].requires_grad) for key, parts in cut.items()}
-        output, found = _pass(copied, mode, tensors, own, lambda output: output.unsqueeze(0))
+        modes.append(mode)
+        # a pass through the mode takes twice as long: it is left out where the first member draws nothing
+        used = mode if modes[0].has_drawn or not index else nullcontext()
+        output, found = _pass(copied, used, tensors, own, lambda output: output.unsqueeze(0))
         outputs.append(output.squeeze(0))
         gradients.append(found)
         state.append([tensor.detach() for tensor in tensors.values()])
         changed.append(copied.changed())
-        draws.append(mode.shapes)
-    return Step(stack_outputs(outputs), _by_name(gradients), _by_name(state), changed, draws)
+    return Step(stack_outputs(outputs), _by_name(gradients), _by_name(state), changed, modes)
 
 
-def _step_at_once(stack: Any, inputs: Sequence[Tensor]) -> Step:
+def _step_at_once(stack: Any, inputs: Sequence[Tensor], draws: bool) -> Step:
     copied, mode, values = _Copy(stack.net, stack.net), MemberDraws(range(len(stack))), _copied_values(stack.net)
     for part in copied.module.modules():
         if isinstance(part, StackedLayer):
             vars(part)["forward"] = part.run_each
-    output, gradients = _pass(copied, mode, values, inputs, stack.split_rows)
-    cut = stack.tensors_by_name(dict(zip(values, gradients, strict=True)))
-    return Step(output, _flat(cut), _flat(stack.tensors_by_name(values)), [copied.changed()], [mode.shapes])
+    output, gradients = _pass(copied, mode if draws else nullcontext(), values, inputs, stack.split_rows)
+    gradients, state = (_whole(stack, found) for found in (dict(zip(values, gradients, strict=True)), values))
+    return Step(output, gradients, state, [copied.changed()], [mode])
 
 
 def _pass(
     copied: _Copy,
-    mode: MemberDraws,
+    mode: AbstractContextManager[Any],
     tensors: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     by_member: Callable[[Any], Tensor],
@@ -120,14 +122,17 @@ def _pass(
     torch.default_generator.manual_seed(0)
     rows = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
     place_tensors(copied.module, tensors)
-    with mode:  # in the backward pass as well, where checkpointed parts draw again
+    with mode:
         outputs = by_member(copied.module(*rows))
-        gradients = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-        if outputs.requires_grad and trained:
-            found = torch.autograd.grad(outputs, [*trained.values()], _weights_like(outputs), allow_unused=True)
-            gradients.update((name, own) for name, own in zip(trained, found, strict=True) if own is not None)
-    return outputs.detach(), list(gradients.values())
+    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    gradients: dict[str, Tensor | None] = {}
+    if outputs.requires_grad and trained:
+        weights = _weights_like(outputs)
+        with mode:  # where checkpointed parts draw again
+            found = torch.autograd.grad(outputs, [*trained.values()], weights, allow_unused=True)
+        gradients.update(zip(trained, found, strict=True))
+    known = [(gradients.get(name), tensor) for name, tensor in tensors.items()]
+    return outputs.detach(), [torch.zeros_like(tensor) if own is None else own for own, tensor in known]
 
 
 def place_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -182,8 +187,8 @@ class _Copy:
 
 
 def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bool) -> str:
-    shapes, given, expected = at_once.draws[0], at_once.outputs, alone.outputs
-    if drawn_elsewhere or any([(n * rows, *rest) for rows, *rest in own] != shapes for own in alone.draws):
+    shapes, given, expected = at_once.modes[0].shapes, at_once.outputs, alone.outputs
+    if drawn_elsewhere or any([(n * rows, *rest) for rows, *rest in own.shapes] != shapes for own in alone.modes):
         return "the model draws random numbers once for all members"
     if given.shape != expected.shape:
         return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
@@ -212,21 +217,21 @@ def _copied_values(net: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _flat(cut: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
-    return [part.detach() for parts in cut.values() for part in parts]
+def _whole(stack: Any, values: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return tensors by their names in the stack as those of all members, (n, ...)."""
+    return [layer.to_stored(name, values[key]).detach() for key, layer, name, _ in stack.stacked_tensors()]
 
 
 def _changed_parameter(stack: Any, alone: Step) -> str:
     if not torch.is_grad_enabled():
         return ""
-    trained = {name for name, parameter in stack.net.named_parameters() if parameter.requires_grad}
-    cut = stack.tensors_by_name()
-    names, before = [name for name, parts in cut.items() for _ in parts], _flat(cut)
-    return next((n for n, a, b in zip(names, before, alone.state, strict=True) if n in trained and not a.equal(b)), "")
+    tensors = {key: tensor for key, _, _, tensor in stack.stacked_tensors()}
+    before = zip(tensors, _whole(stack, tensors), alone.state, strict=True)
+    return next((name for name, a, b in before if tensors[name].requires_grad and not a.equal(b)), "")
 
 
 def _by_name(members: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [tensor for tensors in zip(*members, strict=True) for tensor in tensors]
+    return [torch.stack(tensors) for tensors in zip(*members, strict=True)]
 
 
 def _are_same(inputs: Sequence[Tensor], n: int) -> bool:
@@ -267,22 +272,27 @@ class MemberDraws(TorchDispatchMode):
 
     Attributes:
         shapes: Shapes of the results of all random operations so far.
+        has_drawn: Whether there was any, one that was left out as well.
     """
 
     def __init__(self, members: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.members = members
         self.shapes: list[tuple[int, ...]] = []
+        self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; a random one for each member by itself."""
-        names, kwargs = argument_names(func), dict(kwargs or {})
+        names, kwargs = argument_names(func), kwargs or {}
         if "dropout_p" in names[: len(args)]:
             where = names.index("dropout_p")
             args = (*args[:where], 0.0, *args[where + 1 :])
         if torch.Tag.nondeterministic_seeded not in func.tags or "dropout_p" in names:
+            self.has_drawn |= "dropout_p" in names
             return func(*args, **kwargs)
-        kwargs.update({"generator": None} if "generator" in kwargs else {})  # a state of its own would be changed
+        self.has_drawn = True
+        if "generator" in kwargs:
+            kwargs = {**kwargs, "generator": None}  # a state of its own would be changed
         rows, n = _rows(names, args), len(self.members)
         count = n if rows and rows % n == 0 else 1
         in_place = func.__name__.partition(".")[0].endswith("_")
