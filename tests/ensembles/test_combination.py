@@ -70,6 +70,7 @@ OF_CLASSES = (
 OF_NUMBERS = nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.3), nn.SmoothL1Loss(beta=0.5), nn.MSELoss(reduction="sum")
 
 
+@pytest.mark.parametrize("times", [1, 5])  # 7 rows and 35, which are computed side by side
 @pytest.mark.parametrize(
     ("criterion", "targets"),
     [
@@ -79,10 +80,14 @@ OF_NUMBERS = nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.3), nn.SmoothL1Loss
     ],
     ids=str,
 )
-def test_losses_are_those_of_each_member_alone(criterion, targets):
-    outputs, reduction = _scores(), getattr(criterion, "reduction", None)
+def test_losses_are_those_of_each_member_alone(criterion, targets, times):
+    outputs, reduction = torch.cat([_scores()] * times, 1).requires_grad_(), getattr(criterion, "reduction", None)
+    targets = torch.cat([targets] * times, 1)
     expected = torch.stack([criterion(own, target) for own, target in zip(outputs, targets, strict=True)])
-    torch.testing.assert_close(member_losses(criterion, outputs, targets), expected)
+    found = member_losses(criterion, outputs, targets)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(losses.sum(), outputs)[0] for losses in (found, expected)]
+    torch.testing.assert_close(*gradients)
     assert getattr(criterion, "reduction", None) == reduction, "the user's object stays as it is"
 
 

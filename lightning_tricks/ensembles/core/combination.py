@@ -16,7 +16,7 @@ from torch.nn import functional
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
-_LANES = 16  # numbers that a processor computes at once: fewer classes would leave some of them unused
+_LANES = 16  # numbers that a processor computes at once, of which softmax over fewer classes leaves some unused
 _MEANS_OF_ROWS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -107,12 +107,12 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
     kind, reduced = type(criterion), getattr(criterion, "reduction", "")
     if kind is nn.CrossEntropyLoss and reduced == "mean" and criterion.weight is None:  # type: ignore[attr-defined]
         ignored, smoothing = criterion.ignore_index, criterion.label_smoothing  # type: ignore[attr-defined]
-        scores, flat = outputs.flatten(0, 1), targets.flatten(0, 1)
-        if outputs.is_cpu and outputs.ndim == targets.ndim + 1 == 3 and outputs.shape[2] < _LANES <= outputs.shape[1]:
-            scores, flat = outputs.mT, targets  # the classes in front: rows are computed side by side
-        losses = functional.cross_entropy(
-            scores, flat, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-        )
+        rows_side_by_side = outputs.is_cpu and outputs.ndim == 3 and outputs.shape[2] < _LANES <= outputs.shape[1]
+        if rows_side_by_side and targets.ndim == 2:
+            pair = outputs.mT, targets
+        else:
+            pair = outputs.flatten(0, 1), targets.flatten(0, 1)
+        losses = functional.cross_entropy(*pair, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
         by_member: Tensor = losses.view(len(outputs), -1)
         if targets.is_floating_point():
             return by_member.mean(1)

@@ -260,8 +260,7 @@ class MemberLoader:
     def batches(self) -> Iterator[Tensor]:
         """Yield this epoch's indices that were not given yet, (n, batch) for each batch."""
         self._indices = self.sampler.draw_orders()
-        for number in range(self.given, len(self)):
-            yield self.indices_of(number)
+        yield from self._indices.split(self.batch_size, dim=1)[self.given : len(self)]
 
     def indices_of(self, batch_idx: int) -> Tensor:
         """Return the indices of the samples in a batch of this epoch, (n, batch)."""
