@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,6 @@ __all__ = [
 ]
 
 
-@cache
 def argument_names(operator: OpOverload) -> list[str]:
     """Return the names of an operator's arguments."""
     with needs_private(_USERS):

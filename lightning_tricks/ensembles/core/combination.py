@@ -107,17 +107,14 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
     kind, reduced = type(criterion), getattr(criterion, "reduction", "")
     if kind is nn.CrossEntropyLoss and reduced == "mean" and criterion.weight is None:  # type: ignore[attr-defined]
         ignored, smoothing = criterion.ignore_index, criterion.label_smoothing  # type: ignore[attr-defined]
-        rows_side_by_side = outputs.is_cpu and outputs.ndim == 3 and outputs.shape[2] < _LANES <= outputs.shape[1]
-        if rows_side_by_side and targets.ndim == 2:
-            pair = outputs.mT, targets
-        else:
-            pair = outputs.flatten(0, 1), targets.flatten(0, 1)
+        # rows are computed side by side where there are more of them than classes
+        few = outputs.is_cpu and targets.ndim == 2 == outputs.ndim - 1 and outputs.shape[2] < _LANES <= outputs.shape[1]
+        pair = (outputs.mT, targets) if few else (outputs.flatten(0, 1), targets.flatten(0, 1))
         losses = functional.cross_entropy(*pair, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
         by_member: Tensor = losses.view(len(outputs), -1)
         if targets.is_floating_point():
             return by_member.mean(1)
-        counted: Tensor = targets != ignored
-        return by_member.sum(1) / counted.view(len(outputs), -1).sum(1)
+        return by_member.sum(1) / targets.ne(ignored).view(len(outputs), -1).sum(1)
     if kind in _MEANS_OF_ROWS and reduced == "mean":
         single = dict(vars(criterion)) | {"reduction": "none"}
         unreduced = kind.__new__(kind)

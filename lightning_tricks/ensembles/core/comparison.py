@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -84,12 +84,12 @@ def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
 
 
 def _step_of_loop(stack: Any, inputs: Sequence[Tensor]) -> Step:
-    cut = stack.tensors_by_name(_copied_values(stack.net))
+    cut = stack.tensors_by_name()
     rows = zip(*(value.chunk(len(stack)) for value in inputs), strict=True)
     outputs, gradients, state, changed, modes = [], [], [], [], list[MemberDraws]()
     for index, (member, own) in enumerate(zip(stack.skeletons, rows, strict=True)):
         copied, mode = _Copy(stack.in_mode(member), stack.net), MemberDraws([index])
-        tensors = {key: parts[index].detach().requires_grad_(parts[index].requires_grad) for key, parts in cut.items()}
+        tensors = {key: _copied(parts[index]) for key, parts in cut.items()}
         modes.append(mode)
         # a pass through the mode takes twice as long: it is left out where the first member draws nothing
         used = mode if modes[0].has_drawn or not index else nullcontext()
@@ -102,13 +102,13 @@ def _step_of_loop(stack: Any, inputs: Sequence[Tensor]) -> Step:
 
 
 def _step_at_once(stack: Any, inputs: Sequence[Tensor], draws: bool) -> Step:
-    copied, mode, values = _Copy(stack.net, stack.net), MemberDraws(range(len(stack))), _copied_values(stack.net)
+    copied, mode = _Copy(stack.net, stack.net), MemberDraws(range(len(stack)))
+    values = {key: _copied(tensor) for key, _, _, tensor in stack.stacked_tensors()}
     for part in copied.module.modules():
         if isinstance(part, StackedLayer):
             vars(part)["forward"] = part.run_each
     output, gradients = _pass(copied, mode if draws else nullcontext(), values, inputs, stack.split_rows)
-    gradients, state = (_whole(stack, found) for found in (dict(zip(values, gradients, strict=True)), values))
-    return Step(output, gradients, state, [copied.changed()], [mode])
+    return Step(output, _whole(stack, gradients), _whole(stack, values.values()), [copied.changed()], [mode])
 
 
 def _pass(
@@ -122,17 +122,14 @@ def _pass(
     torch.default_generator.manual_seed(0)
     rows = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
     place_tensors(copied.module, tensors)
-    with mode:
+    with mode:  # in the backward pass as well, where checkpointed parts draw again
         outputs = by_member(copied.module(*rows))
-    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    gradients: dict[str, Tensor | None] = {}
-    if outputs.requires_grad and trained:
-        weights = _weights_like(outputs)
-        with mode:  # where checkpointed parts draw again
-            found = torch.autograd.grad(outputs, [*trained.values()], weights, allow_unused=True)
-        gradients.update(zip(trained, found, strict=True))
-    known = [(gradients.get(name), tensor) for name, tensor in tensors.items()]
-    return outputs.detach(), [torch.zeros_like(tensor) if own is None else own for own, tensor in known]
+        gradients = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        if outputs.requires_grad and trained:
+            found = torch.autograd.grad(outputs, [*trained.values()], _weights_like(outputs), allow_unused=True)
+            gradients.update((name, own) for name, own in zip(trained, found, strict=True) if own is not None)
+    return outputs.detach(), list(gradients.values())
 
 
 def place_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -209,25 +206,22 @@ def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bo
     return ""
 
 
-def _copied_values(net: nn.Module) -> dict[str, Tensor]:
-    trains = torch.is_grad_enabled()
-    return {
-        name: value.detach().clone().requires_grad_(trains and value.requires_grad)
-        for name, value in (*net.named_parameters(), *net.named_buffers())
-    }
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(torch.is_grad_enabled() and tensor.requires_grad)
 
 
-def _whole(stack: Any, values: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return tensors by their names in the stack as those of all members, (n, ...)."""
-    return [layer.to_stored(name, values[key]).detach() for key, layer, name, _ in stack.stacked_tensors()]
+def _whole(stack: Any, values: Iterable[Tensor]) -> list[Tensor]:
+    """Return stacked tensors as those of all members, (n, ...)."""
+    layers = ((layer, name) for _, layer, name, _ in stack.stacked_tensors())
+    return [layer.to_stored(name, value).detach() for (layer, name), value in zip(layers, values, strict=True)]
 
 
 def _changed_parameter(stack: Any, alone: Step) -> str:
     if not torch.is_grad_enabled():
         return ""
     tensors = {key: tensor for key, _, _, tensor in stack.stacked_tensors()}
-    before = zip(tensors, _whole(stack, tensors), alone.state, strict=True)
-    return next((name for name, a, b in before if tensors[name].requires_grad and not a.equal(b)), "")
+    pairs = zip(tensors, _whole(stack, tensors.values()), alone.state, strict=True)
+    return next((name for name, a, b in pairs if tensors[name].requires_grad and not a.equal(b)), "")
 
 
 def _by_name(members: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -283,16 +277,14 @@ class MemberDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; a random one for each member by itself."""
-        names, kwargs = argument_names(func), kwargs or {}
+        names, kwargs = argument_names(func), dict(kwargs or {})
+        self.has_drawn |= "dropout_p" in names or torch.Tag.nondeterministic_seeded in func.tags
         if "dropout_p" in names[: len(args)]:
             where = names.index("dropout_p")
             args = (*args[:where], 0.0, *args[where + 1 :])
         if torch.Tag.nondeterministic_seeded not in func.tags or "dropout_p" in names:
-            self.has_drawn |= "dropout_p" in names
             return func(*args, **kwargs)
-        self.has_drawn = True
-        if "generator" in kwargs:
-            kwargs = {**kwargs, "generator": None}  # a state of its own would be changed
+        kwargs.update({"generator": None} if "generator" in kwargs else {})  # a state of its own would be changed
         rows, n = _rows(names, args), len(self.members)
         count = n if rows and rows % n == 0 else 1
         in_place = func.__name__.partition(".")[0].endswith("_")

@@ -269,8 +269,7 @@ class MemberLoader:
     def _index_batches(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:
         pinned = self.loader.pin_memory and torch.cuda.is_available()
         for indices in self.batches():
-            flat = indices.flatten()
-            rows = flat if subset is None else subset[flat]
+            rows = indices.flatten() if subset is None else subset[indices.flatten()]
             parts = [tensor.index_select(0, rows.to(tensor.device, non_blocking=True)) for tensor in tensors]
             yield [part.pin_memory() if pinned and not part.is_cuda else part for part in parts]
 
