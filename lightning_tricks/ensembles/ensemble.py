@@ -125,7 +125,7 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
         return {**super().__getstate__(), "_installed": ExitStack()}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets the name of the present hook 44 times a step, of which a module makes a search each time
+        # Lightning sets the name of the running hook 44 times a step, and nn.Module looks for a parameter each time
         if (value is None or type(value) is str) and name in self.__dict__:
             self.__dict__[name] = value
         else:
