@@ -68,8 +68,6 @@ class IndependentMembers(MemberShares):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradient norm of each member to `gradient_clip_val`, as if it were trained alone."""
-        if not (gradient_clip_val or self.trainer.gradient_clip_val):
-            return  # Lightning takes longer to find out that there is nothing to clip
         if not gradient_clip_val or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif takes_scale(optimizer) and getattr(self.trainer.precision_plugin, "scaler", None):

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
-_LANES = 16  # numbers that a processor computes at once, of which softmax over fewer classes leaves some unused
+# Floats that a processor computes at once, of which softmax over fewer classes leaves some unused
+_LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 _MEANS_OF_ROWS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -107,10 +108,12 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
     kind, reduced = type(criterion), getattr(criterion, "reduction", "")
     if kind is nn.CrossEntropyLoss and reduced == "mean" and criterion.weight is None:  # type: ignore[attr-defined]
         ignored, smoothing = criterion.ignore_index, criterion.label_smoothing  # type: ignore[attr-defined]
-        # rows are computed side by side where there are more of them than classes
-        few = outputs.is_cpu and targets.ndim == 2 == outputs.ndim - 1 and outputs.shape[2] < _LANES <= outputs.shape[1]
-        pair = (outputs.mT, targets) if few else (outputs.flatten(0, 1), targets.flatten(0, 1))
-        losses = functional.cross_entropy(*pair, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
+        rows, flat = outputs.flatten(0, 1), targets.flatten(0, 1)
+        few = targets.ndim == 2 == outputs.ndim - 1 and outputs.shape[2] < _LANES and not outputs.shape[1] % _LANES
+        if few and outputs.is_cpu and len(outputs) > 1:
+            # rows side by side have the same bits if none are left over; flat before, as gradients keep their layout so
+            rows, flat = rows.view(outputs.shape).mT, targets
+        losses = functional.cross_entropy(rows, flat, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
         by_member: Tensor = losses.view(len(outputs), -1)
         if targets.is_floating_point():
             return by_member.mean(1)
