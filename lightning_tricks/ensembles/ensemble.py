@@ -124,6 +124,13 @@ class Ensemble(TorchensembleInterchange, MembersAtOnce):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_installed": ExitStack()}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets the name of the running hook 44 times a step, and nn.Module looks for a parameter each time
+        if (value is None or type(value) is str) and name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     @restricted_classmethod
     def load_from_checkpoint(
         cls: Any,  # noqa: N805  # a classmethod

@@ -70,6 +70,7 @@ OF_CLASSES = (
 OF_NUMBERS = nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.3), nn.SmoothL1Loss(beta=0.5), nn.MSELoss(reduction="sum")
 
 
+@pytest.mark.parametrize("times", [1, 16])  # 7 rows and 112, which are computed side by side
 @pytest.mark.parametrize(
     ("criterion", "targets"),
     [
@@ -79,11 +80,28 @@ OF_NUMBERS = nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.3), nn.SmoothL1Loss
     ],
     ids=str,
 )
-def test_losses_are_those_of_each_member_alone(criterion, targets):
-    outputs, reduction = _scores(), getattr(criterion, "reduction", None)
+def test_losses_are_those_of_each_member_alone(criterion, targets, times):
+    outputs, reduction = torch.cat([_scores()] * times, 1).requires_grad_(), getattr(criterion, "reduction", None)
+    targets = torch.cat([targets] * times, 1)
     expected = torch.stack([criterion(own, target) for own, target in zip(outputs, targets, strict=True)])
-    torch.testing.assert_close(member_losses(criterion, outputs, targets), expected)
+    found = member_losses(criterion, outputs, targets)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(losses.sum(), outputs)[0] for losses in (found, expected)]
+    torch.testing.assert_close(*gradients)
     assert getattr(criterion, "reduction", None) == reduction, "the user's object stays as it is"
+
+
+@pytest.mark.parametrize("classes", [2, 3, 7, 10, 15, 17])
+@pytest.mark.parametrize("rows", [1, 8, 16, 35, 64])
+def test_rows_side_by_side_have_the_bits_of_rows_one_after_another(rows, classes):
+    outputs = _scores(3, rows, classes).requires_grad_()
+    targets = torch.randint(classes, (3, rows), generator=torch.Generator().manual_seed(1))
+    losses = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(3, rows)
+    found, expected = member_losses(nn.CrossEntropyLoss(), outputs, targets), losses.sum(1) / rows
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(value.sum(), outputs)[0] for value in (found, expected)]
+    assert torch.equal(*gradients)
+    assert gradients[0].is_contiguous(), "products with it take another path if it is transposed"
 
 
 def test_the_loss_shows_the_mean_and_trains_the_sum():

@@ -69,6 +69,17 @@ def _unshuffled(count=64):
     return some(count, shuffle=False)
 
 
+def test_attributes_are_set_as_those_of_every_module():
+    ensemble = VotingClassifier(MLP, 2, seed=0)
+    ensemble.note = "text"
+    ensemble.note = None
+    assert ensemble.note is None
+    ensemble.note = nn.Linear(1, 1)
+    assert "note" in dict(ensemble.named_children())
+    with pytest.raises(TypeError, match="child module"):
+        ensemble.note = "text"
+
+
 @pytest.mark.parametrize("clips", ["the norm", "units"])
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_each_member_is_trained_as_if_it_were_alone(vectorize, clips):

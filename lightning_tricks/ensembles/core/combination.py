@@ -16,6 +16,8 @@ from torch.nn import functional
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
+# Floats that a processor computes at once, of which softmax over fewer classes leaves some unused
+_LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 _MEANS_OF_ROWS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -106,15 +108,16 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
     kind, reduced = type(criterion), getattr(criterion, "reduction", "")
     if kind is nn.CrossEntropyLoss and reduced == "mean" and criterion.weight is None:  # type: ignore[attr-defined]
         ignored, smoothing = criterion.ignore_index, criterion.label_smoothing  # type: ignore[attr-defined]
-        flat = targets.flatten(0, 1)
-        losses = functional.cross_entropy(
-            outputs.flatten(0, 1), flat, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-        )
+        rows, flat = outputs.flatten(0, 1), targets.flatten(0, 1)
+        few = targets.ndim == 2 == outputs.ndim - 1 and outputs.shape[2] < _LANES and not outputs.shape[1] % _LANES
+        if few and outputs.is_cpu and len(outputs) > 1:
+            # rows side by side have the same bits if none are left over; flat before, as gradients keep their layout so
+            rows, flat = rows.view(outputs.shape).mT, targets
+        losses = functional.cross_entropy(rows, flat, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
         by_member: Tensor = losses.view(len(outputs), -1)
-        if flat.is_floating_point():
+        if targets.is_floating_point():
             return by_member.mean(1)
-        counted: Tensor = targets != ignored
-        return by_member.sum(1) / counted.view(len(outputs), -1).sum(1)
+        return by_member.sum(1) / targets.ne(ignored).view(len(outputs), -1).sum(1)
     if kind in _MEANS_OF_ROWS and reduced == "mean":
         single = dict(vars(criterion)) | {"reduction": "none"}
         unreduced = kind.__new__(kind)

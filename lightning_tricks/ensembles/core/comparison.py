@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,17 @@ class Step:
 
     Attributes:
         outputs: The outputs, (n, B, ...).
-        gradients: Those of each parameter of each member.
-        state: The parameters and buffers of each member afterwards.
+        gradients: Those of each parameter, (n, ...).
+        state: The parameters and buffers afterwards, (n, ...).
         changed: The attributes of modules that the pass changed, by name, of each copy that ran.
-        draws: Shapes of the random numbers, of each copy that ran.
+        modes: What saw the random operations, of each copy that ran.
     """
 
     outputs: Tensor
     gradients: list[Tensor]
     state: list[Tensor]
     changed: list[dict[str, Any]]
-    draws: list[list[tuple[int, ...]]]
+    modes: list[MemberDraws]
 
 
 def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
@@ -76,7 +76,7 @@ def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
             )
         others = random.getstate(), _numpy_state()
         try:
-            at_once = _step_at_once(stack, rows)
+            at_once = _step_at_once(stack, rows, alone.modes[0].has_drawn)
         except Exception as error:
             return f"with stacked layers the model raises {describe_error(error)}"
         drawn = (random.getstate(), _numpy_state()) != others
@@ -84,34 +84,36 @@ def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
 
 
 def _step_of_loop(stack: Any, inputs: Sequence[Tensor]) -> Step:
-    cut = stack.tensors_by_name(_copied_values(stack.net))
+    cut = stack.tensors_by_name()
     rows = zip(*(value.chunk(len(stack)) for value in inputs), strict=True)
-    outputs, gradients, state, changed, draws = [], [], [], [], []
+    outputs, gradients, state, changed, modes = [], [], [], [], list[MemberDraws]()
     for index, (member, own) in enumerate(zip(stack.skeletons, rows, strict=True)):
         copied, mode = _Copy(stack.in_mode(member), stack.net), MemberDraws([index])
-        tensors = {key: parts[index].detach().requires_grad_(parts[index].requires_grad) for key, parts in cut.items()}
-        output, found = _pass(copied, mode, tensors, own, lambda output: output.unsqueeze(0))
+        tensors = {key: _copied(parts[index]) for key, parts in cut.items()}
+        modes.append(mode)
+        # a pass through the mode takes twice as long: it is left out where the first member draws nothing
+        used = mode if modes[0].has_drawn or not index else nullcontext()
+        output, found = _pass(copied, used, tensors, own, lambda output: output.unsqueeze(0))
         outputs.append(output.squeeze(0))
         gradients.append(found)
         state.append([tensor.detach() for tensor in tensors.values()])
         changed.append(copied.changed())
-        draws.append(mode.shapes)
-    return Step(stack_outputs(outputs), _by_name(gradients), _by_name(state), changed, draws)
+    return Step(stack_outputs(outputs), _by_name(gradients), _by_name(state), changed, modes)
 
 
-def _step_at_once(stack: Any, inputs: Sequence[Tensor]) -> Step:
-    copied, mode, values = _Copy(stack.net, stack.net), MemberDraws(range(len(stack))), _copied_values(stack.net)
+def _step_at_once(stack: Any, inputs: Sequence[Tensor], draws: bool) -> Step:
+    copied, mode = _Copy(stack.net, stack.net), MemberDraws(range(len(stack)))
+    values = {key: _copied(tensor) for key, _, _, tensor in stack.stacked_tensors()}
     for part in copied.module.modules():
         if isinstance(part, StackedLayer):
             vars(part)["forward"] = part.run_each
-    output, gradients = _pass(copied, mode, values, inputs, stack.split_rows)
-    cut = stack.tensors_by_name(dict(zip(values, gradients, strict=True)))
-    return Step(output, _flat(cut), _flat(stack.tensors_by_name(values)), [copied.changed()], [mode.shapes])
+    output, gradients = _pass(copied, mode if draws else nullcontext(), values, inputs, stack.split_rows)
+    return Step(output, _whole(stack, gradients), _whole(stack, values.values()), [copied.changed()], [mode])
 
 
 def _pass(
     copied: _Copy,
-    mode: MemberDraws,
+    mode: AbstractContextManager[Any],
     tensors: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     by_member: Callable[[Any], Tensor],
@@ -182,8 +184,8 @@ class _Copy:
 
 
 def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bool) -> str:
-    shapes, given, expected = at_once.draws[0], at_once.outputs, alone.outputs
-    if drawn_elsewhere or any([(n * rows, *rest) for rows, *rest in own] != shapes for own in alone.draws):
+    shapes, given, expected = at_once.modes[0].shapes, at_once.outputs, alone.outputs
+    if drawn_elsewhere or any([(n * rows, *rest) for rows, *rest in own.shapes] != shapes for own in alone.modes):
         return "the model draws random numbers once for all members"
     if given.shape != expected.shape:
         return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
@@ -204,29 +206,26 @@ def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bo
     return ""
 
 
-def _copied_values(net: nn.Module) -> dict[str, Tensor]:
-    trains = torch.is_grad_enabled()
-    return {
-        name: value.detach().clone().requires_grad_(trains and value.requires_grad)
-        for name, value in (*net.named_parameters(), *net.named_buffers())
-    }
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(torch.is_grad_enabled() and tensor.requires_grad)
 
 
-def _flat(cut: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
-    return [part.detach() for parts in cut.values() for part in parts]
+def _whole(stack: Any, values: Iterable[Tensor]) -> list[Tensor]:
+    """Return stacked tensors as those of all members, (n, ...)."""
+    layers = ((layer, name) for _, layer, name, _ in stack.stacked_tensors())
+    return [layer.to_stored(name, value).detach() for (layer, name), value in zip(layers, values, strict=True)]
 
 
 def _changed_parameter(stack: Any, alone: Step) -> str:
     if not torch.is_grad_enabled():
         return ""
-    trained = {name for name, parameter in stack.net.named_parameters() if parameter.requires_grad}
-    cut = stack.tensors_by_name()
-    names, before = [name for name, parts in cut.items() for _ in parts], _flat(cut)
-    return next((n for n, a, b in zip(names, before, alone.state, strict=True) if n in trained and not a.equal(b)), "")
+    tensors = {key: tensor for key, _, _, tensor in stack.stacked_tensors()}
+    pairs = zip(tensors, _whole(stack, tensors.values()), alone.state, strict=True)
+    return next((name for name, a, b in pairs if tensors[name].requires_grad and not a.equal(b)), "")
 
 
 def _by_name(members: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [tensor for tensors in zip(*members, strict=True) for tensor in tensors]
+    return [torch.stack(tensors) for tensors in zip(*members, strict=True)]
 
 
 def _are_same(inputs: Sequence[Tensor], n: int) -> bool:
@@ -267,16 +266,19 @@ class MemberDraws(TorchDispatchMode):
 
     Attributes:
         shapes: Shapes of the results of all random operations so far.
+        has_drawn: Whether there was any, one that was left out as well.
     """
 
     def __init__(self, members: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.members = members
         self.shapes: list[tuple[int, ...]] = []
+        self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; a random one for each member by itself."""
         names, kwargs = argument_names(func), dict(kwargs or {})
+        self.has_drawn |= "dropout_p" in names or torch.Tag.nondeterministic_seeded in func.tags
         if "dropout_p" in names[: len(args)]:
             where = names.index("dropout_p")
             args = (*args[:where], 0.0, *args[where + 1 :])

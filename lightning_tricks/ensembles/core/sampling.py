@@ -260,8 +260,7 @@ class MemberLoader:
     def batches(self) -> Iterator[Tensor]:
         """Yield this epoch's indices that were not given yet, (n, batch) for each batch."""
         self._indices = self.sampler.draw_orders()
-        for number in range(self.given, len(self)):
-            yield self.indices_of(number)
+        yield from self._indices.split(self.batch_size, dim=1)[self.given : len(self)]
 
     def indices_of(self, batch_idx: int) -> Tensor:
         """Return the indices of the samples in a batch of this epoch, (n, batch)."""
@@ -270,8 +269,7 @@ class MemberLoader:
     def _index_batches(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:
         pinned = self.loader.pin_memory and torch.cuda.is_available()
         for indices in self.batches():
-            flat = indices.flatten()
-            rows = flat if subset is None else subset[flat]
+            rows = indices.flatten() if subset is None else subset[indices.flatten()]
             parts = [tensor.index_select(0, rows.to(tensor.device, non_blocking=True)) for tensor in tensors]
             yield [part.pin_memory() if pinned and not part.is_cuda else part for part in parts]
 

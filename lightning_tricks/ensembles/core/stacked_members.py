@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -155,16 +155,9 @@ class StackedMembers(Members):
             self.compared.add((self.training, torch.is_grad_enabled()))
             self.reason = reason
 
-    def tensors_by_name(self, values: Mapping[str, Tensor] | None = None) -> dict[str, tuple[Tensor, ...]]:
-        """Return each tensor, cut into those of the members by one operation, whose backward is one as well.
-
-        Args:
-            values: Tensors to be cut instead of those of `net`, by their names in it.
-        """
-        return {
-            key: layer.to_stored(name, tensor if values is None else values[key]).unbind()
-            for key, layer, name, tensor in self.stacked_tensors()
-        }
+    def tensors_by_name(self) -> dict[str, tuple[Tensor, ...]]:
+        """Return each tensor, cut into those of the members by one operation, whose backward is one as well."""
+        return {key: layer.to_stored(name, tensor).unbind() for key, layer, name, tensor in self.stacked_tensors()}
 
     def split_rows(self, rows: Tensor) -> Tensor:
         """Return rows (n x B, ...) as (n, B, ...)."""
