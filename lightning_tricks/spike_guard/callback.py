@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -143,6 +143,7 @@ class SpikeGuard(TrickCallback):
         # of the present batch; one that is alone is in the epoch that has no steps
         self._is_fresh = self.has_left_out_batch = self._is_within_step = self._is_short = self._is_alone = False
         self._left_out_in_epoch, self._rows = 0, list[int]()
+        self._logged = dict[int, Tensor]()  # the number that is logged, as a tensor
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise an error for unsupported settings, and reset the counts."""
@@ -202,7 +203,10 @@ class SpikeGuard(TrickCallback):
     ) -> None:
         """Log how many batches were left out."""
         if not trainer.barebones:
-            values = {"spike_guard/left_out_batches": _number(self._counts["left_out"])}
+            left_out = self._counts["left_out"]
+            if left_out not in self._logged:
+                self._logged = {left_out: torch.tensor(float(left_out), device="cpu")}
+            values = {"spike_guard/left_out_batches": self._logged[left_out]}
             log_step_values(trainer, type(self).__name__, values)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -382,11 +386,6 @@ class SpikeGuard(TrickCallback):
                 "every_n_train_steps or a larger threshold."
             )
         rank_zero_warn(said)
-
-
-@lru_cache(maxsize=1)
-def _number(value: int) -> Tensor:
-    return torch.tensor(float(value), device="cpu")
 
 
 def _unskippable(what: str, needs: str = "") -> MisconfigurationException:
