@@ -65,7 +65,7 @@ def fingerprint(value: Any) -> Tensor:
         tensor(False)
     """
     words, description = condense(value)
-    return mix([words])[0] + description
+    return Mixer()([words])[0] + description
 
 
 def condense(value: Any) -> Condensed:
@@ -89,29 +89,34 @@ def condense(value: Any) -> Condensed:
     return Condensed(words, _hash_of_description(tuple(description)))
 
 
-def mix(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the fingerprint of each of several condensed values, all on one device, without their descriptions."""
-    words = torch.cat(on_one_device(values))
-    lengths = [each.numel() for each in values]
-    # Each word gets the number of its place, and is mixed as by MurmurHash3's finalizer, before the sum: a plain sum
-    # would not depend on the order. All operations wrap around in int64 and are exact, so the order in which a device
-    # adds does not matter.
-    words.add_(_numbers(tuple(lengths), words.device))
-    words.bitwise_xor_(words >> 32).mul_(_MURMUR_FACTOR)
-    words.bitwise_xor_(words >> 29)
-    return [part.sum() for part in words.split(lengths)]
+class Mixer:
+    """Computes fingerprints of condensed values; the numbers of their words are kept for values of the same lengths."""
+
+    def __init__(self) -> None:
+        self._numbered: tuple[list[int], torch.device] | None = None
+        self._numbers = torch.empty(0)
+
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        """Return the fingerprint of each value, without its description, all on one device."""
+        words = torch.cat(on_one_device(values))
+        lengths = [each.numel() for each in values]
+        if self._numbered != (lengths, words.device):
+            numbers = torch.arange(max(lengths), device=words.device).mul_(_GOLDEN_RATIO)
+            self._numbers = torch.cat([numbers[:length] for length in lengths])
+            self._numbered = lengths, words.device
+        # Each word gets the number of its place, and is mixed as by MurmurHash3's finalizer, before the sum: a plain
+        # sum would not depend on the order. All operations wrap around in int64 and are exact, so the order in which a
+        # device adds does not matter.
+        words.add_(self._numbers)
+        words.bitwise_xor_(words >> 32).mul_(_MURMUR_FACTOR)
+        words.bitwise_xor_(words >> 29)
+        return [part.sum() for part in words.split(lengths)]
 
 
-@lru_cache(maxsize=4)  # the values of one step have the lengths of the last one's
-def _numbers(lengths: Sequence[int], device: torch.device) -> Tensor:
-    numbers = torch.arange(max(lengths), device=device).mul_(_GOLDEN_RATIO)
-    return torch.cat([numbers[:length] for length in lengths])
-
-
-def on_one_device(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def on_one_device(tensors: list[Tensor]) -> list[Tensor]:
     """Move tensors to the first of their devices that is not the CPU, if there is one."""
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
-    if len(devices) < 2:
+    devices = [tensor.device for tensor in tensors]
+    if devices.count(devices[0]) == len(devices):
         return tensors
     device = next(device for device in devices if device.type != "cpu")
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
@@ -119,22 +124,17 @@ def on_one_device(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _rows(flat: Tensor) -> list[Tensor]:
     """Return the words of a tensor, or, if they are many, sums of them."""
-    parts = _words(flat)
-    if flat.nbytes <= 8 * _SHORT:
-        return parts
-    words = parts[0]
+    words, *last = _words(flat)
+    if words.numel() <= _SHORT:
+        return [words, *last]
     if words.numel() > _LONG:
         rest = words.numel() % _LONG_ROW_LENGTH
         row = _sum_of_rows(words, _LONG_ROW_LENGTH)
         row[:rest].add_(words[words.numel() - rest :])
         words = row
-    # what is left over by the rows of one length is part of the rows of the other one, or left over by both
-    rest = max(words.numel() % length for length in _TWO_ROW_LENGTHS)
-    return [
-        *(_sum_of_rows(words, length) for length in _TWO_ROW_LENGTHS),
-        words[words.numel() - rest :],
-        *parts[1:],
-    ]
+    rest = max([words.numel() % length for length in _TWO_ROW_LENGTHS])  # what either of them leaves over
+    sums = [_sum_of_rows(words, length) for length in _TWO_ROW_LENGTHS]
+    return [*sums, words[words.numel() - rest :], *last]
 
 
 def _sum_of_rows(words: Tensor, length: int) -> Tensor:
@@ -146,7 +146,7 @@ def _words(flat: Tensor) -> list[Tensor]:
     size, number = flat.itemsize, flat.numel()
     rest = number % (8 // size) if size < 8 else 0
     if rest:
-        last = flat[number - rest :].view(_INTEGERS[size]).to(torch.int64)
+        last = (flat[number - rest :] if number > rest else flat).view(_INTEGERS[size]).to(torch.int64)
         return [*_words(flat[: number - rest]), last] if number > rest else [last]
     aligned = flat if flat.storage_offset() * size % 8 == 0 else flat.clone()
     return [aligned if aligned.dtype == torch.int64 else aligned.view(torch.int64)]

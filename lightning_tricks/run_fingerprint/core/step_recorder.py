@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
@@ -19,7 +19,7 @@ from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
 from lightning_tricks._torch_compat.tensors import outside_transforms
 from lightning_tricks.run_fingerprint.core import record as on_disk
-from lightning_tricks.run_fingerprint.core.fingerprint import children_of, condense, mix, on_one_device
+from lightning_tricks.run_fingerprint.core.fingerprint import Mixer, children_of, condense, on_one_device
 from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, IncompleteResume, RecordHeader
 
 _ROWS = 128  # in a block
@@ -136,6 +136,7 @@ class RowWriter:
         self._keys: list[tuple[int, int, int]] = []
         self._block: list[Tensor] = []
         self._descriptions: list[list[int]] = []  # of the values in the block
+        self._mixer = Mixer()
         self._clear_row()
 
     def _clear_row(self) -> None:
@@ -210,7 +211,7 @@ class RowWriter:
             self.flush()
 
     def _mix(self) -> None:
-        self._mixed.update(zip(self._unmixed, mix(list(self._unmixed.values())), strict=True))
+        self._mixed.update(zip(self._unmixed, self._mixer(list(self._unmixed.values())), strict=True))
         self._unmixed, self._num_unmixed = {}, 0
 
     def flush(self) -> None:
@@ -289,7 +290,7 @@ class ModelTensors:
         return {
             name: tensor
             for name, holder, key in self._holders
-            if (tensor := holder.get(key)) is not None and not isinstance(tensor, UninitializedTensorMixin)
+            if (tensor := holder.get(key)) is not None and not is_lazy(tensor)
         }
 
 
