@@ -21,7 +21,7 @@ from lightning_tricks.run_fingerprint import fingerprint
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.small import HostReads
 
-ROW = 32_749
+SHORT, LONG, ROW, ROWS = 2_048, 262_144, 32_749, (509, 521)
 MASK = 2**64 - 1
 
 
@@ -29,13 +29,21 @@ def number(value):
     return fingerprint(value).item()
 
 
-def slow_hash(data: bytes) -> int:
-    """The fingerprint of memory in plain integers: words by rows, numbered, mixed, added up."""
-    data += bytes(-len(data) % 8)
-    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
-    columns = [sum(words[at::ROW]) & MASK for at in range(min(ROW, len(words)))]
-    total = 0
-    for position, word in enumerate(columns):
+def slow_hash(*memories: bytes) -> int:
+    """The fingerprint of memory in plain integers: words, or sums of them by rows; numbered, mixed, added up."""
+    found, total = [], 0
+    for data in memories:
+        words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data) - 7, 8)]
+        if len(words) > LONG:
+            words = [sum(words[at::ROW]) & MASK for at in range(ROW)]
+        if len(words) > SHORT:
+            whole = [len(words) - len(words) % length for length in ROWS]
+            sums = [sum(words[at:end:row]) & MASK for row, end in zip(ROWS, whole, strict=True) for at in range(row)]
+            words = sums + words[min(whole) :]
+        found += words
+        if len(data) % 8:
+            found.append(int.from_bytes(data[-(len(data) % 8) :], "little"))  # a float32 of positive sign
+    for position, word in enumerate(found):
         mixed = (word + position * 0x9E3779B97F4A7C15) & MASK
         signed = mixed - 2**64 if mixed >> 63 else mixed
         mixed = ((mixed ^ (signed >> 32) & MASK) * 0xFF51AFD7ED558CCD) & MASK
@@ -46,27 +54,33 @@ def slow_hash(data: bytes) -> int:
 
 def memory_hash(tensors):
     """What a fingerprint says of memory alone, without names and shapes."""
-    from lightning_tricks.run_fingerprint.core.fingerprint import _hash
+    from lightning_tricks.run_fingerprint.core.fingerprint import Mixer, condense
 
-    return _hash(tensors).item() & MASK
+    return Mixer()([condense(tensors).words])[0].item() & MASK
 
 
-@pytest.mark.parametrize("elements", [0, 1, 2, 3, 1000, 2 * ROW, 2 * ROW + 1, 6 * ROW + 12345])
+@pytest.mark.parametrize("elements", [0, 1, 2, 3, 1000, 2 * SHORT, 2 * SHORT + 1, 2 * ROW, 2 * LONG, 2 * LONG + 12345])
 def test_agrees_with_the_reference_implementation(elements):
-    x = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    x = torch.rand(elements, generator=torch.Generator().manual_seed(elements))
     assert memory_hash([x]) == slow_hash(x.numpy().tobytes())
 
 
-@pytest.mark.parametrize("sizes", [[2 * ROW + 2 * n for n in (500, 7, 40_000)], [1, 5, 1000, 3]], ids=["long", "short"])
-def test_tensors_count_as_if_they_lay_one_after_another(sizes):
-    tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in sizes]
-    assert memory_hash(tensors) == slow_hash(b"".join(x.numpy().tobytes() for x in tensors))
+def test_short_tensors_count_as_if_they_lay_one_after_another_and_others_by_themselves():
+    tensors = [torch.rand(n, generator=torch.Generator().manual_seed(n)) for n in (1, 5, 9000, 3, 8001, 900)]
+    short, long = [x.numpy().tobytes() for x in tensors if len(x) < 2 * SHORT], (tensors[2], tensors[4])
+    assert memory_hash(tensors) == slow_hash(*(x.numpy().tobytes() for x in long), b"".join(short))
+
+
+@pytest.mark.parametrize("elements", [2, SHORT, 3 * SHORT, 3 * LONG])
+def test_two_tensors_of_one_shape_that_change_places_are_seen(elements):
+    first, second = torch.rand(2, elements, generator=torch.Generator().manual_seed(elements))
+    assert number([first, second]) != number([second, first])
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_each_bit_counts(data):
-    size = data.draw(st.sampled_from([1, 7, 64, 5000, 3 * ROW]))
+    size = data.draw(st.sampled_from([1, 7, 64, 5000, 3 * ROW, 2 * LONG + 7]))
     x = torch.arange(size, dtype=torch.float32)
     before = number(x)
     bit = data.draw(st.integers(0, 32 * size - 1))
@@ -78,14 +92,27 @@ def test_each_bit_counts(data):
 @settings(max_examples=60, deadline=None)
 def test_order_counts(data):
     """Two elements that change places are seen, even if but the highest bit of a word differs."""
-    size = data.draw(st.sampled_from([2, 64, 5000, 4 * ROW]))
+    size = data.draw(st.sampled_from([2, 64, 5000, 4 * ROW, 2 * LONG, 2 * LONG + 7]))
     x = torch.ones(size) if data.draw(st.booleans()) else torch.arange(size, dtype=torch.float32)
     first, second = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
-    assume((first - second) % (2 * ROW))  # the distance at which it is blind, as its docstring says
+    assume(
+        size <= 2 * LONG + 1 or (first - second) % (2 * ROW)
+    )  # the distance at which it is blind, as its docstring says
     x[first] = -1.5
     before = number(x)
     x[first], x[second] = x[second].item(), -1.5
     assert number(x) != before
+
+
+@pytest.mark.parametrize(("words", "distance"), [(SHORT + 1, 509), (SHORT + 1, 2 * 521), (LONG, 17 * 509), (LONG, ROW)])
+def test_samples_that_fall_together_in_rows_of_one_length_are_told_apart_by_the_other(words, distance):
+    """Even if one is a permutation of the other, so that their sums are equal."""
+    x = torch.zeros(words, 2)
+    first, second = torch.arange(3), torch.arange(3) + distance
+    x[first], x[second] = torch.tensor([[1.0], [2.0], [0.0]]), torch.tensor([[0.0], [1.0], [2.0]])
+    swapped = x.clone()
+    swapped[first], swapped[second] = x[second], x[first]
+    assert number(swapped) != number(x)
 
 
 @pytest.mark.trap("resume: xor and sum ignore element order: a permutation goes unseen")

@@ -114,11 +114,11 @@ def test_other_files_are_refused_with_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"version": 1', '"version": 2', "version 2, but this lightning_tricks reads version 1: update"),
-        ('"version": 1', '"version": true', "is not a file of RunFingerprint"),
+        ('"version": 2', '"version": 3', "version 3, but this lightning_tricks reads version 2: update"),
+        ('"version": 2', '"version": true', "is not a file of RunFingerprint"),
         ('"world_size": 1', '"world_size": 0', "damaged header: world_size must be"),
         ('"detail": "step"', '"detail": "all"', "damaged header: detail must be"),
-        ('"version": 1', '"version": 1, "unheard_of": 1', "damaged header: .*unheard_of"),
+        ('"version": 2', '"version": 2, "unheard_of": 1', "damaged header: .*unheard_of"),
         ('"rank": 0', '"rank": [0]', "is not a file of RunFingerprint"),
         ('"rows": "', '"rows": "?', "damaged in line 3"),
         *(

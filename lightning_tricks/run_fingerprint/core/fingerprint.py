@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import date, time, timedelta
 from functools import lru_cache
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,22 +19,37 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.tensors import local_part
 
-_ROW_LENGTH = 32_749  # words; a prime, so that no row of a matrix and no sample of a batch is a multiple of it
+# Longer memory is added up in rows, whose lengths are primes, so that no row of a matrix and no sample of a batch is a
+# multiple of one. Two words of at most _LONG words fall together in rows of one of the two lengths, never of both.
+_SHORT, _LONG = 2_048, 262_144  # 64-bit words
+_TWO_ROW_LENGTHS, _LONG_ROW_LENGTH = (509, 521), 32_749
 # odd factors, so that no bit gets lost
-_GOLDEN_RATIO, _MURMUR_FACTOR, _COMBINE_FACTOR = -0x61C8864680B583EB, -0x00AE502812AA7333, 0x2545F4914F6CDD1D
+_GOLDEN_RATIO, _MURMUR_FACTOR = -0x61C8864680B583EB, -0x00AE502812AA7333
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the number of bytes
 # their `repr` shows the whole value, and no address
 _PLAIN = (type(None), str, bytes, bytearray, Number, np.generic, range, date, time, timedelta, os.PathLike)
 _WITHOUT_VALUE = (type, nn.Module, FunctionType, BuiltinFunctionType, MethodType)
 
 
-@torch.no_grad()
+class Condensed(NamedTuple):
+    """What is left of a value before its fingerprint is computed.
+
+    Attributes:
+        words: At most some thousand 64-bit words for each tensor, on the device of the fingerprint.
+        description: A hash of names, shapes and dtypes, which is to be added to the fingerprint of the words.
+    """
+
+    words: Tensor
+    description: int
+
+
 def fingerprint(value: Any) -> Tensor:
     """Return 64 bits that are equal for bit-identical values, and practically never equal for others.
 
     The fingerprint depends on values, order, names, shapes and dtypes: one flipped bit, two swapped samples or a
-    permuted weight changes it. Zeros of different sign differ, and so do NaNs with different bits. Memory is read once,
-    and nothing is copied to the host. Memory longer than 32,749 64-bit words is first added up in rows of that length:
-    it does not detect a swap of two words at a distance that is an exact multiple of it.
+    permuted weight changes it. Zeros of different sign differ, and so do NaNs with different bits. Nothing is copied to
+    the host. Memory longer than 262,144 64-bit words is first added up in rows of 32,749 words: it does not detect a
+    swap of two words at a distance that is an exact multiple of it.
 
     Args:
         value: A tensor of any shape, dtype, layout and device, or tensors, arrays and plain values in containers,
@@ -49,71 +64,100 @@ def fingerprint(value: Any) -> Tensor:
         >>> fingerprint(torch.tensor([1.0, 2.0])) == fingerprint(torch.tensor([2.0, 1.0]))
         tensor(False)
     """
-    groups: dict[torch.device, list[Tensor]] = {}
+    words, description = condense(value)
+    return Mixer()([words])[0] + description
+
+
+def condense(value: Any) -> Condensed:
+    """Add up and copy what the fingerprint of a value depends on, so that the value may change afterwards."""
     description: list[Hashable] = []
+    parts: list[Tensor] = []
+    short: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for name, tensor in tensors_of(value):
         dense = _dense(tensor)
         shape = tuple(each.shape for each in dense) if tensor.is_nested else tensor.shape
         description.append((name, shape, tensor.dtype))
         for each in dense:
-            groups.setdefault(each.device, []).append(each)
-    hashes = [_hash(tensors) for tensors in groups.values()] or [torch.zeros((), dtype=torch.int64)]
-    device = next((device for device in groups if device.type != "cpu"), hashes[0].device)
-    whole = hashes[0].to(device, non_blocking=True)
-    for other in hashes[1:]:
-        whole = torch.add(other.to(device, non_blocking=True), whole, alpha=_COMBINE_FACTOR)
-    return whole + _hash_of_description(tuple(description))
+            flat = each if each.dim() == 1 else each.reshape(-1)
+            if flat.nbytes > 8 * _SHORT:
+                parts += _rows(flat)
+            else:
+                short.setdefault((flat.device, flat.dtype), []).append(flat)
+    for flats in short.values():
+        parts += _rows(flats[0] if len(flats) == 1 else torch.cat(flats))
+    words = torch.cat(on_one_device(parts)) if parts else torch.zeros(0, dtype=torch.int64)
+    return Condensed(words, _hash_of_description(tuple(description)))
 
 
-def _hash(tensors: Iterable[Tensor]) -> Tensor:
-    long: list[Tensor] = []
-    short: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        if flat.nbytes > 8 * _ROW_LENGTH:
-            long.append(flat)
-        else:
-            short.setdefault(flat.dtype, []).append(flat)
-    words = [_words([flat]) for flat in long]
-    if short:
-        words.append(_words([torch.cat(flats) for flats in short.values()]))
-    rows = words[0] if len(words) == 1 and len(words[0]) <= _ROW_LENGTH else _sum_of_rows(words)
-    # Each word gets the number of its place, and is mixed as by MurmurHash3's finalizer, before the sum: a plain sum
-    # would not depend on the order. All operations wrap around in int64 and are exact, so the order in which a device
-    # adds does not matter.
-    numbered = torch.add(rows, torch.arange(len(rows), device=rows.device), alpha=_GOLDEN_RATIO)
-    numbered.bitwise_xor_(numbered >> 32).mul_(_MURMUR_FACTOR)
-    return numbered.bitwise_xor_(numbered >> 29).sum()
+class Mixer:
+    """Computes fingerprints of condensed values; the numbers of their words are kept for values of the same lengths."""
+
+    def __init__(self) -> None:
+        self._numbered: tuple[list[int], torch.device] | None = None
+        self._numbers = torch.empty(0)
+
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        """Return the fingerprint of each value, without its description, all on one device."""
+        words = torch.cat(on_one_device(values))
+        lengths = [each.numel() for each in values]
+        if self._numbered != (lengths, words.device):
+            numbers = torch.arange(max(lengths), device=words.device).mul_(_GOLDEN_RATIO)
+            self._numbers = torch.cat([numbers[:length] for length in lengths])
+            self._numbered = lengths, words.device
+        # Each word gets the number of its place, and is mixed as by MurmurHash3's finalizer, before the sum: a plain
+        # sum would not depend on the order. All operations wrap around in int64 and are exact, so the order in which a
+        # device adds does not matter.
+        words.add_(self._numbers)
+        words.bitwise_xor_(words >> 32).mul_(_MURMUR_FACTOR)
+        words.bitwise_xor_(words >> 29)
+        return [part.sum() for part in words.split(lengths)]
 
 
-def _sum_of_rows(words: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the rows of the concatenated words, without concatenating them."""
-    total = words[0].new_zeros(_ROW_LENGTH)
-    start = 0
-    for part in words:
-        whole = len(part) // _ROW_LENGTH * _ROW_LENGTH
-        row = part[:whole].view(-1, _ROW_LENGTH).sum(0)
-        row[: len(part) - whole] += part[whole:]
-        total[start:] += row[: _ROW_LENGTH - start]
-        total[:start] += row[_ROW_LENGTH - start :]
-        start = (start + len(part)) % _ROW_LENGTH
-    return total
+def on_one_device(tensors: list[Tensor]) -> list[Tensor]:
+    """Move tensors to the first of their devices that is not the CPU, if there is one."""
+    devices = [tensor.device for tensor in tensors]
+    if devices.count(devices[0]) == len(devices):
+        return tensors
+    device = next(device for device in devices if device.type != "cpu")
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
-def _words(flats: Sequence[Tensor]) -> Tensor:
-    """Return the 64-bit words of concatenated tensors; a single tensor of whole words is not copied."""
-    first, size = flats[0], sum(flat.nbytes for flat in flats)
-    if len(flats) == 1 and size % 8 == 0 and first.storage_offset() * first.itemsize % 8 == 0:
-        return first.view(torch.int64)
-    parts = [flat.view(torch.uint8) for flat in flats]
-    if size % 8:
-        parts.append(first.new_zeros(-size % 8, dtype=torch.uint8))
-    return torch.cat(parts).view(torch.int64)
+def _rows(flat: Tensor) -> list[Tensor]:
+    """Return the words of a tensor, or, if they are many, sums of them."""
+    words, *last = _words(flat)
+    if words.numel() <= _SHORT:
+        return [words, *last]
+    if words.numel() > _LONG:
+        rest = words.numel() % _LONG_ROW_LENGTH
+        row = _sum_of_rows(words, _LONG_ROW_LENGTH)
+        row[:rest].add_(words[words.numel() - rest :])
+        words = row
+    rest = max([words.numel() % length for length in _TWO_ROW_LENGTHS])  # what either of them leaves over
+    sums = [_sum_of_rows(words, length) for length in _TWO_ROW_LENGTHS]
+    return [*sums, words[words.numel() - rest :], *last]
+
+
+def _sum_of_rows(words: Tensor, length: int) -> Tensor:
+    return words.as_strided((words.numel() // length, length), (length, 1)).sum(0)
+
+
+def _words(flat: Tensor) -> list[Tensor]:
+    """Return the 64-bit words of a tensor, without a copy if it is aligned, and what fills no word as words."""
+    size, number = flat.itemsize, flat.numel()
+    rest = number % (8 // size) if size < 8 else 0
+    if rest:
+        last = (flat[number - rest :] if number > rest else flat).view(_INTEGERS[size]).to(torch.int64)
+        return [*_words(flat[: number - rest]), last] if number > rest else [last]
+    aligned = flat if flat.storage_offset() * size % 8 == 0 else flat.clone()
+    return [aligned if aligned.dtype == torch.int64 else aligned.view(torch.int64)]
 
 
 def _dense(tensor: Tensor) -> Sequence[Tensor]:
     """Return the dense tensors that a tensor of any layout consists of; none for a tensor on the meta device."""
-    tensor = local_part(tensor)
+    if type(tensor) not in (Tensor, nn.Parameter):
+        tensor = local_part(tensor)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_meta:
         return ()
     if tensor.is_nested:
@@ -121,7 +165,7 @@ def _dense(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.is_quantized:
         return (tensor.int_repr(),)
     if tensor.layout is not torch.strided:
-        coordinates = tensor.detach().to_sparse_coo().coalesce()
+        coordinates = tensor.to_sparse_coo().coalesce()
         return coordinates.indices(), coordinates.values()
     if tensor.is_complex() or tensor.is_neg():
         return (tensor.resolve_conj().resolve_neg(),)
@@ -153,7 +197,7 @@ def _parts(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str
         yield name, value
     elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         yield name, torch.from_numpy(np.array(value))
-    elif isinstance(value, _PLAIN):
+    elif type(value) not in (dict, list, tuple) and isinstance(value, _PLAIN):  # the second takes its time
         yield name, _as_bytes(value)
     elif id(value) not in around:
         inner = _children(value)
@@ -171,12 +215,12 @@ def _parts(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str
 def _children(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return value
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
     if isinstance(value, Set):
         return dict(enumerate(sorted(value, key=repr)))
     if isinstance(value, np.ndarray):
-        value = np.atleast_1d(value).tolist()
-    if isinstance(value, list | tuple | deque):
-        return dict(enumerate(value))
+        return dict(enumerate(np.atleast_1d(value).tolist()))
     if isinstance(value, _WITHOUT_VALUE):
         return None
     if hasattr(type(value), "__array__") or hasattr(type(value), "__array_interface__"):  # pictures, data frames

@@ -38,14 +38,14 @@ class RecordHeader:
         every_n_train_steps: One of so many steps was recorded.
         rank: The rank whose batches and gradients were recorded.
         world_size: How many ranks the run had.
-        version: The version of the file's format.
+        version: The version of the file's format and of the fingerprints.
     """
 
     detail: str
     every_n_train_steps: int = 1
     rank: int = 0
     world_size: int = 1
-    version: int = 1
+    version: int = 2
 
 
 class Column(NamedTuple):

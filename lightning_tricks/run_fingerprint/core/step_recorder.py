@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,10 +19,11 @@ from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
 from lightning_tricks._torch_compat.tensors import outside_transforms
 from lightning_tricks.run_fingerprint.core import record as on_disk
-from lightning_tricks.run_fingerprint.core.fingerprint import children_of, fingerprint
+from lightning_tricks.run_fingerprint.core.fingerprint import Mixer, children_of, condense, on_one_device
 from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, IncompleteResume, RecordHeader
 
 _ROWS = 128  # in a block
+_MOST_WORDS = 2**20  # that wait to be mixed
 # in evaluation these take a fast path, unless a hook is on one of their modules
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
@@ -135,9 +135,17 @@ class RowWriter:
         self._written_columns: tuple[Column, ...] = ()
         self._keys: list[tuple[int, int, int]] = []
         self._block: list[Tensor] = []
+        self._descriptions: list[list[int]] = []  # of the values in the block
+        self._mixer = Mixer()
+        self._clear_row()
+
+    def _clear_row(self) -> None:
         self._key: tuple[int, int, int] | None = None
-        self._values: dict[Column, Tensor] = {}
-        self._calls: Counter[tuple[str, str]] = Counter()  # how often each kind and name came in the row
+        self._row: dict[Column, int] = {}  # the descriptions of its values
+        self._unmixed: dict[Column, Tensor] = {}
+        self._num_unmixed = 0  # words
+        self._mixed: dict[Column, Tensor] = {}
+        self._calls: dict[tuple[str, str], int] = {}  # how often each kind and name came
 
     def start_file(self, record: FingerprintRecord | None = None) -> None:
         """Write a new file in place of an existing one, with the rows of a record that it continues.
@@ -171,30 +179,40 @@ class RowWriter:
 
     def start_row(self, step: int, epoch: int, batch: int) -> None:
         """Start the row of a batch, and drop a row that was not ended."""
-        self._key, self._values, self._calls = (step, epoch, batch), {}, Counter()
+        self._clear_row()
+        self._key = step, epoch, batch
 
     def add(self, kind: str, value: Any, name: str = "") -> None:
         """Add the fingerprint of a value to the row; the second one of a kind and name is recorded as call 2."""
-        call = self._calls[kind, name] = self._calls[kind, name] + 1
-        self._values[Column(kind, name, call)] = fingerprint(value)
+        call = self._calls[kind, name] = self._calls.get((kind, name), 0) + 1
+        column = Column(kind, name, call)
+        self._unmixed[column], self._row[column] = condense(value)
+        self._num_unmixed += self._unmixed[column].numel()
+        if self._num_unmixed > _MOST_WORDS:
+            self._mix()
 
     def has(self, kind: str) -> bool:
         """Whether the row has a fingerprint of a kind, without a name."""
-        return Column(kind) in self._values
+        return (kind, "") in self._calls
 
     def end_row(self) -> None:
         """Keep the row; write the block if it is full or if the row has new columns."""
         if self._key is None:
             return
-        if not self._values.keys() <= self._columns.keys():
+        if not self._row.keys() <= self._columns.keys():
             self.flush()
-            self._columns = dict.fromkeys(_merged(self._columns, self._values))
+            self._columns = dict.fromkeys(_merged(self._columns, self._row))
         self._keys.append(self._key)
         self._block.append(self._stacked())
+        self._descriptions.append([self._row.get(column, 0) for column in self._columns])
         self.num_rows += 1
-        self._key, self._values = None, {}
+        self._clear_row()
         if len(self._block) >= _ROWS:
             self.flush()
+
+    def _mix(self) -> None:
+        self._mixed.update(zip(self._unmixed, self._mixer(list(self._unmixed.values())), strict=True))
+        self._unmixed, self._num_unmixed = {}, 0
 
     def flush(self) -> None:
         """Copy the rows that are not written yet to the host, and append them to the file.
@@ -202,11 +220,12 @@ class RowWriter:
         Raises:
             OSError: If that fails; the rows are lost.
         """
-        keys, block, columns = self._keys, self._block, tuple(self._columns)
+        keys, block, descriptions, columns = self._keys, self._block, self._descriptions, tuple(self._columns)
         if not block:
             return
-        self._keys, self._block = [], []
-        table = np.concatenate([np.array(keys, np.int64), torch.stack(block).cpu().numpy()], axis=1)
+        self._keys, self._block, self._descriptions = [], [], []
+        values = torch.stack(block).cpu().numpy() + np.array(descriptions, np.int64)
+        table = np.concatenate([np.array(keys, np.int64), values], axis=1)
         self._append(on_disk.format_rows(columns, table, self._written_columns))
         self._digest.update(table.astype(on_disk.INTEGER).tobytes())
         self._written_columns = columns
@@ -226,11 +245,12 @@ class RowWriter:
         self._file.flush()
 
     def _stacked(self) -> Tensor:
-        devices = {value.device for value in self._values.values()}
-        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        absent = torch.zeros((), dtype=torch.int64, device=device)
-        values = (self._values.get(column, absent) for column in self._columns)
-        return torch.stack([value.to(device, non_blocking=True) for value in values])
+        if self._unmixed:
+            self._mix()
+        absent = [] if len(self._mixed) == len(self._columns) else [torch.zeros((), dtype=torch.int64)]
+        values = on_one_device([*self._mixed.values(), *absent])
+        by_column = dict(zip(self._mixed, values, strict=False))
+        return torch.stack([by_column.get(column, values[-1]) for column in self._columns])
 
 
 def _merged(known: Iterable[Column], row: Iterable[Column]) -> list[Column]:
@@ -255,19 +275,23 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._holders: dict[str, tuple[dict[str, Any], str]] = {}
+        self._holders: list[tuple[str, dict[str, Any], str]] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             for holder in (own_parameters(module), own_buffers(module)):
                 for name, value in holder.items():
                     if value is not None and id(value) not in seen:
                         seen.add(id(value))
-                        self._holders[strip_compile_prefix(f"{prefix}.{name}" if prefix else name)] = (holder, name)
+                        label = strip_compile_prefix(f"{prefix}.{name}" if prefix else name)
+                        self._holders.append((label, holder, name))
 
     def __call__(self) -> dict[str, Tensor]:
         """Return qualified name -> tensor, without those that are None or lazy by now."""
-        found = {name: holder.get(key) for name, (holder, key) in self._holders.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None and not is_lazy(tensor)}
+        return {
+            name: tensor
+            for name, holder, key in self._holders
+            if (tensor := holder.get(key)) is not None and not is_lazy(tensor)
+        }
 
 
 class LayerOutputs:
@@ -286,12 +310,17 @@ class LayerOutputs:
     @contextmanager
     def hooked(self, on_output: Callable[[str, Any], None]) -> Iterator[None]:
         """Call `on_output` with the qualified name and the output of each layer that runs in the block."""
-        with ExitStack() as hooks:
-            for name, module, with_fast_path in self._layers:
-                # a hook would make torch leave the fast path of a module around it: only those in training get hooks
-                if all(_is_trained(outer) for outer in with_fast_path):
-                    hooks.enter_context(module.register_forward_hook(_Hook(name, module, on_output)))
+        # a hook would make torch leave the fast path of a module around it: only those in training get hooks
+        hooks = [
+            module.register_forward_hook(_Hook(name, module, on_output))
+            for name, module, with_fast_path in self._layers
+            if all(_is_trained(outer) for outer in with_fast_path)
+        ]
+        try:
             yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _layers_in(
