@@ -457,7 +457,7 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path, choice):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    guard = AutoResume(tmp_path, every_n_train_steps=5, every_n_epochs=None, on_failed_save=choice)
+    guard = AutoResume(tmp_path, every_n_train_steps=5, every_n_epochs=None, on_failed_save=choice, asynchronous=False)
     try:
         if choice == "raise":
             with pytest.raises(OSError, match=r"step 10 could not be saved .*File too large.*The previous checkpoint"):
