@@ -144,7 +144,7 @@ def test_what_cannot_be_compared_is_refused():
         (
             record(version=1),
             record(),
-            "A has version 1 and B has version 2, .* same version of lightning_tricks",
+            "A has version=1 and B has version=2: .* same version of lightning_tricks",
         ),
         (record(), record(range(7, 9)), "no batch in common: A has steps 0 to 4, B has steps 7 to 8"),
         (record(), record(range(0)), "B has none"),

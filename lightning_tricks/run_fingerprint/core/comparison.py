@@ -148,17 +148,12 @@ def compare(run_a: Sequence[FingerprintRecord], run_b: Sequence[FingerprintRecor
     Raises:
         FingerprintRecordError: If the runs were recorded with different settings, or have no batch in common.
     """
-    versions = [records[0].header.version for records in (run_a, run_b)]
-    if versions[0] != versions[1]:
-        raise FingerprintRecordError(
-            f"A has version {versions[0]} and B has version {versions[1]}, whose fingerprints are computed in another "
-            "way: record both with the same version of lightning_tricks to compare them."
-        )
-    for name in ("world_size", "detail"):
+    for name in ("version", "world_size", "detail"):
         of_a, of_b = (getattr(records[0].header, name) for records in (run_a, run_b))
         if of_a != of_b:
             raise FingerprintRecordError(
-                f"A has {name}={of_a!r} and B has {name}={of_b!r}: record both with the same settings to compare them."
+                f"A has {name}={of_a!r} and B has {name}={of_b!r}: record both with the same settings, and the same "
+                "version of lightning_tricks, to compare them."
             )
     of_ranks = [_compare_rank(*records) for records in zip(run_a, run_b, strict=True)]
     divergences = [each.divergence for each in of_ranks if each.divergence is not None]

@@ -43,6 +43,9 @@ class Condensed(NamedTuple):
     description: int
 
 
+ABSENT = Condensed(torch.zeros(0, dtype=torch.int64, device="cpu"), 0)  # its fingerprint is zero
+
+
 def fingerprint(value: Any) -> Tensor:
     """Return 64 bits that are equal for bit-identical values, and practically never equal for others.
 
@@ -85,7 +88,7 @@ def condense(value: Any) -> Condensed:
                 short.setdefault((flat.device, flat.dtype), []).append(flat)
     for flats in short.values():
         parts += _rows(flats[0] if len(flats) == 1 else torch.cat(flats))
-    words = torch.cat(on_one_device(parts)) if parts else torch.zeros(0, dtype=torch.int64)
+    words = torch.cat(_on_one_device(parts)) if parts else ABSENT.words
     return Condensed(words, _hash_of_description(tuple(description)))
 
 
@@ -98,7 +101,7 @@ class Mixer:
 
     def __call__(self, values: list[Tensor]) -> list[Tensor]:
         """Return the fingerprint of each value, without its description, all on one device."""
-        words = torch.cat(on_one_device(values))
+        words = torch.cat(_on_one_device(values))
         lengths = [each.numel() for each in values]
         if self._numbered != (lengths, words.device):
             numbers = torch.arange(max(lengths), device=words.device).mul_(_GOLDEN_RATIO)
@@ -113,7 +116,7 @@ class Mixer:
         return [part.sum() for part in words.split(lengths)]
 
 
-def on_one_device(tensors: list[Tensor]) -> list[Tensor]:
+def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
     """Move tensors to the first of their devices that is not the CPU, if there is one."""
     devices = [tensor.device for tensor in tensors]
     if devices.count(devices[0]) == len(devices):

@@ -19,11 +19,10 @@ from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
 from lightning_tricks._torch_compat.tensors import outside_transforms
 from lightning_tricks.run_fingerprint.core import record as on_disk
-from lightning_tricks.run_fingerprint.core.fingerprint import Mixer, children_of, condense, on_one_device
+from lightning_tricks.run_fingerprint.core.fingerprint import ABSENT, Condensed, Mixer, children_of, condense
 from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, IncompleteResume, RecordHeader
 
 _ROWS = 128  # in a block
-_MOST_WORDS = 2**20  # that wait to be mixed
 # in evaluation these take a fast path, unless a hook is on one of their modules
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
@@ -137,15 +136,9 @@ class RowWriter:
         self._block: list[Tensor] = []
         self._descriptions: list[list[int]] = []  # of the values in the block
         self._mixer = Mixer()
-        self._clear_row()
-
-    def _clear_row(self) -> None:
         self._key: tuple[int, int, int] | None = None
-        self._row: dict[Column, int] = {}  # the descriptions of its values
-        self._unmixed: dict[Column, Tensor] = {}
-        self._num_unmixed = 0  # words
-        self._mixed: dict[Column, Tensor] = {}
-        self._calls: dict[tuple[str, str], int] = {}  # how often each kind and name came
+        self._row: dict[Column, Condensed] = {}
+        self._calls: dict[tuple[str, str], int] = {}  # how often each kind and name came in the row
 
     def start_file(self, record: FingerprintRecord | None = None) -> None:
         """Write a new file in place of an existing one, with the rows of a record that it continues.
@@ -179,17 +172,12 @@ class RowWriter:
 
     def start_row(self, step: int, epoch: int, batch: int) -> None:
         """Start the row of a batch, and drop a row that was not ended."""
-        self._clear_row()
-        self._key = step, epoch, batch
+        self._key, self._row, self._calls = (step, epoch, batch), {}, {}
 
     def add(self, kind: str, value: Any, name: str = "") -> None:
         """Add the fingerprint of a value to the row; the second one of a kind and name is recorded as call 2."""
         call = self._calls[kind, name] = self._calls.get((kind, name), 0) + 1
-        column = Column(kind, name, call)
-        self._unmixed[column], self._row[column] = condense(value)
-        self._num_unmixed += self._unmixed[column].numel()
-        if self._num_unmixed > _MOST_WORDS:
-            self._mix()
+        self._row[Column(kind, name, call)] = condense(value)
 
     def has(self, kind: str) -> bool:
         """Whether the row has a fingerprint of a kind, without a name."""
@@ -203,16 +191,13 @@ class RowWriter:
             self.flush()
             self._columns = dict.fromkeys(_merged(self._columns, self._row))
         self._keys.append(self._key)
-        self._block.append(self._stacked())
-        self._descriptions.append([self._row.get(column, 0) for column in self._columns])
+        values = [self._row.get(column, ABSENT) for column in self._columns]
+        self._block.append(torch.stack(self._mixer([value.words for value in values])))
+        self._descriptions.append([value.description for value in values])
         self.num_rows += 1
-        self._clear_row()
+        self._key, self._row = None, {}
         if len(self._block) >= _ROWS:
             self.flush()
-
-    def _mix(self) -> None:
-        self._mixed.update(zip(self._unmixed, self._mixer(list(self._unmixed.values())), strict=True))
-        self._unmixed, self._num_unmixed = {}, 0
 
     def flush(self) -> None:
         """Copy the rows that are not written yet to the host, and append them to the file.
@@ -243,14 +228,6 @@ class RowWriter:
             raise OSError("another fit has replaced it")
         self._file.write(lines)
         self._file.flush()
-
-    def _stacked(self) -> Tensor:
-        if self._unmixed:
-            self._mix()
-        absent = [] if len(self._mixed) == len(self._columns) else [torch.zeros((), dtype=torch.int64)]
-        values = on_one_device([*self._mixed.values(), *absent])
-        by_column = dict(zip(self._mixed, values, strict=False))
-        return torch.stack([by_column.get(column, values[-1]) for column in self._columns])
 
 
 def _merged(known: Iterable[Column], row: Iterable[Column]) -> list[Column]:
