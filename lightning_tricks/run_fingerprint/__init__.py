@@ -3,8 +3,8 @@
 When to use it: the same script gives a different result the second time, on another machine, after an update, or after
 a resume; or you want a test that asserts that it does not.
 
-Unlike a sum or a norm, a fingerprint depends on the order of elements and on every bit. It reads each tensor once, on
-its device, and copies nothing to the host before a block of steps is complete.
+Unlike a sum or a norm, a fingerprint depends on the order of elements and on every bit. It is computed on the device of
+the tensors, and nothing is copied to the host before a block of steps is complete.
 
 Caveats: equal means bit-identical. Runs with different numbers of ranks, devices, precisions or library versions
 diverge at the first step, although nothing is wrong. On a GPU, equal runs need
