@@ -68,7 +68,7 @@ class GradientClipping(TrickCallback):
     Logs `grad_norm/pre_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in which something was
     clipped), with `log_norm="all"` also `grad_norm/post_clip`, and with `on_nonfinite="skip"`
     `grad_norm/skipped_steps`; with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ... Counts are
-    computed for the steps that are logged and at the end of an epoch, norms in each step.
+    computed for the steps that are logged and at the end of an epoch and of the fit, norms in each step.
 
     Args:
         max_norm: The largest norm allowed, > 0; None means 1.0, unless `method` is given. `float("inf")` logs the norms
@@ -315,8 +315,9 @@ class GradientClipping(TrickCallback):
         values = {f"{prefix}/pre_clip": norms.total}
         if self.log_norm == "all":
             values[f"{prefix}/post_clip"] = norm_after(clipped, norms, self.norm_type)
-        if logs_at_this_step(trainer) or is_last_batch(trainer):
-            counts = self._states[index].counts
+        counts = self._states[index].counts
+        is_last = 0 <= trainer.max_steps <= trainer.global_step + len(trainer.optimizers)
+        if counts.steps == 1 or is_last or logs_at_this_step(trainer) or is_last_batch(trainer):
             values[f"{prefix}/clipped_fraction"] = counts.clipped / counts.steps
             if self.on_nonfinite == "skip":
                 values[f"{prefix}/skipped_steps"] = counts.skipped

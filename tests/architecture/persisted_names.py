@@ -265,7 +265,7 @@ def _of_auto_resume(folder: Path) -> Iterator[str]:
     lists = _Lists(directory)
     for interrupts in ([Interrupts(4)], [Interrupts(3)], []):
         saved = ModelCheckpoint(folder / "mine", every_n_train_steps=2, monitor="loss_step")
-        callbacks = [AutoResume(directory, every_n_train_steps=1), saved, lists, *interrupts]
+        callbacks = [AutoResume(directory, every_n_train_steps=1, asynchronous=False), saved, lists, *interrupts]
         options = {**QUIET, "enable_checkpointing": True, "logger": CSVLogger(folder / "logs", version=0)}
         with isolated_rng(seed=0):
             trainer = Trainer(max_epochs=2, callbacks=callbacks, **options)
@@ -301,7 +301,7 @@ def _state_of_callbacks(folder: Path) -> Iterator[str]:
     for make, lab.net in makers:
         callback, directory = make(), folder / "states" / str(len(list(lab.folder.glob("*"))))
         try:
-            lab.fit([callback, AutoResume(directory), Interrupts(3)], probe=False)
+            lab.fit([callback, AutoResume(directory, asynchronous=False), Interrupts(3)], probe=False)
         except SystemExit:
             (checkpoint,) = directory.glob(".auto_resume/0*/meta.pt")
         states = torch.load(checkpoint, weights_only=True)

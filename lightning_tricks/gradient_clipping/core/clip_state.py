@@ -71,7 +71,7 @@ class StepCounts:
         """Count the steps that wait, and return the four counts; shape (4,)."""
         if self._waiting:
             clipped, skipped, nonfinite = _flags(self._waiting)
-            clipped_before, skipped_before, consecutive, most = self._counts.to(skipped.device)
+            clipped_before, skipped_before, consecutive, most = self._counts.to(skipped.device, non_blocking=True)
             position = torch.arange(1, len(nonfinite) + 1, device=nonfinite.device)
             last_finite = (position * ~nonfinite).cummax(0).values
             rows = position - last_finite + consecutive * (last_finite == 0)
