@@ -66,10 +66,7 @@ class Probe(Callback):
 def run(names: list[str], way: str, *, gan: bool) -> Probe:
     """Train with some callbacks, and return the probe."""
     seed_everything(1, verbose=False)
-    net, data, batch_size = collection.gan() if gan else collection.mlp()
-    model, made = (
-        (collection.GAN(net), collection.AT_THEIR_MOST) if gan else (collection.Classifier(net), collection.MAKE)
-    )
+    model, made, data, batch_size = collection.parts_of(collection.gan if gan else collection.mlp)
     probe = Probe(way)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         callbacks = [probe, *(made[name](folder) for name in names)]

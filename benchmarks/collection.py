@@ -53,6 +53,7 @@ AT_THEIR_MOST = MAKE | {
     "RunFingerprint": lambda folder: RunFingerprint(f"{folder}/run.jsonl", detail="layer"),
     "SpikeGuard": lambda folder: SpikeGuard("rewind", monitor="grad_norm"),
 }
+Make = Callable[[], tuple[nn.Module, TensorDataset, int]]
 STEPS, LATER, FIRST = "steps", "an epoch with its checkpoint", "the first epoch, with reports and all that starts a fit"
 
 
@@ -150,11 +151,16 @@ class Clock(Callback):
         self.last_batch = now()
 
 
-def fit(make: Callable[[], tuple[nn.Module, TensorDataset, int]], names: list[str]) -> dict[str, float]:
+def parts_of(make: Make) -> tuple[LightningModule, dict[str, Callable[[str], Callback]], TensorDataset, int]:
+    """Return a module, what makes its callbacks, its data and the size of a batch."""
+    net, data, batch_size = make()
+    return (GAN(net), AT_THEIR_MOST, data, batch_size) if make is gan else (Classifier(net), MAKE, data, batch_size)
+
+
+def fit(make: Make, names: list[str]) -> dict[str, float]:
     """Train two epochs, and return what took how long."""
     seed_everything(1, verbose=False)
-    net, data, batch_size = make()
-    model, callbacks = (GAN(net), AT_THEIR_MOST) if make is gan else (Classifier(net), MAKE)
+    model, callbacks, data, batch_size = parts_of(make)
     first, last = Clock(), Clock()  # what stands between them counts
     clips = {"gradient_clip_val": 1.0} if "gradient_clip_val" in names else {}
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):

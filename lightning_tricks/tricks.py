@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.flavor import rank_zero_warn
-from lightning_tricks._shared.checks import check_choice, check_names, check_path, suggests_argument_names
+from lightning_tricks._shared.checks import check_choice, check_names, check_path, check_spec, suggests_argument_names
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import IS_BUILT_OF_FILE
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
@@ -125,13 +125,7 @@ class Tricks:
             self._forget_paths()
         self.callbacks()  # raises where an argument is wrong
         for name, spec in (("optimizer", OptimizerSpec), ("schedule", ScheduleSpec)):
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                object.__setattr__(self, name, spec(**value))
-            elif value is not None and not isinstance(value, spec):
-                raise TypeError(
-                    f"Tricks({name}=...) must be {spec.__name__}(...) or a dict of its arguments, got {value!r}."
-                )
+            object.__setattr__(self, name, check_spec(f"Tricks({name}=...)", getattr(self, name), spec))
         if self.schedule is not None and self.optimizer is None:
             raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) as well.")
 

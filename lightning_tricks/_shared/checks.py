@@ -189,6 +189,15 @@ def file_argument(text: str) -> str:
     return text
 
 
+def check_spec(name: str, value: object, kind: type[T]) -> T | None:
+    """Return a value of a class of specs, made of a dict of its arguments if it is one; None for None."""
+    if isinstance(value, Mapping):
+        return kind(**value)
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be {kind.__name__}(...) or a dict of its arguments, got {value!r}.")
+    return value
+
+
 def check_names(what: str, given: Iterable[object], known: Iterable[str], remark: str = "") -> None:
     """Raise a TypeError with the most similar name if one of the `given` names is not among those that `what` takes."""
     known = list(known)

@@ -61,7 +61,7 @@ class StepCounts:
         """
         self.steps += 1
         step = _Step(norm, [(result.measured, result.bound) for result in results], nonfinite, truly_nonfinite)
-        if self._waiting and not self._waiting[0].is_like(step):
+        if self._waiting and self._waiting[0].form != step.form:
             self.count_waiting()
         self._waiting.append(step)
         if len(self._waiting) == _COUNTED_AT_ONCE:
@@ -97,13 +97,10 @@ class _Step(NamedTuple):
     nonfinite: Tensor | None
     truly_nonfinite: Tensor | None
 
-    def is_like(self, other: _Step) -> bool:
-        """Whether both can be counted at once."""
-        is_known = self.nonfinite is None, self.truly_nonfinite is None
-        return (other.nonfinite is None, other.truly_nonfinite is None, len(other.compared)) == (
-            *is_known,
-            len(self.compared),
-        )
+    @property
+    def form(self) -> tuple[bool, bool, int]:
+        """What steps share that can be counted at once."""
+        return self.nonfinite is None, self.truly_nonfinite is None, len(self.compared)
 
 
 def _flags(steps: Sequence[_Step]) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from lightning_tricks._shared.checks import (
     check_choice,
     check_not_negative,
     check_number,
+    check_spec,
     did_you_mean,
     suggests_argument_names,
 )
@@ -98,10 +99,7 @@ class OptimizerSpec:
             object.__setattr__(self, "only", tuple(pattern.text for pattern in as_patterns("only", self.only)))
             if not self.only:
                 raise ValueError("only must name the parameters of the optimizer, got no pattern.")
-        if isinstance(self.rest, Mapping):
-            object.__setattr__(self, "rest", OptimizerSpec(**self.rest))
-        elif self.rest is not None and not isinstance(self.rest, OptimizerSpec):
-            raise TypeError(f"rest must be OptimizerSpec(...) or a dict of its arguments, got {self.rest!r}.")
+        object.__setattr__(self, "rest", check_spec("rest", self.rest, OptimizerSpec))
         if self.rest is not None and self.only is None and not self.takes_matrices:
             raise ValueError(f"rest={self.rest.name} has nothing to step: name in only=[...] what {self.name} steps.")
 

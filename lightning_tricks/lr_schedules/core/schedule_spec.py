@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ from lightning_tricks._shared.checks import (
     check_count,
     check_not_negative,
     check_number,
+    check_spec,
     suggests_argument_names,
 )
 from lightning_tricks._shared.extras import import_extra
@@ -120,10 +121,7 @@ class ScheduleSpec:
             _check_duration("milestones", milestone)
         if not any(isinstance(milestone, str) for milestone in self.milestones or ()):
             _check_increasing(self.milestones or ())
-        if isinstance(self.rest, Mapping):
-            object.__setattr__(self, "rest", ScheduleSpec(**self.rest))
-        elif self.rest is not None and not isinstance(self.rest, ScheduleSpec):
-            raise TypeError(f"rest must be ScheduleSpec(...) or a dict of its arguments, got {self.rest!r}.")
+        object.__setattr__(self, "rest", check_spec("rest", self.rest, ScheduleSpec))
         if self.rest is not None and self.rest.interval != self.interval:
             raise ValueError(f"rest must have interval={self.interval!r} as well, got {self.rest.interval!r}.")
 
