@@ -90,14 +90,21 @@ def test_an_ensemble_is_calibrated_as_a_whole_and_nothing_else_changes(family, m
         )
     assert table.module is ensemble
     assert table.after["nll"] < table.before["nll"]
-    assert table.before == pytest.approx(calibration_scores(combined, y), abs=1e-4)
-    assert table.after == pytest.approx(calibration_scores(found, y), abs=1e-4)
+    assert_scores(table.before, calibration_scores(combined, y), len(y))
+    assert_scores(table.after, calibration_scores(found, y), len(y))
     uncertainty = ensemble.predict_uncertainty(x)
     torch.testing.assert_close(uncertainty.mean, found)
     torch.testing.assert_close(uncertainty.total, torch.special.entr(found).sum(1))
     torch.testing.assert_close(uncertainty.aleatoric + uncertainty.epistemic, uncertainty.total)
     assert (uncertainty.aleatoric >= 0).all()
     assert (uncertainty.epistemic >= 0).all()
+
+
+def assert_scores(found, expected, n):
+    """Compare scores; a probability at the edge of a bin, as isotonic ones are, is in either with other rounding."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=3 / n if "ece" in name else 1e-4), name
 
 
 def names(method):

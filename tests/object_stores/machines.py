@@ -18,8 +18,11 @@ SCRATCH, LOGS = "resume", "resume/logs"
 
 
 def on(machine: Path, address: str, **options: Any) -> dict[str, Any]:
-    """Return options of the script for a run at an address, with its local files in the folder of a machine."""
-    resume = {"scratch": machine / SCRATCH, "every_n_train_steps": 2, **options.pop("resume", {})}
+    """Return options of the script for a run at an address, with its local files in the folder of a machine.
+
+    A save is complete where the step that made it ends, so that a test knows what a kill leaves.
+    """
+    resume = {"scratch": machine / SCRATCH, "every_n_train_steps": 2, "asynchronous": False, **options.pop("resume", {})}
     return {**SHORT, "logs": LOGS, **options, "address": address, "resume": resume}
 
 
