@@ -60,7 +60,12 @@ def kill_and_compare(folder: Path, store: S3Store, kills: int, megabytes: int, c
         AssertionError: If it ended otherwise than the undisturbed one, or left objects of no checkpoint.
     """
     found = Found()
-    given = {"epochs": 6, "ballast": megabytes, "resume": {"every_n_train_steps": 2, "asynchronous": None}, "loggers": ["csv"]}
+    given = {
+        "epochs": 6,
+        "ballast": megabytes,
+        "resume": {"every_n_train_steps": 2, "asynchronous": None},
+        "loggers": ["csv"],
+    }
     for number in range(kills + 1):
         machine = folder / f"machine{number}"
         options = on(machine, store.address, **given)

@@ -22,7 +22,12 @@ def on(machine: Path, address: str, **options: Any) -> dict[str, Any]:
 
     A save is complete where the step that made it ends, so that a test knows what a kill leaves.
     """
-    resume = {"scratch": machine / SCRATCH, "every_n_train_steps": 2, "asynchronous": False, **options.pop("resume", {})}
+    resume = {
+        "scratch": machine / SCRATCH,
+        "every_n_train_steps": 2,
+        "asynchronous": False,
+        **options.pop("resume", {}),
+    }
     return {**SHORT, "logs": LOGS, **options, "address": address, "resume": resume}
 
 
