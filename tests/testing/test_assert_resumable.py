@@ -1,5 +1,6 @@
 """`assert_resumable` passes programs that resume exactly, and names what differs first in those that do not."""
 
+import json
 import os
 import shutil
 import signal
@@ -13,12 +14,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from lightning_tricks import AutoResume, RunFingerprint, Tricks, TricksMixin
 from lightning_tricks.testing import assert_resumable
 from tests.contract.processes import run_and_exit
+from tests.documents.blocks import blocks_of
+from tests.documents.generated import DOCS
 from tests.small import Net, digits, loader
 from tests.testing import projects
 from tests.testing.projects import project, validated
@@ -55,6 +60,27 @@ def test_programs_of_the_docs(name):
 @pytest.mark.parametrize("name", ["digits.yaml", "ensemble.yaml"])
 def test_configurations_of_the_docs(name):
     assert assert_resumable(projects.program(name)).equal_batches == 16
+
+
+def test_the_template_of_the_docs():
+    (template,) = (block.code for block in blocks_of(DOCS / "existing-project.md") if "def make(folder)" in block.code)
+    names = {}
+    exec(template, names)
+    names["test_training_resumes_exactly"]()
+
+
+def test_the_template_for_lightning_cli():
+    """With a configuration whose paths are relative."""
+    (template,) = (block.code for block in blocks_of(DOCS / "tricks" / "testing.md") if "LightningCLI" in block.code)
+    save = {"class_path": "lightning_tricks.AutoResume", "init_args": {"dirpath": "runs/digits"}}
+    trainer = {"accelerator": "cpu", "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs"}}}
+    trainer |= {"enable_progress_bar": False, "limit_val_batches": 2, "callbacks": [save]}
+    Path("config.yaml").write_text(json.dumps({"seed_everything": 1, "trainer": trainer}))
+    names = {"os": os, "Path": Path, "LightningCLI": LightningCLI, "assert_resumable": assert_resumable}
+    names |= {"MyModel": BoringModel, "MyData": BoringDataModule}
+    exec(template, names)
+    names["test_it_resumes"]()
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("name", ["transformer", "manual_optimization"])
@@ -162,7 +188,7 @@ MISTAKES = {
     "counter_that_is_not_saved": [
         "step 6, in epoch 0, batch 6: forward. The output of loss differs",
         "Run B was resumed at step 6 without restoring: module.count (itertools.count)",
-        "was stopped by SIGTERM in epoch 0, batch 5, resumed at step 6, was stopped by SIGKILL in epoch 1, batch 0",
+        "was stopped by SIGTERM in epoch 0, batch 5, resumed at step 6, was stopped by SIGKILL in epoch 0, batch 9",
         "AutoResume: these values were not restored: module.count",
         AFTER,
     ],
