@@ -85,7 +85,7 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
 }
 _MAX_OF_DATA = 3  # sentences
 # Entries of a checkpoint that are not compared, as each save writes new ones
-_NOT_COMPARED_ENTRIES = (
+NOT_COMPARED_ENTRIES = (
     CHECKPOINT_KEY,
     ORIGIN_KEY,
     "epoch",
@@ -312,7 +312,7 @@ def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapp
     saved: Mapping[str, Any] = {}
     with suppress(MisconfigurationException):  # somebody may have overwritten the file since it was read
         saved = load_saved()
-    compared = {name: value for name, value in saved.items() if name not in _NOT_COMPARED_ENTRIES}
+    compared = {name: value for name, value in saved.items() if name not in NOT_COMPARED_ENTRIES}
     if not trainer.is_global_zero:  # all that is not sharded is as rank zero had it
         weights = {name: value for name, value in compared.get("state_dict", {}).items() if is_sharded(value)}
         compared = {"state_dict": weights, "optimizer_states": compared.get("optimizer_states", [])}

@@ -59,7 +59,7 @@ All names in this reference are public: each stays for at least one minor releas
 """
 # In the order of the features in the README; each name of the top level is in one of them
 _GROUPS = {
-    "Reproduce and resume": "AutoResume SeedEverything seed_everything RunFingerprint",
+    "Reproduce and resume": "AutoResume SeedEverything seed_everything RunFingerprint assert_resumable",
     "Stable training": "GradientClipping Microbatching SpikeGuard OptimizerSpec ScheduleSpec RestoreBest",
     "See and measure": (
         "RunReport HangWatch MetricsMonitor PredictionWriter ImageLogger FlopsReport count_flops ModelReport"
@@ -240,6 +240,7 @@ def _packages() -> Iterator[tuple[str, str, list[str]]]:
         names = sorted(import_module(package).__all__)
         yield package.partition(".")[2], package, [f"{package}.{name}" for name in names]
     yield "mixin", "", ["lightning_tricks.mixin.TricksMixin", "lightning_tricks.tricks.Tricks"]
+    yield "testing", "lightning_tricks.testing", ["lightning_tricks.testing.assert_resumable"]
     yield "command_line", "", ["lightning_tricks.training_cli.TricksCLI"]
 
 
