@@ -14,4 +14,9 @@ with needs_private("GradientClipping"):
     foreach_clamp_min_ = torch._foreach_clamp_min_
     foreach_clamp_max_ = torch._foreach_clamp_max_
 
-__all__ = ["foreach_clamp_max_", "foreach_clamp_min_", "foreach_mul_", "foreach_norm", "group_by_device_and_dtype"]
+with needs_private("ExponentialMovingAverage"):
+    foreach_add_ = torch._foreach_add_
+    foreach_lerp_ = torch._foreach_lerp_
+    foreach_sub = torch._foreach_sub
+
+__all__ = ["group_by_device_and_dtype"]  # the rest is named here
