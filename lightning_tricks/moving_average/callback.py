@@ -32,8 +32,6 @@ from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics, named_tensors
 
-_OTHER_AVERAGES = {"StochasticWeightAveraging", "WeightAveraging"}  # by name, as the newest Lightning alone has both
-
 
 class ExponentialMovingAverage(TrickCallback):
     """Average the weights over the steps of training, and evaluate, save and return the average.
@@ -106,7 +104,7 @@ class ExponentialMovingAverage(TrickCallback):
         if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
             _refuse(f"it does not average the shards of {type(trainer.strategy).__name__}: use DDP, or leave it out")
         for kind in (kind.__name__ for callback in callbacks_of(trainer) for kind in type(callback).__mro__):
-            if kind in _OTHER_AVERAGES:
+            if kind in ("StochasticWeightAveraging", "WeightAveraging"):  # the newest Lightning alone has both
                 _refuse(f"{kind} would replace the weights as well: remove one of them")
         self._average = MovingAverage(self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
         _AVERAGES[pl_module] = self._average
@@ -116,8 +114,7 @@ class ExponentialMovingAverage(TrickCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a fit without optimizers, and replicas that differ."""
-        stepped = {id(parameter) for optimizer in trainer.optimizers for parameter in parameters_of(optimizer)}
-        if stepped.isdisjoint(map(id, pl_module.parameters())):
+        if not {*pl_module.parameters()} & {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}:
             _refuse("it follows the steps of optimizers: return those that the module steps from configure_optimizers")
         if model_averager(trainer) is not None:
             _refuse("it would have another average on each rank of local SGD: use DDP without it")
@@ -168,8 +165,8 @@ class ExponentialMovingAverage(TrickCallback):
         """Leave the average in the module."""
         if (share := self._average.share_of_first()) > 0.5:
             rank_zero_warn(
-                f"ExponentialMovingAverage: {share:.0%} of the average are the weights of its first update: the run is "
-                f"short for decay={self.decay:g}, every_n_steps={self.every_n_steps}. Use warmup=True, or smaller ones."
+                f"ExponentialMovingAverage: {share:.0%} of the average are the weights of its first update. For such a "
+                f"run, use warmup=True, or less than decay={self.decay:g} and every_n_steps={self.every_n_steps}."
             )
         if self.evaluate:
             self._average.swap_in(pl_module)
@@ -178,7 +175,8 @@ class ExponentialMovingAverage(TrickCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move what later checkpoints need to where the module is now."""
         average = self._average.to(pl_module.device)
-        average.held = average.held and {name: value.to(pl_module.device) for name, value in average.held.items()}
+        held = average.held or {n: value for n, value in self._trained.items() if n in average.averages()}
+        average.held = {name: value.to(pl_module.device) for name, value in held.items()}
         super().on_fit_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,9 +190,7 @@ class ExponentialMovingAverage(TrickCallback):
             self._stepped.clear()
 
     def _average_weights_only(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if (
-            self.evaluate and not self._trained and "optimizer_states" not in checkpoint
-        ):  # it calls no hook of callbacks
+        if self.evaluate and not (self._trained or "optimizer_states" in checkpoint):  # or the hook below has done it
             checkpoint["state_dict"], _ = self._average.split(module, checkpoint["state_dict"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -205,7 +201,7 @@ class ExponentialMovingAverage(TrickCallback):
         if self.evaluate:
             averaged, trained = average.split(pl_module, checkpoint["state_dict"])
             checkpoint |= {"state_dict": averaged, "current_model_state": self._trained or trained}
-        updates = max(counts["steps"].values(), default=0) // self.every_n_steps
+        updates = max(counts["steps"].values()) // self.every_n_steps
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(updates)}  # as Lightning's WeightAveraging
         checkpoint["moving_average"] = {"counts": counts, "averages": average.others(checkpoint["state_dict"])}
 
@@ -217,11 +213,11 @@ class ExponentialMovingAverage(TrickCallback):
         if (saved := checkpoint.get("moving_average")) is None:
             self.say("the checkpoint has no average of this callback: a new one begins")
             return
-        averages = dict(checkpoint["state_dict"])
-        name_as_in_(averages, named_tensors(pl_module))
-        averages |= saved["averages"]
-        self._average.load_averages({name: averages[name] for name in saved["counts"]["starts"]})
-        self.load_state_dict(saved["counts"])
+        averages, starts = {**checkpoint["state_dict"], **saved["averages"]}, dict(saved["counts"]["starts"])
+        for values in (averages, starts):
+            name_as_in_(values, named_tensors(pl_module))
+        self._average.load_averages({name: averages[name] for name in starts})
+        self.load_state_dict({**saved["counts"], "starts": starts})
 
 
 def _trainable(optimizer: Optimizer) -> list[Tensor]:

@@ -15,7 +15,6 @@ from lightning_tricks._shared.checks import check_count, check_dropout
 from lightning_tricks._shared.tensors import outside_inference_mode, to_double
 from lightning_tricks._torch_compat.foreach import foreach_add_, foreach_lerp_, foreach_mul_, foreach_sub
 
-_STATISTICS = ("running_mean", "running_var")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -31,9 +30,8 @@ def decay_at(update: int, decay: float, *, warmup: bool = True) -> float:
         >>> [round(decay_at(update, 0.9999), 3) for update in (0, 1, 10, 1000, 100_000)]
         [0.0, 0.182, 0.55, 0.991, 1.0]
     """
-    if update < 1:
-        return 0.0
-    return min(decay, (1 + update) / (10 + update)) if warmup else decay
+    rising = (1 + update) / (10 + update) if warmup else decay
+    return min(decay, rising) if update > 0 else 0.0
 
 
 class MovingAverage(nn.Module):
@@ -151,9 +149,8 @@ class MovingAverage(nn.Module):
         shares = [0.0]
         for number, called in self._steps.items():
             steps = int(called - self._skipped.get(number, 0))
-            later = range(1, steps // self.every_n_steps)
-            share = prod(decay_at(update, self.decay, warmup=self.warmup) for update in later)
-            shares.append(share if steps > self.every_n_steps else 0.0)
+            decays = (decay_at(n, self.decay, warmup=self.warmup) for n in range(1, steps // self.every_n_steps))
+            shares.append(prod(decays) if steps > self.every_n_steps else 0.0)
         return max(shares)
 
     def swap_in(self, module: nn.Module) -> None:
@@ -161,10 +158,11 @@ class MovingAverage(nn.Module):
         if self.held is not None:
             return
         with outside_inference_mode():
-            tensors, averages = named_tensors(module), self.averages()
-            self.held = {name: tensors[name].detach().clone() for name in averages}
-            for name, average in averages.items():
-                tensors[name].copy_(average)
+            averages = self.averages()  # of which a module may have lost some
+            tensors = {name: tensor for name, tensor in named_tensors(module).items() if name in averages}
+            self.held = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                tensor.copy_(averages[name])
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
@@ -173,11 +171,11 @@ class MovingAverage(nn.Module):
         try:
             yield
         finally:
+            held, self.held = self.held or {}, None
             with outside_inference_mode():
-                tensors = named_tensors(module)
-                for name in list(self.held or ()):
-                    tensors[name].copy_(self.held.pop(name))  # type: ignore[union-attr]
-            self.held = None
+                for name, tensor in named_tensors(module).items():
+                    if name in held:
+                        tensor.copy_(held[name])
 
     def split(self, module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return two state dicts of a module, with the averages and with what is trained.
@@ -224,7 +222,7 @@ def batch_statistics(module: nn.Module, owners: Mapping[int, int]) -> dict[str, 
     found = dict[str, int]()
     for name, _ in module.named_buffers():
         parts = name.split(".")
-        for depth in range(len(parts) - 1, -1, -1) if parts[-1] in _STATISTICS else ():
+        for depth in range(len(parts) - 1, -1, -1) if parts[-1] in ("running_mean", "running_var") else ():
             parameters = module.get_submodule(".".join(parts[:depth])).parameters()
             if numbers := {owners[id(parameter)] for parameter in parameters if id(parameter) in owners}:
                 found[name] = min(numbers)

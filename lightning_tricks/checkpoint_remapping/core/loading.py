@@ -108,17 +108,15 @@ def load_weights(
         >>> report.loaded, report.diagnosis
         (2, 'all 2 keys carry `module.`: saved from DataParallel, DistributedDataParallel or an averaged model.')
     """
-    if ema:
-        if key is not None or isinstance(path, Checkpoint):
-            given = f"key={key!r}" if key is not None else "a Checkpoint that was read already"
-            raise ValueError(f"ema=True chooses the weights of a file, and so does {given}: give one of them.")
-        key = AVERAGE
+    if ema and (key is not None or isinstance(path, Checkpoint)):
+        given = f"key={key!r}" if key is not None else "a Checkpoint that was read already"
+        raise ValueError(f"ema=True chooses the weights of a file, and so does {given}: give one of them.")
     module = model.get_submodule(submodule) if submodule else model
     plan = plan_loading(
         module,
         path,
         rules,
-        key=key,
+        key=AVERAGE if ema else key,
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         allow_mismatched=allow_mismatched,
