@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_tricks.microbatching import Microbatching as Microbatching
     from lightning_tricks.mixin import TricksMixin as TricksMixin
     from lightning_tricks.model_report import ModelReport as ModelReport
+    from lightning_tricks.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from lightning_tricks.predictions import PredictionWriter as PredictionWriter
     from lightning_tricks.restore_best import RestoreBest as RestoreBest
     from lightning_tricks.run_fingerprint import RunFingerprint as RunFingerprint

@@ -59,6 +59,7 @@ class Tricks:
         gradient_clipping: `GradientClipping`: the largest norm of the gradients, or another method of clipping.
         microbatching: `Microbatching`: the largest number of rows of a microbatch; True finds it when memory runs out.
         spike_guard: `SpikeGuard`: "skip" or "rewind", which leave out the batches at which the loss jumps.
+        exponential_moving_average: `ExponentialMovingAverage`: the decay of the average of the weights (EMA).
         checkpoint_remapping: `CheckpointRemapping`: the file from which weights of any names are loaded.
         gradual_unfreezing: `GradualUnfreezing`: which parameters train from which epoch on, as `{0: "fc.*", 5: "*"}`.
         lora: `LoRA`: the rank of the change that is trained instead of the weights.
@@ -96,6 +97,7 @@ class Tricks:
     gradient_clipping: float | bool | dict[str, Any] | None = None
     microbatching: int | bool | dict[str, Any] | None = None
     spike_guard: str | bool | dict[str, Any] | None = None
+    exponential_moving_average: float | bool | dict[str, Any] | None = None
     checkpoint_remapping: str | bool | dict[str, Any] | None = None
     gradual_unfreezing: bool | dict[str, Any] | None = None
     lora: int | bool | dict[str, Any] | None = None

@@ -104,6 +104,19 @@ def observe_validation_ends(trainer: Trainer, function: Callable[[str], None]) -
 
 
 @contextmanager
+def around_validations(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let a function call each validation within a fit, with all of its hooks, until the context is left.
+
+    The function is called in the sanity check as well.
+    """
+    with needs_private("ExponentialMovingAverage"):
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        run = loop.run
+    with overriding(loop, run=lambda: around(run)):
+        yield
+
+
+@contextmanager
 def observe_errors(trainer: Trainer, on_error: Callable[[Exception], None], trick: str) -> Iterator[None]:
     """Call a function with each error that leaves a loop of a Trainer or the setup of its strategy.
 

@@ -6,12 +6,15 @@ import torch
 
 from lightning_tricks._torch_compat.guards import needs_private
 
-with needs_private("GradientClipping"):
+with needs_private("GradientClipping or ExponentialMovingAverage"):
     from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_by_device_and_dtype
 
     foreach_norm = torch._foreach_norm
     foreach_mul_ = torch._foreach_mul_
     foreach_clamp_min_ = torch._foreach_clamp_min_
     foreach_clamp_max_ = torch._foreach_clamp_max_
+    foreach_add_ = torch._foreach_add_
+    foreach_lerp_ = torch._foreach_lerp_
+    foreach_sub = torch._foreach_sub
 
-__all__ = ["foreach_clamp_max_", "foreach_clamp_min_", "foreach_mul_", "foreach_norm", "group_by_device_and_dtype"]
+__all__ = ["group_by_device_and_dtype"]  # the rest is named here

@@ -315,7 +315,8 @@ class ResumableFit(FitObserver):
         """Load weights and optimizer states from the checkpoint that is resumed once more."""
         checkpoint = {**self.selection.load(saved.path), **self.configuration.changed_states}
         self.module.on_load_checkpoint(checkpoint)
-        self.module.load_state_dict(checkpoint["state_dict"], strict=False)
+        weights = checkpoint.get("current_model_state", checkpoint["state_dict"])  # beside an average of them
+        self.module.load_state_dict(weights, strict=False)
         for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 

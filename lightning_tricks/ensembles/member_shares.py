@@ -25,6 +25,7 @@ _MIX_MEMBERS = {
     "GradientClipping": "clips the members of a rank as one: Trainer(gradient_clip_val=...) clips each",
     "StochasticWeightAveraging": _AVERAGES,
     "WeightAveraging": _AVERAGES,
+    "ExponentialMovingAverage": _AVERAGES,
 }
 
 

@@ -60,7 +60,8 @@ All names in this reference are public: each stays for at least one minor releas
 # In the order of the features in the README; each name of the top level is in one of them
 _GROUPS = {
     "Reproduce and resume": "AutoResume SeedEverything seed_everything RunFingerprint assert_resumable",
-    "Stable training": "GradientClipping Microbatching SpikeGuard OptimizerSpec ScheduleSpec RestoreBest",
+    "Stable training": "GradientClipping Microbatching SpikeGuard OptimizerSpec ScheduleSpec "
+    "ExponentialMovingAverage RestoreBest",
     "See and measure": (
         "RunReport HangWatch MetricsMonitor PredictionWriter ImageLogger FlopsReport count_flops ModelReport"
     ),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_tricks import AutoResume, GradientClipping, SpikeGuard
+from lightning_tricks import AutoResume, ExponentialMovingAverage, GradientClipping, SpikeGuard
 from lightning_tricks.ensembles import (
     AdversarialTrainingClassifier,
     BaggingClassifier,
@@ -235,6 +235,7 @@ REFUSED = {
     "2 ranks are more than 1 members": {"n_estimators": 1},
     "sync_batchnorm=True": {"trainer": {"sync_batchnorm": True}},
     "averages weights of members that other ranks train": {"callback": lambda: StochasticWeightAveraging(1e-2)},
+    "ExponentialMovingAverage averages weights of members": {"callback": lambda: ExponentialMovingAverage(0.9)},
     "Trainer.gradient_clip_val=.... clips each": {"callback": lambda: GradientClipping(1.0)},
     "LBFGS": {"optimizer": "LBFGS"},
     "IterableDataset": {"loader": lambda: DataLoader(Stream(), 16)},

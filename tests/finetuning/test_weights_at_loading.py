@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
-from lightning_tricks import CheckpointRemapping, GradualUnfreezing, LoRA, TricksMixin
+from lightning_tricks import CheckpointRemapping, ExponentialMovingAverage, GradualUnfreezing, LoRA, TricksMixin
 from lightning_tricks.finetuning import BaseMismatchError, TrainableCheckpoint
 from lightning_tricks.seeding import isolated_rng
 from tests.small import QUIET, EvaluatedNet, loader, same
@@ -27,6 +27,7 @@ AVERAGING = {
     "nothing": list,
     "EMA": lambda: [averaging.EMAWeightAveraging(decay=0.9)],
     "late EMA": lambda: [averaging.EMAWeightAveraging(decay=0.9, update_starting_at_epoch=1)],
+    "our EMA": lambda: [ExponentialMovingAverage(0.9)],
     "mean": lambda: [averaging.WeightAveraging()],
     "SWA": lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)],
 }
@@ -86,7 +87,7 @@ def evaluated(trainer, stage, module, path=None):
 @pytest.mark.parametrize(
     ("averages", "beside"),
     [pytest.param(one, "nothing", marks=[pytest.mark.thorough] * (one == "mean")) for one in AVERAGING]
-    + [("EMA", other) for other in BESIDE],
+    + [(one, other) for one in ("EMA", "our EMA") for other in BESIDE],
 )
 def test_each_way_to_load(averages, beside, tmp_path):
     torch.save(Tuned(7).state_dict(), tmp_path / "pretrained.pt")
@@ -119,7 +120,7 @@ def test_each_way_to_load(averages, beside, tmp_path):
     assert same(fit(trainer_of(tmp_path, *callbacks(TrainableCheckpoint())), Tuned(), first), final)
 
     again = trainer_of(tmp_path, *callbacks(TrainableCheckpoint()))
-    if "EMA" in averages and beside != "pretrained":  # which are loaded anew
+    if averages in ("EMA", "late EMA") and beside != "pretrained":  # which are loaded anew
         with pytest.raises(BaseMismatchError, match=r"may change frozen weights by rounding: resume with a new module"):
             fit(again, module, first)
     else:

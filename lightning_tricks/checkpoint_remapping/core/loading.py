@@ -23,7 +23,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     NothingLoadedError,
 )
-from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint, checkpoint_of_values
+from lightning_tricks.checkpoint_remapping.core.files.checkpoint import AVERAGE, Checkpoint, checkpoint_of_values
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
     Alignment,
@@ -62,6 +62,7 @@ def load_weights(
     accept: Patterns = (),
     assign: bool | None = None,
     key: str | None = None,
+    ema: bool = False,
 ) -> LoadReport:
     """Load weights from any checkpoint format into a model, matching renamed layers.
 
@@ -87,15 +88,19 @@ def load_weights(
         assign: Whether tensors replace the model's instead of being copied into them; None replaces only tensors on
             the meta device. Tensors that replace others stay mapped from the file: never write to it.
         key: As in `read_checkpoint`.
+        ema: Whether to load the average of the weights that `ExponentialMovingAverage`, Lightning's
+            `EMAWeightAveraging` or timm (`state_dict_ema`) has saved.
 
     Returns:
         A report of what was loaded and what was not.
 
     Raises:
-        CheckpointError: If something is missing, left over or of another shape and no pattern allows it; the model is
-            then not modified. Other errors are those of `read_checkpoint` and `align`.
+        CheckpointError: If something is missing, left over or of another shape and no pattern allows it, or the file
+            has no average with `ema=True`; the model is then not modified. Other errors are those of `read_checkpoint`
+            and `align`.
         NothingLoadedError: If no tensor fits.
         AttributeError: If the model has no such submodule.
+        ValueError: If `ema=True` is given with a `key` or with what was read already.
 
     Examples:
         >>> model = torch.nn.Linear(2, 3)
@@ -103,12 +108,15 @@ def load_weights(
         >>> report.loaded, report.diagnosis
         (2, 'all 2 keys carry `module.`: saved from DataParallel, DistributedDataParallel or an averaged model.')
     """
+    if ema and (key is not None or isinstance(path, Checkpoint)):
+        given = f"key={key!r}" if key is not None else "a Checkpoint that was read already"
+        raise ValueError(f"ema=True chooses the weights of a file, and so does {given}: give one of them.")
     module = model.get_submodule(submodule) if submodule else model
     plan = plan_loading(
         module,
         path,
         rules,
-        key=key,
+        key=AVERAGE if ema else key,
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         allow_mismatched=allow_mismatched,

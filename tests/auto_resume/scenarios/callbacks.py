@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torchmetrics import F1Score, MeanMetric, Recall
 
+from lightning_tricks import ExponentialMovingAverage
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
 KIND = {"task": "multiclass", "num_classes": 3}
@@ -69,6 +70,12 @@ def ema_by_steps_and_epochs(job: Job) -> None:
 
     keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss")
     job.fit(Net(), EMAWeightAveraging(decay=0.9, update_every_n_steps=2, update_starting_at_epoch=1), keeps)
+
+
+@scenario(ranks=(1, 2))
+def ema_of_the_collection(job: Job) -> None:
+    keeps = ModelCheckpoint(job.folder / "best", monitor="val_loss")
+    job.fit(Net(), ExponentialMovingAverage(0.9, every_n_steps=2), keeps)
 
 
 class Rated(Net):

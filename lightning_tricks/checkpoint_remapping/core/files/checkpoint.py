@@ -24,6 +24,10 @@ from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocatio
 KeyPath = tuple[str, ...]
 
 _NOT_WEIGHTS = ("optim", "sched", "scaler", "callback", "loops", "hyper_param", "hparam", "rng", "args", "config")
+AVERAGE = "<the average of the weights>"  # as a key, for what callbacks that average put there
+# Where an average is, and the entry that is there only beside one
+_AVERAGES: Mapping[KeyPath, str] = {("state_dict",): "averaging_state", ("state_dict_ema",): "state_dict_ema"}
+_REST_OF_AVERAGE = ("moving_average", "averages")  # what a `state_dict` cannot hold, such as float32 of half precision
 _DEEPEST_WEIGHTS = 3  # dicts inside each other in which weights are searched for
 
 
@@ -116,6 +120,14 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
     """
     search = _Search(budget)
     found = dict(search.candidates(value))
+    if key is AVERAGE:
+        for key_path, mark in _AVERAGES.items():
+            if key_path in found and mark in value:
+                return key_path, {**found[key_path], **found.get(_REST_OF_AVERAGE, {})}
+        key_paths = _list_key_paths(".".join(path) or "the top" for path in found)
+        raise CheckpointError(
+            f"a checkpoint without an average of its weights, which are at {key_paths}: leave out ema=True."
+        )
     if key is not None:
         key_path = next((path for path in found if ".".join(path) == key), tuple(key.split(".")))  # names may have dots
         tensors = search.tensors(_value_at(value, key_path))

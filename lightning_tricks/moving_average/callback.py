@@ -1,0 +1,232 @@
+"""The callback `ExponentialMovingAverage`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from operator import is_
+from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.checkpoints import checkpoint_contents_changed
+from lightning_tricks._lightning_compat.flavor import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Trainer,
+    rank_zero_warn,
+)
+from lightning_tricks._lightning_compat.observers import around_validations
+from lightning_tricks._lightning_compat.trainer import callbacks_of, model_averager
+from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._shared.patterns import name_as_in_
+from lightning_tricks._shared.tensors import parameters_of
+from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics, named_tensors
+
+
+class ExponentialMovingAverage(TrickCallback):
+    """Average the weights over the steps of training, and evaluate, save and return the average.
+
+    Validations of a fit see the average, with all of their hooks; the weights of training return afterwards, also after
+    an error. When `fit` returns, the module has the average. The first update copies the weights, so that the initial
+    ones are never a part of it.
+
+    An average is updated after a step of the optimizer that owns the weights: not by batches that are accumulated, nor
+    by steps that a GradScaler skips. Weights that are frozen are not averaged before they are trained; the average of
+    those that are released or added later begins at their first step, with a warm-up of its own.
+
+    The `state_dict` of a checkpoint is what was evaluated, as that of Lightning's `WeightAveraging`, so that
+    `load_from_checkpoint` gives the weights to which its metric belongs. The weights of training are beside it, and a
+    fit that resumes continues with them, bit for bit.
+
+    Args:
+        decay: How much of the average each update keeps, in [0, 1). It averages about the last `1 / (1 - decay)`
+            updates; 0 switches it off.
+        warmup: Whether the decay of update t (from 0) is `(1 + t) / (10 + t)` as long as that is less than `decay`.
+            Without it, the average of a short run is nearly the weights after its first step.
+        every_n_steps: The number of steps of an optimizer from one update to the next.
+        buffers: What an evaluation takes for the running means and variances of batch normalization: with "average",
+            averages as of the weights, which are close to the statistics of the averaged weights; with "copy", those of
+            training. All other buffers are always those of training.
+        evaluate: Whether validations, the end of the fit, and the `state_dict` of checkpoints use the average.
+            Otherwise checkpoints alone contain it: load it with `load_weights(module, path, ema=True)`.
+
+    Raises:
+        TypeError: If `decay` or `every_n_steps` is not a number.
+        ValueError: If `decay` or `every_n_steps` is out of range, or there is no such rule for buffers.
+        MisconfigurationException: In a fit with sharded weights, another callback that averages, local SGD, or without
+            an optimizer.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[ExponentialMovingAverage(0.999)], accelerator="cpu", logger=False)
+    """
+
+    training_arguments = ("decay", "warmup", "every_n_steps", "buffers", "evaluate")
+
+    def __init__(
+        self,
+        decay: float = 0.9999,
+        *,
+        warmup: bool = True,
+        every_n_steps: int = 1,
+        buffers: Literal["average", "copy"] = "average",
+        evaluate: bool = True,
+    ) -> None:
+        MovingAverage(decay, every_n_steps=every_n_steps)  # which checks them
+        self.decay = decay
+        self.warmup = warmup
+        self.every_n_steps = every_n_steps
+        self.buffers = check_choice("buffers", buffers, ("average", "copy"))
+        self.evaluate = evaluate
+        super().__init__()
+
+    def _forget_run(self) -> None:
+        self._average: Any = None  # a MovingAverage while a fit runs
+        self._trained: dict[str, Any] = {}  # of a checkpoint, until training starts
+        self._optimizers: dict[int, Optimizer] = {}  # that are followed
+        self._stepped: dict[int, list[Tensor]] = {}  # what each of them is known to train
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot be averaged, and let validations and checkpoints have the average."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
+            _refuse(f"it does not average the shards of {type(trainer.strategy).__name__}: use DDP, or leave it out")
+        for kind in (kind.__name__ for callback in callbacks_of(trainer) for kind in type(callback).__mro__):
+            if kind in ("StochasticWeightAveraging", "WeightAveraging"):  # the newest Lightning alone has both
+                _refuse(f"{kind} would replace the weights as well: remove one of them")
+        self._average = MovingAverage(self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
+        _AVERAGES[pl_module] = self._average
+        self._installed.enter_context(around_validations(trainer, partial(self._run_validation, pl_module)))
+        average = partial(self._average_weights_only, pl_module)
+        self._installed.enter_context(checkpoint_contents_changed(trainer, average, lambda _: None))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a fit without optimizers, and replicas that differ."""
+        if not {*pl_module.parameters()} & {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}:
+            _refuse("it follows the steps of optimizers: return those that the module steps from configure_optimizers")
+        if model_averager(trainer) is not None:
+            _refuse("it would have another average on each rank of local SGD: use DDP without it")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue with the weights of training that a checkpoint has beside the average."""
+        if self._trained:
+            name_as_in_(self._trained, pl_module.state_dict())
+            pl_module.load_state_dict(self._trained, strict=False)
+            self._trained = {}
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Follow the steps of the optimizers, of which a hook may have made new ones."""
+        for number, optimizer in enumerate(trainer.optimizers):
+            if self._optimizers.get(number) is not optimizer:
+                self._optimizers[number] = optimizer
+                handle = optimizer.register_step_post_hook(partial(self._after_step, pl_module, number))
+                self._installed.callback(handle.remove)
+        for number in self._optimizers:
+            self._follow(pl_module, number)
+
+    def _follow(self, module: LightningModule, number: int) -> None:
+        """Find out what an optimizer steps: weights that are trained or were so before, and batch statistics."""
+        self._stepped[number] = _trainable(self._optimizers[number])
+        pairs = reversed(self._optimizers.items())  # of several that have a parameter, it belongs to the first
+        owners = {id(parameter): n for n, one in pairs for parameter in parameters_of(one)}
+        tensors, begun = named_tensors(module), self._average.averages()
+        own = [name for name, tensor in tensors.items() if owners.get(id(tensor)) == number]
+        names = [n for n in own if (tensors[n].requires_grad or n in begun) and not is_lazy(tensors[n])]
+        if self.buffers == "average":
+            names += [name for name, owner in batch_statistics(module, owners).items() if owner == number]
+        self._average.follow(number, {name: tensors[name] for name in names})
+
+    def _after_step(self, module: LightningModule, number: int, optimizer: Optimizer, *_: Any) -> None:
+        """Update the averages of what an optimizer steps; a parameter may have been added or released."""
+        now, known = _trainable(optimizer), self._stepped.get(number)
+        if known is None or len(now) != len(known) or not all(map(is_, now, known)):
+            self._follow(module, number)
+        self._average.update(number, getattr(optimizer, "found_inf", None))
+
+    def _run_validation(self, module: LightningModule, run: Callable[[], Any]) -> Any:
+        """Validate with the average, which a module that resumes has until training starts."""
+        with self._average.swapped_in(module) if self.evaluate and not self._trained else nullcontext():
+            return run()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the average in the module."""
+        if (share := self._average.share_of_first()) > 0.5:
+            rank_zero_warn(
+                f"ExponentialMovingAverage: {share:.0%} of the average are the weights of its first update. For such a "
+                f"run, use warmup=True, or less than decay={self.decay:g} and every_n_steps={self.every_n_steps}."
+            )
+        if self.evaluate:
+            self._average.swap_in(pl_module)
+            self.say(f"the module has the average of the weights, with a decay of {self.decay:g}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Move what later checkpoints need to where the module is now."""
+        average = self._average.to(pl_module.device)
+        held = average.held or {n: value for n, value in self._trained.items() if n in average.averages()}
+        average.held = {name: value.to(pl_module.device) for name, value in held.items()}
+        super().on_fit_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of steps and averages while a fit runs; checkpoints have them after it as well."""
+        return self._average.counts() if self._average is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to what `state_dict` returned."""
+        if self._average is not None and state_dict:
+            self._average.load_counts(state_dict)
+            self._stepped.clear()
+
+    def _average_weights_only(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.evaluate and not (self._trained or "optimizer_states" in checkpoint):  # or the hook below has done it
+            checkpoint["state_dict"], _ = self._average.split(module, checkpoint["state_dict"])
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put the average into `state_dict`, and the weights of training and the counts beside it, also after a fit."""
+        average = _AVERAGES.get(pl_module)
+        if average is None or not (counts := average.counts())["starts"]:
+            return
+        if self.evaluate:
+            averaged, trained = average.split(pl_module, checkpoint["state_dict"])
+            checkpoint |= {"state_dict": averaged, "current_model_state": self._trained or trained}
+        updates = max(counts["steps"].values()) // self.every_n_steps
+        checkpoint["averaging_state"] = {"n_averaged": torch.tensor(updates)}  # as Lightning's WeightAveraging
+        checkpoint["moving_average"] = {"counts": counts, "averages": average.others(checkpoint["state_dict"])}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the average and the counts of a checkpoint that is resumed, and keep the weights of training."""
+        if self._average is None:
+            return
+        self._trained = dict(checkpoint.get("current_model_state", {}))
+        if (saved := checkpoint.get("moving_average")) is None:
+            self.say("the checkpoint has no average of this callback: a new one begins")
+            return
+        averages, starts = {**checkpoint["state_dict"], **saved["averages"]}, dict(saved["counts"]["starts"])
+        for values in (averages, starts):
+            name_as_in_(values, named_tensors(pl_module))
+        self._average.load_averages({name: averages[name] for name in starts})
+        self.load_state_dict({**saved["counts"], "starts": starts})
+
+
+def _trainable(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise MisconfigurationException(f"ExponentialMovingAverage: {reason}.")
+
+
+# Of the module, as a checkpoint that is saved after the fit needs them, while a callback is pickled without them
+_AVERAGES: WeakKeyDictionary[LightningModule, MovingAverage] = WeakKeyDictionary()
