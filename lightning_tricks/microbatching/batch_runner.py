@@ -84,8 +84,7 @@ class BatchRunner:
         if self._mean is not None:
             if step.batch is None:
                 _count_rows(step.batch)  # raises an error
-            averages = ends_step(self._trainer) and ddp_wrapper(self._trainer) is not None
-            ranks = self._trainer.world_size if averages else 1
+            ranks = self._trainer.world_size if ends_step(self._trainer) and ddp_wrapper(self._trainer) else 1
             self._mean.begin(step.batch, ranks, begins_window=step.begins_window)
         if self._size is None:
             return self._run_what_fits(step)
@@ -99,8 +98,7 @@ class BatchRunner:
         """Set the gradients to zero, or rescale them, before the first backward pass of a batch."""
         step.zero_grad()
         if self._mean is not None and loss is not None:
-            parameters = self._trainer.lightning_module.parameters()
-            self._mean.rescale_(parameter.grad for parameter in parameters if parameter.grad is not None)
+            self._mean.rescale_(p.grad for p in self._trainer.lightning_module.parameters() if p.grad is not None)
 
     def _run_what_fits(self, step: BatchStep) -> Any:
         """Run a batch in parts that fit on all ranks, which try it again as long as memory runs out on one of them."""

@@ -275,5 +275,6 @@ class LoggedValues:
                 self.are_losses[key] = are_losses
             if not are_losses:
                 return None
-        mean = (without_targets_zero(stacked, targets) * targets).sum() / positive(total)
+        means = without_targets_zero(stacked, targets)
+        mean = means[0] if len(means) == 1 else (means * targets).sum() / positive(total)
         return mean.to(stacked.dtype), (total * _UNIT).round().long()

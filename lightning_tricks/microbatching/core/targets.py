@@ -77,7 +77,9 @@ class TargetMean:
 
     def count_parts(self, parts: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
         """Return the numbers of targets of the parts of the batch, and their shares."""
-        counts = [self._batch] if len(parts) == 1 else [*map(self.count, parts)]
+        if len(parts) == 1:
+            return [self._batch], [1.0]
+        counts = [*map(self.count, parts)]
         return counts, [count / positive(self._batch) for count in counts]
 
     def rescale_(self, gradients: Iterable[Tensor]) -> None:
