@@ -79,8 +79,7 @@ class TargetMean:
         """Return the numbers of targets of the parts of the batch, and their shares."""
         if len(parts) == 1:
             return [self._batch], [1.0]
-        counts = [*map(self.count, parts)]
-        return counts, [count / positive(self._batch) for count in counts]
+        return (counts := [*map(self.count, parts)]), [count / positive(self._batch) for count in counts]
 
     def rescale_(self, gradients: Iterable[Tensor]) -> None:
         """Multiply the gradients of the batches before by their share; call it once for each batch."""
