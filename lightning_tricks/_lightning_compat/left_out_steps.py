@@ -40,7 +40,7 @@ def _progresses(trainer: Trainer) -> list[Any]:
     return [automatic.optim_progress, manual.optim_step_progress, loop.scheduler_progress]
 
 
-@needs_private("SpikeGuard")
+@needs_private("SpikeGuard or Microbatching")
 def ends_step(trainer: Trainer) -> bool:
     """Whether the batch that is processed, or was just done, is the last one of those of an optimizer step."""
     return not (trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate())

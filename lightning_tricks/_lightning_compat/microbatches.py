@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from lightning_tricks._lightning_compat.ddp import backward_of_zeros, ddp_wrappe
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from lightning_tricks._lightning_compat.flavor import Trainer
@@ -28,6 +29,7 @@ class BatchStep:
     Attributes:
         batch: The batch; None where `training_step` takes the iterator of the loader instead.
         trains: Whether there is a backward pass.
+        begins_window: Whether the batch is the first of those that are accumulated.
         is_cut: For the one that cuts it, to remember that it did.
     """
 
@@ -39,6 +41,7 @@ class BatchStep:
             self._hook: Any = trainer.lightning_module._current_fx_name
         self.batch = arguments.get("batch")
         self.trains = self._backward is not None
+        self.begins_window = self._zero_grad is not None
         self.is_cut = False
         self._wrapper = ddp_wrapper(trainer)
 
@@ -93,6 +96,24 @@ class BatchStep:
 
 
 @contextmanager
+def losses_changed_by(trainer: Trainer, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a function change the loss of each training step, until the context is left.
+
+    Entered in `setup`, it comes before what others put around training steps when the fit starts.
+    """
+    plain = trainer.strategy.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        if isinstance(output, Mapping) and "loss" in output:
+            return {**output, "loss": change(output["loss"])}
+        return change(output) if isinstance(output, Tensor) else output
+
+    with overriding(trainer.strategy, training_step=training_step):
+        yield
+
+
+@contextmanager
 def batches_run_by(trainer: Trainer, run: Callable[[BatchStep], Any]) -> Iterator[None]:
     """Let a function do the work of each closure of automatic optimization, until the context is left."""
     with needs_private(_TRICK):
@@ -127,7 +148,7 @@ class LogQueue:
         rows: The rows of the part whose values are kept now.
     """
 
-    def __init__(self, trainer: Trainer, merge: Callable[..., tuple[Any, int | None]]) -> None:
+    def __init__(self, trainer: Trainer, merge: Callable[..., tuple[Any, Any]]) -> None:
         with needs_private(_TRICK):
             self._results: Any = trainer.fit_loop.epoch_loop._results
             self._log = self._results.log

@@ -7,6 +7,8 @@ What `accumulate_grad_batches` does not do: one batch of the dataloader stays on
 epoch and its logged values; microbatches of unequal sizes count by their rows; a loss that is not a mean or sum over
 the rows is refused; ranks agree on a size, and synchronize once per batch.
 
+With `count`, means over targets, such as tokens, are exact with microbatches, accumulation and DDP.
+
 Caveats: `training_step` is called once per microbatch. Layers with batch statistics see one microbatch at a time.
 
 Source: Huang et al., arXiv 1811.06965 (microbatches); the search is that of Composer's `auto` microbatching.

@@ -6,14 +6,16 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning_compat.ddp import synchronize_buffers
+from lightning_tricks._lightning_compat.ddp import ddp_wrapper, synchronize_buffers
 from lightning_tricks._lightning_compat.fit import is_tuning
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_info, rank_zero_warn
+from lightning_tricks._lightning_compat.left_out_steps import ends_step
 from lightning_tricks._lightning_compat.microbatches import BatchStep, LogQueue
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.step_state import copy_gradients, copy_step_state, restore_gradients, restore_step_state
@@ -21,6 +23,7 @@ from lightning_tricks._shared.tensors import detach_tensors
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks.microbatching.core import batches, comparison
+from lightning_tricks.microbatching.core.targets import TargetMean
 
 _FITS = 2**62  # a size that no rank needs to shrink
 
@@ -31,12 +34,13 @@ class Found:
 
     Attributes:
         found: The number of rows that fit, after memory has run out.
-        reduction: What the loss is over the rows, "mean" or "sum", once a batch was compared.
+        reduction: What the loss is over the rows, "mean" or "sum", once a batch was compared; "mean" over targets.
         cut_batches: How many batches were cut.
         compare_at: How many batches are cut before the next comparison; None where there is no other.
         without_rows: The returned values whose length, and the logged keys whose batch size, is that of any number of
             rows.
         means_add_up: Whether the loss is one over the rows although means over targets in it are not.
+        are_losses: For each logged key whether its values are the losses.
     """
 
     found: int | None = None
@@ -45,6 +49,7 @@ class Found:
     compare_at: int | None = 0
     without_rows: list[str] = field(default_factory=list)
     means_add_up: bool = False
+    are_losses: dict[str, bool] = field(default_factory=dict)
 
 
 class BatchRunner:
@@ -55,13 +60,17 @@ class BatchRunner:
         size: The largest number of rows of a microbatch; None finds it when memory runs out.
         on_mismatch: "raise" or "warn", where the comparison shows another loss or gradient.
         found: Filled in meanwhile.
+        mean: Weights losses by their targets; None where they count by their rows.
 
     Attributes:
         logs: Takes what the microbatches log.
     """
 
-    def __init__(self, trainer: Trainer, size: int | None, on_mismatch: str, found: Found) -> None:
+    def __init__(
+        self, trainer: Trainer, size: int | None, on_mismatch: str, found: Found, mean: TargetMean | None
+    ) -> None:
         self._trainer, self._size, self._on_mismatch, self._found = trainer, size, on_mismatch, found
+        self._mean = mean
         self._logged = batches.LoggedValues()
         self.logs = LogQueue(trainer, self._logged.merge)
         self._has_ranks = size is None and trainer.world_size > 1  # which have to agree on a size
@@ -72,13 +81,24 @@ class BatchRunner:
         """Do the work of a closure."""
         if not step.trains or is_tuning(self._trainer):
             return step.run_whole()
+        if self._mean is not None:
+            if step.batch is None:
+                _count_rows(step.batch)  # raises an error
+            ranks = self._trainer.world_size if ends_step(self._trainer) and ddp_wrapper(self._trainer) else 1
+            self._mean.begin(step.batch, ranks, begins_window=step.begins_window)
         if self._size is None:
             return self._run_what_fits(step)
         parts, sizes = self._cut(step, self._size)
-        if len(parts) == 1:
+        if len(parts) == 1 and self._mean is None:
             return step.run_whole()
         with self.logs.keeping():
-            return step.result(*self._train(step, parts, sizes, step.zero_grad))
+            return step.result(*self._train(step, parts, sizes, partial(self._begin_backward, step)))
+
+    def _begin_backward(self, step: BatchStep, loss: Tensor | None) -> None:
+        """Set the gradients to zero, or rescale them, before the first backward pass of a batch."""
+        step.zero_grad()
+        if self._mean is not None and loss is not None:
+            self._mean.rescale_(p.grad for p in self._trainer.lightning_module.parameters() if p.grad is not None)
 
     def _run_what_fits(self, step: BatchStep) -> Any:
         """Run a batch in parts that fit on all ranks, which try it again as long as memory runs out on one of them."""
@@ -90,10 +110,10 @@ class BatchRunner:
             batch = batches.copy_batch(batch)
         gradients: dict[str, Tensor] | None = None
 
-        def begin() -> None:
+        def begin(loss: Tensor | None) -> None:
             nonlocal gradients
             if gradients is None:
-                step.zero_grad()
+                self._begin_backward(step, loss)
                 gradients = copy_gradients(module)
 
         while True:
@@ -139,7 +159,7 @@ class BatchRunner:
         return batches.cut_batch(step.batch, -(-rows // size))
 
     def _train(
-        self, step: BatchStep, parts: Sequence[Any], sizes: Sequence[int], begin: Callable[[], None]
+        self, step: BatchStep, parts: Sequence[Any], sizes: Sequence[int], begin: Callable[[Any], None]
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Add up the gradients of the parts; return their loss and what else `training_step` returned.
 
@@ -149,26 +169,33 @@ class BatchRunner:
             step: The batch.
             parts: Its parts.
             sizes: Their numbers of rows.
-            begin: Called between the first forward and the first backward pass.
+            begin: Called with the first loss, between the first forward and the first backward pass.
         """
         total: Tensor | None = None
         extras: list[dict[str, Any]] = []
         calls: list[Any] = []
-        found, divisor = self._found, self._trainer.accumulate_grad_batches
-        self._logged.summed, self._logged.without_rows = [], found.without_rows
-        is_first = found.cut_batches == 1 and found.compare_at is not None  # in which nobody was warned yet
-        looks_for_means = len(parts) > 1 and not found.means_add_up and (is_first or self._on_mismatch == "raise")
-        for part, weight, rows in zip(parts, comparison.part_weights(found.reduction, sizes), sizes, strict=True):
+        found, divisor, mean = self._found, self._trainer.accumulate_grad_batches, self._mean
+        logged, weights = self._logged, comparison.part_weights(found.reduction, sizes)
+        logged.losses, logged.targets, logged.without_rows = [], (), found.without_rows
+        if mean is None:
+            is_first = found.cut_batches == 1 and found.compare_at is not None  # in which nobody was warned yet
+            looks = len(parts) > 1 and not found.means_add_up and (is_first or self._on_mismatch == "raise")
+        else:
+            looks, logged.are_losses = mean.is_checked, found.are_losses
+            logged.targets, weights = mean.count_parts(parts)
+        for place, (part, weight, rows) in enumerate(zip(parts, weights, sizes, strict=True)):
             self.logs.rows = rows
-            is_last, means = len(extras) + 1 == len(parts) and not self._has_ranks, comparison.TargetMeans()
+            if mean is not None:
+                mean.part = logged.targets[place]
+            is_last, means = place + 1 == len(parts) and not self._has_ranks, comparison.TargetMeans()
             with nullcontext() if is_last else step.without_sync():
-                with means if looks_for_means else nullcontext():
+                with means if looks else nullcontext():
                     loss, extra = step.training_step(part)
                 calls.append(means.calls)
-                if loss is not None and found.reduction == "sum":
-                    self._logged.summed.append(loss.detach() * divisor)
-                if not extras:
-                    begin()
+                if loss is not None and (mean is not None or found.reduction == "sum"):
+                    logged.losses.append(loss.detach() * divisor)
+                if place == 0:
+                    begin(loss)
                 elif (loss is None) != (total is None):
                     raise MisconfigurationException(
                         f"`training_step` returned None for some of {len(parts)} microbatches: return a loss that is 0."
@@ -178,14 +205,17 @@ class BatchRunner:
                     self.logs.flush()  # before gradients are averaged, as on a rank whose batch is not cut
                 if loss is None:
                     continue
-                loss = loss if weight == 1 else loss * weight
+                loss = loss if len(parts) == 1 else (loss * weight).to(loss.dtype)
                 before, total = total, loss.detach() if total is None else total + loss.detach()
-                if is_last:  # the hooks see the loss of the whole batch
-                    step.backward_with_hooks(loss if before is None else loss + before)
-                else:
-                    step.backward(loss)
-        if problem := comparison.problem_of_means(calls, sizes)[0]:
+                if is_last and before is not None:
+                    loss = loss + before  # the hooks see the loss of the whole batch
+                if mean is not None:
+                    loss = (loss * (mean.scale * divisor)).to(loss.dtype)
+                (step.backward_with_hooks if is_last else step.backward)(loss)
+        if looks and (problem := comparison.problem_of_means(calls, sizes, counts=logged.targets)[0]):
             self._report_mismatch(problem)
+        if mean is not None:
+            mean.checks += any(calls)
         return total, batches.join_rows(extras, sizes, found.without_rows)
 
     def _compare(self, step: BatchStep, rows: int, size: int) -> None:
@@ -207,7 +237,7 @@ class BatchRunner:
                     number = min(compared, rows - start)
                     sample = batches.take_rows(step.batch, rows, slice(start, start + number))
                     how, add_up = comparison.compare_with_parts(
-                        module, loss_of, sample, number, found.reduction, is_half
+                        module, loss_of, sample, number, found.reduction, is_half, getattr(self._mean, "count", None)
                     )
                     found.reduction, found.means_add_up = found.reduction or how, found.means_add_up or add_up
             if batch_norms or found.reduction is not None:
@@ -235,10 +265,12 @@ class BatchRunner:
         if self._on_mismatch == "warn":
             rank_zero_warn(text)
             return
+        remedy = "Let `training_step` return a mean or a sum over the rows, or give count=... for a mean over targets"
+        if self._mean is not None:
+            remedy = 'Let `count` count the targets of the loss, such as (batch["labels"][:, 1:] != -100).sum()'
         raise MisconfigurationException(
-            f"{text} Let `training_step` return a mean or a sum over the rows, such as `cross_entropy(..., "
-            'reduction="sum") / target.numel()` with class weights or ignored targets; use GroupNorm or put BatchNorm '
-            'into evaluation mode; or accept the difference with on_mismatch="warn".'
+            f"{text} {remedy}; use GroupNorm or put BatchNorm into evaluation mode; or accept the difference with "
+            'on_mismatch="warn".'
         )
 
 

@@ -18,10 +18,12 @@ from lightning_tricks._lightning_compat.flavor import (
     ModelParallelStrategy,
     Trainer,
 )
-from lightning_tricks._lightning_compat.microbatches import batches_run_by
+from lightning_tricks._lightning_compat.microbatches import batches_run_by, losses_changed_by
+from lightning_tricks._lightning_compat.trainer import model_averager
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.microbatching.batch_runner import BatchRunner, Found
+from lightning_tricks.microbatching.core.targets import Count, TargetMean
 
 
 class Microbatching(TrickCallback):
@@ -40,14 +42,25 @@ class Microbatching(TrickCallback):
     averages gradients after the backward passes, not during them. A fixed number of rows is cheaper: DDP averages
     during the backward pass of the last microbatch.
 
+    With `count`, the gradient of an optimizer step is that of the mean over all targets of the batches that
+    `accumulate_grad_batches` accumulates, in their microbatches and on all ranks, however unequal their numbers of
+    targets are. The loss has to be the mean over the targets of the batch that `training_step` gets. A logged value
+    that equals it is logged as the mean over the targets, of an epoch too unless a batch size is logged with it.
+    Whatever has no targets counts nothing: the NaN of `cross_entropy` is replaced by zero; a loss that divides by a
+    number of targets of its own has to keep its gradient finite, as by `mask.sum().clamp(min=1)`.
+
     Args:
         size: The largest number of rows of a microbatch, at least 1; None finds it when memory runs out. A number that
             is at least the batch size changes nothing.
         on_mismatch: "raise" raises an error if microbatches change the loss, as with BatchNorm in training mode; "warn"
-            warns, and trains with the mean over the rows.
+            warns, and trains with the mean over the rows, or over what `count` counts.
+        count: Returns the number of targets of a batch, an int or a tensor of shape (), or with class weights the sum
+            of the weights of the targets; "labels" counts `batch["labels"] != -100`. The number is compared with the
+            targets of `cross_entropy` and `nll_loss` in the first batch, and after 32, 64, 128, ... batches. None for
+            losses that are means or sums over the rows.
 
     Raises:
-        TypeError: If `size` is not a whole number.
+        TypeError: If `size` is not a whole number, or `count` is neither "labels" nor a callable.
         ValueError: If `size` is less than 1, or `on_mismatch` is unknown.
 
     Examples:
@@ -55,12 +68,21 @@ class Microbatching(TrickCallback):
         >>> trainer = Trainer(callbacks=[Microbatching()], accelerator="cpu", logger=False)
     """
 
-    training_arguments = ("size", "on_mismatch")
+    training_arguments = ("size", "on_mismatch", "count")
 
-    def __init__(self, size: int | None = None, *, on_mismatch: Literal["raise", "warn"] = "raise") -> None:
+    def __init__(
+        self, size: int | None = None, *, on_mismatch: Literal["raise", "warn"] = "raise", count: Count | None = None
+    ) -> None:
         self.size = check_optional_count("size", size)
         self.on_mismatch = check_choice("on_mismatch", on_mismatch, ("raise", "warn"))
+        if count not in (None, "labels") and not callable(count):
+            raise TypeError(f'count must be "labels", a callable of the batch or None, got {count!r}.')
+        self.count = count
         self._found = Found()
+        super().__init__()
+
+    def _forget_run(self) -> None:
+        self._mean: TargetMean | None = None
 
     @property
     def current_size(self) -> int | None:
@@ -72,7 +94,7 @@ class Microbatching(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._found = Found()
+        self._found = Found(reduction=None if self.count is None else "mean")
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 "Microbatching needs automatic optimization, to know which backward passes belong to a batch: remove "
@@ -83,6 +105,9 @@ class Microbatching(TrickCallback):
                 f"Microbatching does not work under {type(trainer.strategy).__name__}: use DDP, or the "
                 "`train_micro_batch_size_per_gpu` of DeepSpeed's own configuration."
             )
+        if self.count is not None:
+            self._mean = TargetMean(self.count, trainer.strategy.root_device)
+            self._installed.enter_context(losses_changed_by(trainer, self._mean.changed_loss))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over what automatic optimization does with a batch."""
@@ -96,16 +121,22 @@ class Microbatching(TrickCallback):
                 "Microbatching does not work with DDPStrategy(static_graph=True), whose first backward pass has to "
                 "average gradients. Leave static_graph out."
             )
-        runner = BatchRunner(trainer, self.size, self.on_mismatch, self._found)
+        if self._mean is not None and model_averager(trainer) is not None:
+            raise MisconfigurationException(
+                "Microbatching(count=...) needs ranks that average gradients in each step: leave out the "
+                "`model_averaging_period` of DDPStrategy."
+            )
+        runner = BatchRunner(trainer, self.size, self.on_mismatch, self._found, self._mean)
         self._installed.enter_context(runner.logs.installed())
         self._installed.enter_context(batches_run_by(trainer, runner.run))
         how = "that run out of memory" if self.size is None else f"into microbatches of at most {self.size:,} rows"
-        self.say(f"cuts batches {how}")
+        self.say(f"cuts batches {how}{'' if self.count is None else ', weights losses by targets'}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were cut."""
         size = "" if self.current_size is None else f" into microbatches of at most {self.current_size:,} rows"
-        self.say(f"{self._count(trainer)} batches cut{size}")
+        checks = "" if self._mean is None else f"; count compared with the loss in {self._mean.checks:,} batches"
+        self.say(f"{self._count(trainer)} batches cut{size}{checks}")
         super().on_fit_end(trainer, pl_module)
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
@@ -123,6 +154,15 @@ class Microbatching(TrickCallback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         vars(self._found).update(state_dict)
+
+    def mid_epoch_state(self) -> dict[str, Any]:
+        """Return the number of targets whose gradients are accumulated on this rank."""
+        return {} if self._mean is None else {"targets": self._mean.targets}
+
+    def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
+        """Restore what `mid_epoch_state` returned."""
+        if self._mean is not None:
+            self._mean.targets = state.get("targets")
 
 
 def waits_in_forward(module: nn.Module) -> bool:

@@ -15,7 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_tricks._shared.tensors import tensors_in, to_double
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.microbatching.core.targets import positive, without_targets_zero
 
+_UNIT = 2**20  # Lightning adds up whole batch sizes, and sums of class weights are none
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
@@ -214,17 +216,21 @@ class LoggedValues:
     """Merges what was logged for the parts of a batch.
 
     Attributes:
-        summed: The losses of the parts of a batch whose loss is their sum; what is equal to them is a sum as well.
+        losses: The losses of the parts, where they are not merged by their rows; what is equal to them is merged alike.
+        targets: The numbers of targets of the parts, of which each loss is the mean; none where the losses are sums.
         without_rows: The keys with which the same batch size is logged for any number of rows.
+        are_losses: For each key whether its values are the losses, where `targets` are given; filled in.
     """
 
     def __init__(self) -> None:
-        self.summed: list[Tensor] = []
+        self.losses: list[Tensor] = []
+        self.targets: Sequence[Tensor] = ()
         self.without_rows: Container[str] = ()
+        self.are_losses: dict[str, bool] = {}
 
     def merge(
         self, key: str, values: Sequence[Tensor], rows: Sequence[int], batch_sizes: Sequence[int | None], reduction: str
-    ) -> tuple[Tensor, int | None]:
+    ) -> tuple[Tensor, int | Tensor | None]:
         """Merge what was logged under a key for the parts of a batch.
 
         Args:
@@ -237,17 +243,38 @@ class LoggedValues:
         Returns:
             The value for the whole batch, and its batch size, None where none was logged.
         """
-        if len(values) == 1:
-            return values[0], batch_sizes[0]
         known = [size for size in batch_sizes if size is not None]
         are_counts = len(known) == len(values) and key not in self.without_rows
+        size = sum(known) if are_counts else known[0] if known else None
         floats = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
+        is_mean = reduction in ("mean", "avg")
+        if is_mean and (mean := self._mean_over_targets(key, floats)) is not None:
+            return mean[0], mean[1] if size is None else size
+        if len(values) == 1:
+            return values[0], size
         stacked = torch.stack(floats)
-        if reduction not in ("mean", "avg"):
+        if not is_mean:
             merged = getattr(torch, {"max": "amax", "min": "amin"}.get(reduction, reduction))(stacked, dim=0)
         else:
             merged = weighted_mean(floats, known if are_counts else rows)
-            if len(self.summed) == len(values):
-                losses = torch.stack(self.summed).to(stacked)
+            if len(self.losses) == len(values) and not self.targets:
+                losses = torch.stack(self.losses).to(stacked)
                 merged = torch.where(torch.isclose(stacked, losses, rtol=1e-5, atol=0).all(), stacked.sum(0), merged)
-        return merged, sum(known) if are_counts else known[0] if known else None
+        return merged, size
+
+    def _mean_over_targets(self, key: str, values: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return the mean of values over the targets, and their number, if the values are the losses."""
+        if not self.targets or len(values) != len(self.losses) or values[0].ndim or not self.are_losses.get(key, True):
+            return None
+        targets, stacked = torch.stack([*self.targets]), torch.stack([*values])
+        total = targets.sum()
+        if key not in self.are_losses:
+            losses = torch.stack(self.losses).to(stacked)
+            are_losses = bool(torch.isclose(stacked.where(targets > 0, stacked.nan_to_num()), losses, 1e-5, 0).all())
+            if total > 0:  # or another batch tells more
+                self.are_losses[key] = are_losses
+            if not are_losses:
+                return None
+        means = without_targets_zero(stacked, targets)
+        mean = means[0] if len(means) == 1 else (means * targets).sum() / positive(total)
+        return mean.to(stacked.dtype), (total * _UNIT).round().long()

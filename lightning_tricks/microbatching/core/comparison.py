@@ -32,6 +32,7 @@ if hasattr(functional, "linear_cross_entropy"):  # newer versions of torch have 
 
 
 Loss = Callable[..., Tensor | None]
+Calls = Sequence[tuple[str, Tensor]]
 
 
 class ComparisonError(Exception):
@@ -71,7 +72,7 @@ class TargetMeans(TorchFunctionMode):
 
 
 def problem_of_means(
-    parts: Sequence[Sequence[tuple[str, Tensor]]], rows: Sequence[int], least: float = 1e-5
+    parts: Sequence[Calls], rows: Sequence[float], least: float = 1e-5, counts: Sequence[Tensor] = ()
 ) -> tuple[str, bool]:
     """Say which mean over targets those of parts of a batch do not add up to; the host waits for its numbers.
 
@@ -79,12 +80,18 @@ def problem_of_means(
         parts: The calls for each part. Where their numbers differ, each is for a single row, and right.
         rows: The numbers of rows of the parts.
         least: The share by which what a row counts has to differ; sums in single precision are not exact.
+        counts: The numbers of targets of the parts, where each mean has to be over so many.
 
     Returns:
         The problem, "" if there is none, and whether it makes a difference for these rows.
     """
     for column in zip(*parts, strict=True) if len({*map(len, parts)}) == 1 else ():
-        numbers = read_numbers([both for _, both in column])
+        numbers = read_numbers([*(both for _, both in column), *counts])
+        for (total, _), (count,) in zip(numbers, numbers[len(column) :], strict=False):
+            if not math.isclose(total, count, rel_tol=1e-6):
+                return f"`{column[0][0]}` is a mean over {total:.10g} targets, and `count` gives {count:.10g}", True
+        if counts:
+            continue
         shares = sorted(total / count for (total, _), count in zip(numbers, rows, strict=True))
         has_weights, differ = any(spread for _, spread in numbers), shares[-1] - shares[0] > least * shares[-1]
         if differ or has_weights:
@@ -94,7 +101,7 @@ def problem_of_means(
     return "", False
 
 
-def part_weights(reduction: str | None, sizes: Sequence[int]) -> list[float]:
+def part_weights(reduction: str | None, sizes: Sequence[float]) -> list[float]:
     """Return the weights with which the losses of parts with these numbers of rows add up to that of the whole."""
     return [1.0] * len(sizes) if reduction == "sum" else [size / sum(sizes) for size in sizes]
 
@@ -105,7 +112,13 @@ def batch_norms_in(module: nn.Module) -> list[str]:
 
 
 def compare_with_parts(
-    module: nn.Module, loss_of: Loss, batch: Any, rows: int, known: str | None = None, is_half: bool = False
+    module: nn.Module,
+    loss_of: Loss,
+    batch: Any,
+    rows: int,
+    known: str | None = None,
+    is_half: bool = False,
+    count: Callable[[Any], Tensor] | None = None,
 ) -> tuple[str | None, bool]:
     """Compare loss and gradient of a batch with those of two parts of it, and leave no trace.
 
@@ -119,6 +132,7 @@ def compare_with_parts(
         rows: Its number of rows, at least 2.
         known: What the loss is over the rows, where that was found out before.
         is_half: Whether the loss is computed in fp16 or bf16, whose rounding errors then do not count.
+        count: Returns the number of targets of a batch, over which the loss is to be a mean; None for the rows.
 
     Returns:
         What the loss is over the rows, "mean" or "sum", or None if another batch may tell more; and whether it is so
@@ -130,6 +144,9 @@ def compare_with_parts(
     parameters = [*module.parameters()]
     refuse_lazy(dict(module.named_parameters()))
     state, gradients = copy_step_state(module), [parameter.grad for parameter in parameters]
+    cut = max(1, rows // 3)  # parts of two sizes, so that their weights count
+    limits = ((0, cut), (cut, rows))
+    counts = [count(take_rows(batch, rows, slice(*limit))) for limit in limits if count is not None]
 
     def loss_at(start: int, stop: int) -> Tensor | None:
         return loss_of(copy_batch(take_rows(batch, rows, slice(start, stop))))
@@ -150,7 +167,8 @@ def compare_with_parts(
                         problem = f"`training_step` changes {list_names(written)} (let `on_train_batch_end` do that)"
                         raise ComparisonError(problem, True)
                     if _is_random_state(random_state):
-                        return _Sample(parameters, loss_at, rows, is_half).compare(loss, len(means.calls), known)
+                        sample = _Sample(parameters, loss_at, rows, is_half)
+                        return sample.compare(loss, len(means.calls), known, limits, counts)
                 except Exception as error:
                     if not is_deterministic or memory_that_ran_out(error) or isinstance(error, ComparisonError):
                         raise
@@ -181,31 +199,33 @@ class _Sample:
             self._tolerance, self._unit = 3e-2, 2.0**-9
         self._scale = 1024.0 if is_half else 1.0  # of the loss, so that no gradient underflows in fp16
 
-    def compare(self, whole: Tensor | None, means: int, known: str | None) -> tuple[str | None, bool]:
+    def compare(
+        self, whole: Tensor | None, means: int, known: str | None, limits: Any, counts: Sequence[Tensor]
+    ) -> tuple[str | None, bool]:
         """Compare the loss of all rows, with so many means over targets in it, with those of two parts of them."""
         if whole is None:
             return None, False
         norm, loss = self._gradient([(whole, 1.0)], anew=True), float(whole.detach())
         del whole
-        cut = max(1, self._rows // 3)  # parts of two sizes, so that their weights count
-        sizes, parts, calls = (cut, self._rows - cut), [], []
-        for start, stop in ((0, cut), (cut, self._rows)):
+        rows, parts, calls = [stop - start for start, stop in limits], [], []
+        sizes = [number for (number,) in read_numbers(counts)] or rows
+        for start, stop in limits:
             with TargetMeans() as found:
                 parts += [] if (part := self._loss_at(start, stop)) is None else [part]
             calls.append(found.calls)
         values = [float(part.detach()) for part in parts]
-        if len(parts) < len(sizes) or not all(map(math.isfinite, (loss, norm, *values))) or norm == 0:
+        if len(parts) < len(sizes) or not all(map(math.isfinite, (loss, norm, *values))) or 0 in (norm, *sizes):
             return None, False
         sums = {how: sum(map(mul, values, part_weights(how, sizes))) for how in ("mean", "sum")}
         reduction = known or min(sums, key=lambda how: abs(sums[how] - loss))
         gap = self._gradient([(part, -w) for part, w in zip(parts, part_weights(reduction, sizes), strict=True)])
         are_of_rows, least = means != len(calls[0]), 10 * self._tolerance  # as clear as gradients would show
-        problem, differs = ("", True) if are_of_rows else problem_of_means(calls, sizes, least)
+        problem, differs = ("", True) if are_of_rows else problem_of_means(calls, sizes, least, counts)
         if gap <= self._tolerance * norm:
             return reduction, differs
         if self._may_be_rounding(gap):
             return None, False
-        text = f"the gradient of {self._rows} rows, a {reduction}, and that of {sizes[0]} and {sizes[1]} rows differ by"
+        text = f"the gradient of {self._rows} rows, a {reduction}, and that of {rows[0]} and {rows[1]} rows differ by"
         raise ComparisonError(problem or f"{text} {gap / norm:.2g} of its norm", True)
 
     def _may_be_rounding(self, gap: float) -> bool:

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torchmetrics import F1Score, MeanMetric, Recall
 
-from lightning_tricks import ExponentialMovingAverage
+from lightning_tricks import ExponentialMovingAverage, Microbatching
 from tests.auto_resume.scenarios.frame import Job, Net, scenario
 
 KIND = {"task": "multiclass", "num_classes": 3}
@@ -110,6 +110,22 @@ def batch_size_finder(job: Job) -> None:
 @scenario(ranks=(1, 2))
 def accumulation_by_epoch(job: Job) -> None:
     job.fit(Net(), GradientAccumulationScheduler({0: 1, 1: 2, 2: 3}))
+
+
+def _count(batch: Any) -> torch.Tensor:
+    return (batch[0][:, 0] < 0.5).sum()
+
+
+@scenario(ranks=(1, 2))
+def mean_over_targets(job: Job) -> None:
+    class Masked(Net):
+        def loss(self, batch):
+            return nn.functional.cross_entropy(self(batch[0]), batch[1].where(batch[0][:, 0] < 0.5, -100))
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", super().loss(batch), sync_dist=True)
+
+    job.fit(Masked(), Microbatching(2, on_mismatch="warn", count=_count), accumulate_grad_batches=2)
 
 
 @scenario()
