@@ -10,6 +10,7 @@ from lightning_tricks._torch_compat.guards import needs_private
 @needs_private("RunFingerprint")
 def store_of_ranks(prefix: str) -> Any:
     """Return the store of the default process group, for keys with a prefix; using it is no collective."""
-    from torch.distributed import PrefixStore, distributed_c10d
+    from torch.distributed import distributed_c10d
 
-    return PrefixStore(prefix, distributed_c10d._get_default_store())
+    untyped: Any = distributed_c10d
+    return untyped.PrefixStore(prefix, untyped._get_default_store())

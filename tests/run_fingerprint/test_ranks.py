@@ -247,7 +247,7 @@ def test_a_finding_outlives_a_resume_and_is_warned_of_once(tmp_path):
 
     at_each_step = patch("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
     with pytest.raises(SystemExit), at_each_step:
-        train(stopping(20, rank=1))
+        train(stopping(140, rank=1))  # after a block of 128 rows
     (before,) = warned(tmp_path)
     assert train() == [before]
 

@@ -238,7 +238,8 @@ def format_rows(columns: tuple[Column, ...], table: NDArray[np.int64], before: t
 
 def parse_rows(lines: bytes) -> tuple[tuple[Column, ...], NDArray[np.int64]]:
     """Return the columns and the rows of a block that `format_rows` has made whole."""
-    record, columns = FingerprintRecord(RecordHeader(detail="step")), ()
+    record = FingerprintRecord(RecordHeader(detail="step"))
+    columns: tuple[Column, ...] = ()
     for line in lines.splitlines():
         columns = _parse_line(line, columns, record, Budget(len(lines)))
     return record.blocks[0]

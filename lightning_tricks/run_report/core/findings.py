@@ -292,6 +292,8 @@ def validation_never_ran(record: RunRecord) -> Iterator[Finding]:
     if record.status != "finished" or not record.step or "validation batches" not in data or record.validation_seconds:
         return
     promised, read = _training_batches(record), record.batches / max(record.epochs, 1)
+    if record.batches < (promised or 0) and facts.get("max_epochs") != str(record.epochs):
+        return  # it ended within the first epoch
     why = f"{record.epochs:,} epochs with check_val_every_n_epoch={facts.get('check_val_every_n_epoch')} and "
     why += f"val_check_interval={facts.get('val_check_interval')}"
     if promised is not None and read < promised:
