@@ -5,7 +5,6 @@ import random
 import time
 from datetime import timedelta
 from types import MappingProxyType
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_tricks import AutoResume, RunFingerprint, RunReport
+from lightning_tricks import RunFingerprint, RunReport
 from lightning_tricks.cli import main
 from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.run_fingerprint import FingerprintRecordError, compare, read_ranks
@@ -27,7 +26,7 @@ from lightning_tricks.run_fingerprint.core import ranks as core
 from lightning_tricks.run_fingerprint.core.ranks import RankComparison, RankExchange, RepeatedBatches, compare_ranks
 from lightning_tricks.run_fingerprint.core.record import Column
 from lightning_tricks.run_report import find_all, read_record
-from tests.run_fingerprint.test_callback import ConvNet, at_step, stopping
+from tests.run_fingerprint.test_callback import ConvNet, at_step, saving
 from tests.small import QUIET, Hooks, Net, digits, fork
 
 DDP = {"strategy": "ddp_fork", "devices": 2}
@@ -238,18 +237,20 @@ def test_nothing_is_compared_where_that_is_off(tmp_path):
     }
 
 
-@pytest.mark.filterwarnings(WARNED, "ignore:AutoResume:UserWarning")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_a_finding_outlives_a_resume_and_is_warned_of_once(tmp_path):
-    def train(*callbacks):
-        return found_in(
-            tmp_path, [AutoResume(tmp_path / "saved", every_n_train_steps=5), *callbacks], data=DataLoader(Stream(), 4)
+    def train(epochs, *callbacks, **options):
+        seed_everything(1, verbose=False)
+        callbacks = [RunFingerprint(tmp_path / "run.jsonl"), RunReport(tmp_path / "report"), *callbacks]
+        Trainer(callbacks=callbacks, max_epochs=epochs, **QUIET).fit(
+            Net(), DataLoader(Stream(), 4, num_workers=2), **options
         )
+        return [part.text for part in find_all(read_record(tmp_path / "report")) if "different batches" in part.text]
 
-    at_each_step = patch("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
-    with pytest.raises(SystemExit), at_each_step:
-        train(stopping(140, rank=1))  # after a block of 128 rows
-    (before,) = warned(tmp_path)
-    assert train() == [before]
+    with pytest.warns(UserWarning, match="In epoch 0, 15 different batches"):
+        before = train(2, saving(tmp_path / "mid.ckpt", 40))
+    assert len(before) == 1
+    assert train(3, ckpt_path=tmp_path / "mid.ckpt") == before, "a second warning would be an error"
 
 
 @pytest.mark.parametrize("stops", [0, 1])
