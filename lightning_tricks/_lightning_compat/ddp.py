@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._lightning_compat.guards import needs_private, overriding
+from lightning_tricks._lightning_compat.trainer import model_averager
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,22 @@ def ddp_wrapper(trainer: Trainer) -> DistributedDataParallel | None:
 
     model = trainer.strategy.model
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def equal_on_ranks(trainer: Trainer) -> Callable[[str], bool] | None:
+    """Return what tells by its name whether a parameter is equal on all ranks after each step.
+
+    None where ranks need not be equal in anything: they share no gradients, or several of them train on the same batch.
+    """
+    from lightning_tricks._lightning_compat.flavor import DDPStrategy
+
+    wrapper, sampled = ddp_wrapper(trainer), getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    share_gradients = wrapper is not None or not isinstance(trainer.strategy, DDPStrategy)
+    if not (share_gradients and sampled.get("num_replicas") == trainer.world_size > 1):
+        return None
+    if wrapper is None or model_averager(trainer) is not None:
+        return lambda name: False
+    return lambda name: name not in wrapper.parameters_to_ignore
 
 
 def stops_at_unused_parameters(trainer: Trainer) -> bool:

@@ -16,11 +16,13 @@ class Facts:
         title: What they are about, such as "Seed".
         facts: Name and text of each.
         sentences: What else is to be said.
+        warnings: What went wrong, for the findings of the report.
     """
 
     title: str
     facts: Sequence[tuple[str, str]] = ()
     sentences: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

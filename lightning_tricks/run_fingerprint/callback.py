@@ -8,18 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.ddp import equal_on_ranks
 from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import SENT_BY_AUTO_RESUME, check_choice, check_count, check_path
 from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import Facts
+from lightning_tricks._torch_compat.distributed import store_of_ranks
 from lightning_tricks.run_fingerprint.core import record as on_disk
+from lightning_tricks.run_fingerprint.core.ranks import RankExchange, RepeatedBatches
 from lightning_tricks.run_fingerprint.core.record import FingerprintRecord, RecordHeader
 from lightning_tricks.run_fingerprint.core.step_recorder import RowWriter, StepRecorder
 
@@ -37,6 +41,10 @@ class RunFingerprint(TrickCallback):
     and buffers after the step, and once before the first batch. Batches without an optimizer step have neither. Under
     DDP, each rank writes its own record: rank 1 of `run.jsonl` writes `run.rank1.jsonl`.
 
+    Several ranks are compared with each other where rows are copied to the host. A warning names the step if learning
+    rates differ, if weights differ that DDP keeps equal, with `detail="layer"` by name, or if ranks read the same
+    batches. Nothing waits for another rank during training. `lightning-tricks fingerprint ranks DIR` reads files.
+
     Not recorded: optimizer states, until they change weights; gradients that DeepSpeed does not expose; layers inside a
     compiled module, for which only the output of the module is recorded; validation.
 
@@ -46,6 +54,7 @@ class RunFingerprint(TrickCallback):
         every_n_train_steps: Record the batches of every n-th optimizer step; at least 1.
         detail: "step" records four fingerprints a step; "layer" records one for each part of the batch, each layer's
             output, each gradient and each weight.
+        compare_ranks: Whether several ranks are compared with each other. It has no effect with one rank.
 
     For other training loops: `lightning_tricks.run_fingerprint.fingerprint`.
 
@@ -66,10 +75,13 @@ class RunFingerprint(TrickCallback):
         *,
         every_n_train_steps: int = 1,
         detail: Literal["step", "layer"] = "step",
+        compare_ranks: bool = True,
     ) -> None:
         self.path = check_path("path", path, "a file", remedy=SENT_BY_AUTO_RESUME)
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.detail = check_choice("detail", detail, ("step", "layer"))
+        self.compare_ranks = compare_ranks
+        self._found: dict[str, str] = {}  # what is wrong in the run, by kind; on rank zero
         self._num_rows = 0
         self._digest = ""  # of the rows of rank zero when they were written last
         self._num_rows_to_keep: int | None = None  # of the file that a resumed fit continues
@@ -83,7 +95,7 @@ class RunFingerprint(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._num_rows_to_keep, self._digest = None, ""
+        self._num_rows_to_keep, self._digest, self._found = None, "", {}
         if problem := find_write_problem(Path(self.path)):
             raise MisconfigurationException(f"RunFingerprint cannot write {self.path}: {problem}. Choose another path.")
 
@@ -103,11 +115,21 @@ class RunFingerprint(TrickCallback):
             world_size=trainer.world_size,
         )
         path = on_disk.rank_path(self.path, trainer.global_rank)
-        recorder = self._recorder = StepRecorder(RowWriter(path, header), pl_module)
+        is_replicated = equal_on_ranks(trainer) if self.compare_ranks else None
+        recorder = self._recorder = StepRecorder(RowWriter(path, header), pl_module, is_replicated)
         self._installed.callback(recorder.writer.close)
         self._installed.callback(recorder.close)
         found = self._find(header) if trainer.is_global_zero else None
-        source, unused = trainer.strategy.broadcast(found[:2] if found is not None else (None, 0))
+        sent = (*found[:2], token_hex(8)) if found is not None else (None, 0, "")
+        source, unused, run = trainer.strategy.broadcast(sent)
+        watchers = recorder.writer.watchers
+        if trainer.is_global_zero and self.every_n_train_steps == 1:
+            watchers.append(RepeatedBatches())
+        if is_replicated is not None:
+            exchange = RankExchange(store_of_ranks(run), trainer.global_rank, trainer.world_size)
+            watchers.append(exchange)
+            if not trainer.is_global_zero:
+                self._installed.callback(exchange.finish)
         record = found[2] if found is not None else None
         with self._stops_on_oserror(recorder):
             if not trainer.is_global_zero and source is not None and self._num_rows_to_keep is not None:
@@ -180,7 +202,7 @@ class RunFingerprint(TrickCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the remaining rows."""
-        self._flush()
+        self._flush(is_last=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the remaining rows, also that of the interrupted step."""
@@ -198,23 +220,27 @@ class RunFingerprint(TrickCallback):
         batches = self._num_rows - 1  # the first row has the initial weights
         facts = [("file", path), ("batches", f"{batches:,}"), ("detail", self.detail)]
         said = f"To find the first step at which another run differs: lightning-tricks fingerprint diff {path} OTHER"
-        return [Facts(title="Run fingerprint", facts=facts, sentences=[said])]
+        return [Facts(title="Run fingerprint", facts=facts, sentences=[said], warnings=list(self._found.values()))]
 
     def state_dict(self) -> dict[str, Any]:
         """Write the remaining rows, and return how many rows the file has, and on rank zero a digest of them."""
         self._flush()
-        return {"rows": self._num_rows, **({"digest": self._digest} if self._digest else {})}
+        known = {"digest": self._digest, "found": dict(self._found)}
+        return {"rows": self._num_rows, **{name: value for name, value in known.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Remember from which row to continue the file."""
         self._num_rows_to_keep = self._num_rows = int(state_dict["rows"])
         self._digest = str(state_dict.get("digest", ""))
+        self._found = {str(kind): str(said) for kind, said in state_dict.get("found", {}).items()}
 
-    def _flush(self) -> None:
+    def _flush(self, is_last: bool = False) -> None:
         recorder = self._recorder
         if recorder is not None:
             with self._stops_on_oserror(recorder):
                 recorder.writer.flush()
+                for watcher in recorder.writer.watchers if is_last else ():
+                    watcher.finish()
                 if recorder.writer.header.rank == 0:
                     self._digest = recorder.writer.digest()
 
@@ -224,6 +250,10 @@ class RunFingerprint(TrickCallback):
         try:
             yield
             self._num_rows = recorder.writer.num_rows
+            for kind, said in [item for watcher in recorder.writer.watchers for item in watcher.found.items()]:
+                if kind not in self._found:
+                    self._found[kind] = said
+                    warnings.warn(f"RunFingerprint: {said}", stacklevel=2)
         except OSError as error:
             warnings.warn(f"RunFingerprint stops recording: {self.path} cannot be written ({error}).", stacklevel=2)
             self._close()

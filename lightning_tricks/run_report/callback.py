@@ -21,7 +21,7 @@ from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.run_report.core.record import PAGE_FILE, Position, Resume, RunRecord, Status
 from lightning_tricks.run_report.core.run_writer import RunWriter
-from lightning_tricks.run_report.run_settings import describe_run, learning_rates
+from lightning_tricks.run_report.run_settings import describe_run, learning_rates, monitors_of, schedules_of
 
 
 class RunReport(TrickCallback):
@@ -230,6 +230,8 @@ class RunReport(TrickCallback):
             return
         writer.record.step, writer.record.epochs = _steps_done(trainer), trainer.current_epoch
         with self._stops_on_error():
+            if status == "finished":
+                writer.record.monitors, writer.record.schedules = monitors_of(trainer), schedules_of(trainer)
             writer.write(status, self._parts(trainer), message)
             self._position = writer.position()
 

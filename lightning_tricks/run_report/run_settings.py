@@ -22,6 +22,7 @@ from lightning_tricks._lightning_compat.hyperparameters import initial_hyperpara
 from lightning_tricks._lightning_compat.loaders import ends_with_shortest_loader
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.text import counted, describe_error, list_names
+from lightning_tricks._torch_compat.optimizers import inner_schedulers
 from lightning_tricks.auto_resume.core import configuration
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
@@ -128,6 +129,25 @@ def learning_rates(trainer: Trainer, most: int = 20) -> dict[str, Any]:
     return {"learning_rate": next(iter(rates.values()))} if len(rates) == 1 else rates
 
 
+def monitors_of(trainer: Trainer) -> list[tuple[str, str, bool, int]]:
+    """Return what monitors a value, its key, whether that was logged, and, of a scheduler, its steps."""
+    callbacks, known = _labelled_callbacks(trainer), trainer.callback_metrics
+    found = [(label, getattr(callback, "monitor", None), 0) for label, callback in callbacks]
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    found += [(type(one.scheduler).__name__, one.monitor, one.scheduler.last_epoch) for one in plateaus]
+    return [(label, key, key in known, steps) for label, key, steps in found if isinstance(key, str)]
+
+
+def schedules_of(trainer: Trainer) -> list[tuple[str, str, int, int]]:
+    """Return the classes of schedulers that have an end, when they step, their steps, and those to the end."""
+    return [
+        (type(one).__name__, config.interval, one.last_epoch, total)
+        for config in trainer.lr_scheduler_configs
+        for one in (config.scheduler, *inner_schedulers(config.scheduler))
+        if isinstance(total := getattr(one, "T_max", getattr(one, "total_steps", None)), int)
+    ]
+
+
 def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
     """Return the settings of callbacks, layers, optimizers, schedulers, loaders, environment and code."""
     found = SettingTexts()
@@ -148,10 +168,14 @@ def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
 
 
 def _add_callbacks(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
+    loggers = zip(configuration.numbered(trainer.loggers), trainer.loggers, strict=True)
+    for label, instance in (*_labelled_callbacks(trainer), *loggers):
+        found.add_object(label, instance)
+
+
+def _labelled_callbacks(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     callbacks = [callback for callback in callbacks_of(trainer) if not getattr(callback, "takes_report_parts", False)]
-    for objects in (callbacks, trainer.loggers):
-        for label, instance in zip(configuration.numbered(objects), objects, strict=True):
-            found.add_object(label, instance)
+    return zip(configuration.numbered(callbacks), callbacks, strict=True)
 
 
 def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:

@@ -333,6 +333,7 @@ def test_only_every_nth_step_and_whole_accumulations(tmp_path):
     assert ("batches", "12") in part.facts
 
 
+@pytest.mark.filterwarnings("ignore:RunFingerprint:UserWarning")  # of the ranks, which differ by then
 def test_the_batches_of_each_rank_are_compared(tmp_path):
     def change(module):
         module.net[1].bias.detach()[0] += 1

@@ -3,8 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Reliability
+from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Facts, Reliability
 from lightning_tricks.run_report import RunRecord
 from lightning_tricks.run_report.core.record import GitState, Row
 
@@ -46,6 +47,7 @@ def run(
         if step % batches == batches - 1 and (of_epoch := values(of_epochs, epoch, length)):
             rows.append(Row("epoch", step, epoch, of_epoch))
     given = {"module": "Net", "status": "finished", "step": length * batches, "epochs": length, "seconds": 600.0}
+    given |= {"validation_seconds": 60.0, "batches": length * batches}
     texts = {"trainer": list({**FACTS, **facts}.items()), "data": list({**DATA, **data}.items())}
     return RunRecord(**{**given, **texts, "rows": rows, **known})
 
@@ -156,8 +158,36 @@ RATES: dict[str, tuple[str, Curve]] = {
     "cosine to a high floor": ("LambdaLR", lambda time: 6e-4 + 0.4 * cosine(time)),
     "linear to a floor, then flat": ("LambdaLR", lambda time: 1e-3 * max(0.6, 1 - time)),
 }
+SETTINGS = [("ModelCheckpoint.every_n_train_steps", "20")]
 HEALTHY: dict[str, RunRecord] = {
     "classification": usual(),
+    "no validation yet": usual(status="running", validation_seconds=0.0),
+    "no data for validation": replace(run({"train/loss": LOSS}, noise=NOISE), data=[], validation_seconds=0.0),
+    "accumulation over an epoch": usual(facts={"accumulate_grad_batches": "20"}, step=20),
+    "accumulation with a tail": usual(facts={"accumulate_grad_batches": "16"}, step=40),
+    "monitors": usual(
+        monitors=[("ModelCheckpoint", "val/loss", True, 0), ("ReduceLROnPlateau", "val/acc", True, 20)],
+        settings=SETTINGS,
+    ),
+    "monitor of a value for callbacks alone": usual(monitors=[("EarlyStopping", "hidden", True, 0)]),
+    "monitor of steps, of which few are logged": replace(
+        usual(monitors=[("ModelCheckpoint", "train/loss", True, 0)], settings=SETTINGS),
+        rows=[Row("step", step, step // BATCHES, {"train/loss": 1 / (1 + step)}) for step in range(49, STEPS, 50)],
+    ),
+    "validation in each fifth epoch": replace(
+        run(length=9, monitors=[("EarlyStopping", "val/loss", True, 0)]),
+        rows=[Row("epoch", 99, 4, {"val/loss": 0.5})],
+    ),
+    "schedules to their end": usual(
+        schedules=[
+            ("CosineAnnealingLR", "epoch", 20, 20),
+            ("CosineAnnealingLR", "epoch", 20, 19),
+            ("CosineAnnealingLR", "step", 400, 400),
+            ("OneCycleLR", "step", 400, 401),
+        ]
+    ),
+    "cosine in many cycles": usual(schedules=[("CosineAnnealingLR", "step", 400, 40)]),
+    "stopped early": usual(schedules=[("CosineAnnealingLR", "epoch", 20, 100)]),
     "not clipped, not measured": run({"train/loss": LOSS}, {"val/loss": VAL}, noise=NOISE),
     **{name: usual({"learning_rate": rate}, facts={"schedulers": kind}) for name, (kind, rate) in RATES.items()},
     "warm restarts": usual(
@@ -424,6 +454,50 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
             usual(parts=other_parts(reliability(*shares)))
             for shares in ((0.4, 0.5, 0.7), (0.5, 0.6, 0.8), (0.9, 0.95, 1.0), (0.55, 0.6, 0.85), (0.95, 0.85, 0.8))
         ],
+    ),
+    "validation that never ran": (
+        r"^Validation never ran: (an epoch had 15 batches, and .* last of the 20 that|20 epochs with check)",
+        [
+            run({"train/loss": LOSS}, validation_seconds=0.0, batches=15, noise=NOISE, facts={"max_epochs": "20"}),
+            run({"train/loss": LOSS}, validation_seconds=0.0, noise=NOISE),
+        ],
+    ),
+    "accumulation over more than an epoch": (
+        r"^accumulate_grad_batches=64 is more than the 20 batches of an epoch, which ends with a step: no step was",
+        [usual(facts={"accumulate_grad_batches": "64"}, step=20)],
+    ),
+    "a monitor that was never logged": (
+        r"^EarlyStopping monitors 'val_los', which was never logged: it had no effect\. Keys that were logged: ",
+        [usual(monitors=[("EarlyStopping", "val_los", False, 0)])],
+    ),
+    "old values decided": (
+        r" decided \d+ times by 'val/loss', of which there were \d+ values: it compared old ones again\.",
+        [
+            usual(
+                monitors=[("ModelCheckpoint", "val/loss", True, 0)],
+                settings=[("ModelCheckpoint.every_n_train_steps", "5")],
+            ),
+            run({}, {"val/loss": [0.5, 0.4]}, length=4, monitors=[("ReduceLROnPlateau", "val/loss", True, 4)]),
+        ],
+    ),
+    "a monitor that was no longer logged": (
+        r"^EarlyStopping monitors 'val/loss', which was last logged in epoch 1 of 20: since then",
+        [run({"train/loss": LOSS}, {"val/loss": [0.5, 0.4]}, monitors=[("EarlyStopping", "val/loss", True, 0)])],
+    ),
+    "a cosine past its end": (
+        r"^CosineAnnealingLR went past its T_max=\d+ to \d+ (step|epoch)s: the learning rate rose again\. Set T_max",
+        [
+            usual(schedules=[("CosineAnnealingLR", *of)])
+            for of in (("step", 400, 20), ("step", 400, 300), ("epoch", 20, 15))
+        ],
+    ),
+    "a schedule of steps, stepped by epochs": (
+        r"^OneCycleLR made 20 of its 400 steps, one each epoch\. Return it with \"interval\": \"step\"",
+        [usual(schedules=[("OneCycleLR", "epoch", 20, 400)])],
+    ),
+    "told by a callback": (
+        r"^The weights of rank 1 differ\.$",
+        [usual(parts=[*GOOD_PARTS, Facts(title="Run fingerprint", warnings=["The weights of rank 1 differ."])])],
     ),
     "waited": (
         r"^Training waited for data \d+ % of the time: ",

@@ -3,15 +3,18 @@
 import csv
 import re
 import time
+import warnings
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 
 from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunReport
@@ -186,3 +189,123 @@ def test_mistakes_are_mistakes(tmp_path, wrong, mark, note):
     assert (part.title, part.note) == ("Most confident mistakes (val)", note)
     assert len(part.pictures) == len(part.captions) == wrong
     assert all(re.fullmatch(rf"!{mark}\d at 64%, is {mark}\d", caption) for caption in part.captions)
+
+
+class Promises(Stream):
+    """A stream of 40 rows, whose length is wrong."""
+
+    def __len__(self):
+        return 90
+
+
+class Scheduled(EvaluatedNet):
+    """Logs a loss of validation, under a scheduler."""
+
+    def __init__(self, make=None):
+        super().__init__()
+        self.make = make
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        return optimizer if self.make is None else {"optimizer": optimizer, "lr_scheduler": self.make(optimizer)}
+
+
+def every_step(scheduler):
+    return {"scheduler": scheduler, "interval": "step"}
+
+
+def plateau(optimizer, **more):
+    return {"scheduler": schedules.ReduceLROnPlateau(optimizer), "monitor": "val/loss", "strict": False, **more}
+
+
+def checkpoint(folder, **arguments):
+    return ModelCheckpoint(folder / "checkpoints", monitor="val/loss", **arguments)
+
+
+# what the report says, if anything, of a fit of three epochs of ten batches
+UNSEEN = {
+    "a loader that promises more": (
+        {"data": lambda: DataLoader(Promises(), 4)},
+        "Validation never ran: an epoch had 10 batches, and validation waits for the last of the 23 that the length of "
+        "the training loader promises. Correct that length.",
+    ),
+    "validation after the end": (
+        {"check_val_every_n_epoch": 5, "num_sanity_val_steps": 1},
+        "Validation never ran: 3 epochs with check_val_every_n_epoch=5 and val_check_interval=1.",
+    ),
+    "validation in time": ({"check_val_every_n_epoch": 3}, None),
+    "no validation": ({"limit_val_batches": 0}, None),
+    "more than an epoch": (
+        {"accumulate_grad_batches": 16},
+        "accumulate_grad_batches=16 is more than the 10 batches of an epoch, which ends with a step: no step was of "
+        "that many.",
+    ),
+    "a whole epoch": ({"accumulate_grad_batches": 10}, None),
+    "the last step of few": ({"accumulate_grad_batches": 4, "max_steps": 1, "max_epochs": -1}, None),
+    "a misspelt monitor": (
+        {"callbacks": lambda folder: [EarlyStopping("val_los", strict=False)]},
+        "EarlyStopping monitors 'val_los', which was never logged: it had no effect. Keys that were logged: "
+        "learning_rate, val/loss.",
+    ),
+    "a misspelt monitor of a scheduler": (
+        {"make": lambda optimizer: plateau(optimizer, monitor="val_los")},
+        "ReduceLROnPlateau monitors 'val_los', which was never logged: it had no effect. Keys that were logged: "
+        "learning_rate, val/loss.",
+    ),
+    "saved between validations": (
+        {"callbacks": lambda folder: [checkpoint(folder, every_n_train_steps=3)], "enable_checkpointing": True},
+        "ModelCheckpoint decided 7 times by 'val/loss', of which there were 3 values: it compared old ones again. Let "
+        "it decide after each validation alone.",
+    ),
+    "saved after validations": (
+        {"callbacks": lambda folder: [checkpoint(folder, every_n_train_steps=10)], "enable_checkpointing": True},
+        None,
+    ),
+    "a plateau between validations": (
+        {"make": plateau, "check_val_every_n_epoch": 2, "max_epochs": 6},
+        "ReduceLROnPlateau decided 5 times by 'val/loss', of which there were 3 values: it compared old ones again. "
+        "Let it decide after each validation alone.",
+    ),
+    "a plateau in time": ({"make": lambda each: plateau(each, frequency=2), "check_val_every_n_epoch": 2}, None),
+    "a cosine of epochs, by steps": (
+        {"make": lambda optimizer: every_step(schedules.CosineAnnealingLR(optimizer, 3))},
+        "CosineAnnealingLR went past its T_max=3 to 30 steps: the learning rate rose again. Set T_max to the number of "
+        "steps.",
+    ),
+    "a cosine of epochs": ({"make": lambda optimizer: schedules.CosineAnnealingLR(optimizer, 3)}, None),
+    "a cosine of steps": ({"make": lambda optimizer: every_step(schedules.CosineAnnealingLR(optimizer, 30))}, None),
+    "a cosine after a warm-up": (
+        {
+            "make": lambda optimizer: schedules.SequentialLR(
+                optimizer,
+                [schedules.LinearLR(optimizer, total_iters=1), schedules.CosineAnnealingLR(optimizer, 2)],
+                [1],
+            )
+        },
+        None,
+    ),
+    "a cycle of steps, by epochs": (
+        {"make": lambda optimizer: schedules.OneCycleLR(optimizer, 0.1, total_steps=30)},
+        'OneCycleLR made 3 of its 30 steps, one each epoch. Return it with "interval": "step" to step it after each '
+        "optimizer step.",
+    ),
+}
+
+
+@pytest.mark.trap("asked_most: validation that never ran, accumulation without effect, stale monitor: nothing is found")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_nobody_sees(tmp_path, name):
+    options, expected = UNSEEN[name]
+    given = {"data": loader, "callbacks": lambda folder: [], "make": None, "max_epochs": 3, **options}
+    seed_everything(0, verbose=False)
+    data, callbacks, module = given.pop("data")(), given.pop("callbacks")(tmp_path), Scheduled(given.pop("make"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ReduceLROnPlateau cond|Early stopping cond|Your `IterableDataset` has")
+        Trainer(**{**QUIET, "log_every_n_steps": 1, **given, "callbacks": [RunReport(tmp_path), *callbacks]}).fit(
+            module, data, loader()
+        )
+    usual = ("The learning rate was", "val/loss was best at the end")
+    assert [text for text in sentences(tmp_path) if not text.startswith(usual)] == ([expected] if expected else [])

@@ -35,6 +35,7 @@ _STAGES = {
         "Batch and weights were equal: look at dropout and other random numbers, at kernels that are not "
         "deterministic, and at what changes weights between steps.",
     ),
+    "rate": ("The learning rates differ", "{} differs", "Look at the scheduler, and at what else sets learning rates."),
     "gradient": (
         "The gradients differ",
         "The gradient of {} differs",
@@ -46,7 +47,8 @@ _STAGES = {
         "The gradients were equal: look at the optimizer's state, the learning rate, and what changes weights.",
     ),
 }
-_STAGE_OF_COLUMN = {"loss": "forward", "weights": "update"}
+_WEIGHTS = ("replicated", "weights")
+_STAGE_OF_COLUMN = {"loss": "forward", "replicated": "update", "weights": "update"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class Divergence:
         epoch: The batch's epoch.
         batch_idx: The batch's index in the epoch; -1 for the initial weights of the runs.
         rank: The rank that recorded the difference.
-        kind: "start" (the weights before the first batch), "data", "forward", "gradient" or "update".
+        kind: "start" (the weights before the first batch), "data", "forward", "rate", "gradient" or "update".
         layer: The first layer with a different output, or the first different parameter or part of the batch, or
             "loss"; None if the runs were recorded with `detail="step"`. For gradients, the one nearest to the loss, as
             they are computed backward from it.
@@ -101,7 +103,7 @@ class Divergence:
             lines.append(
                 f"They diverged after step {self.last_equal_step}: every_n_train_steps=1 records the steps in between."
             )
-        if self.layer is None and self.kind != "data":
+        if self.layer is None and self.kind not in ("data", "rate"):
             lines.append('Record with detail="layer" to find the layer.')
         return "\n".join(lines)
 
@@ -148,8 +150,10 @@ def compare(run_a: Sequence[FingerprintRecord], run_b: Sequence[FingerprintRecor
     Raises:
         FingerprintRecordError: If the runs were recorded with different settings, or have no batch in common.
     """
-    for name in ("version", "world_size", "detail"):
-        of_a, of_b = (getattr(records[0].header, name) for records in (run_a, run_b))
+    for name in ("version", "world_size", "detail", "compare_ranks"):
+        of_a, of_b = (
+            getattr(record if name == "compare_ranks" else record.header, name) for record, *_ in (run_a, run_b)
+        )
         if of_a != of_b:
             raise FingerprintRecordError(
                 f"A has {name}={of_a!r} and B has {name}={of_b!r}: record both with the same settings, and the same "
@@ -220,7 +224,7 @@ def _diverges_at(row: Row, rank: int, kind: str, **known: Any) -> Divergence:
 def _diff_initial_weights(passed: Sequence[Row | None], row: Row, rank: int) -> Divergence | None:
     """Compare the initial weights of the run that began later with those that the other run had by then."""
     weights_a, weights_b = (
-        {column: value for column, value in each.as_dict().items() if column.kind == "weights"} if each else {}
+        {column: value for column, value in each.as_dict().items() if column.kind in _WEIGHTS} if each else {}
         for each in passed
     )
     if not weights_a or not weights_b:

@@ -21,7 +21,7 @@ from lightning_tricks._shared.read_budget import Budget, parse_json
 INTEGER = np.dtype("<i8")
 _KEY_LENGTH = 3  # numbers that identify a row: step, epoch, batch
 _FORMAT = "lightning_tricks.run_fingerprint"
-_COLUMN_KINDS = ("data", "forward", "loss", "gradient", "weights")
+_COLUMN_KINDS = ("data", "forward", "loss", "rate", "gradient", "replicated", "weights")
 _LONGEST_HEADER = 10_000  # characters
 
 
@@ -52,7 +52,8 @@ class Column(NamedTuple):
     """The source of the fingerprints of a column.
 
     Attributes:
-        kind: "data", "forward", "loss", "gradient" or "weights".
+        kind: "data", "forward", "loss", "gradient" or "weights"; where ranks are compared, also "rate", the learning
+            rates, and "replicated", the weights that all ranks should have.
         name: The name of the part of the batch, of the layer or of the parameter; "" for all of them together.
         call: 1 for the first value of that kind and name within a batch, 2 for the second, ...
     """
@@ -122,6 +123,11 @@ class FingerprintRecord:
             for line in table:
                 step, epoch, batch = (int(number) for number in line[:_KEY_LENGTH])
                 yield Row(step, epoch, batch, columns, line[_KEY_LENGTH:])
+
+    @property
+    def compare_ranks(self) -> bool:
+        """Whether it has what ranks are compared by."""
+        return any(column.kind in ("rate", "replicated") for columns, _ in self.blocks for column in columns)
 
     def digest(self) -> Any:
         """Return a hash of all rows, to which more may be added."""
@@ -228,6 +234,15 @@ def format_rows(columns: tuple[Column, ...], table: NDArray[np.int64], before: t
     """Return a block of rows as lines, with its columns if they differ from those of the block before."""
     rows = json.dumps({"rows": b64encode(table.astype(INTEGER).tobytes()).decode()}) + "\n"
     return rows if columns == before else json.dumps({"columns": columns}) + "\n" + rows
+
+
+def parse_rows(lines: bytes) -> tuple[tuple[Column, ...], NDArray[np.int64]]:
+    """Return the columns and the rows of a block that `format_rows` has made whole."""
+    record = FingerprintRecord(RecordHeader(detail="step"))
+    columns: tuple[Column, ...] = ()
+    for line in lines.splitlines():
+        columns = _parse_line(line, columns, record, Budget(len(lines)))
+    return record.blocks[0]
 
 
 def format_resume(resume: IncompleteResume) -> str:

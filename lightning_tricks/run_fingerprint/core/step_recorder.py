@@ -20,6 +20,7 @@ from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_
 from lightning_tricks._torch_compat.tensors import outside_transforms
 from lightning_tricks.run_fingerprint.core import record as on_disk
 from lightning_tricks.run_fingerprint.core.fingerprint import ABSENT, Condensed, Mixer, children_of, condense
+from lightning_tricks.run_fingerprint.core.ranks import RankExchange, RepeatedBatches
 from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, IncompleteResume, RecordHeader
 
 _ROWS = 128  # in a block
@@ -33,10 +34,11 @@ class StepRecorder:
     Args:
         writer: The writer of the fingerprints.
         model: The model that is trained.
+        is_replicated: Whether all ranks should have a parameter equal, by its name; None if ranks are not compared.
     """
 
-    def __init__(self, writer: RowWriter, model: nn.Module) -> None:
-        self.writer, self.model = writer, model
+    def __init__(self, writer: RowWriter, model: nn.Module, is_replicated: Callable[[str], bool] | None = None) -> None:
+        self.writer, self.model, self._is_replicated = writer, model, is_replicated
         self._by_layer = writer.header.detail == "layer"
         self._stepped = False
         self._installed = ExitStack()
@@ -44,13 +46,13 @@ class StepRecorder:
 
     def find_layers(self) -> None:
         """Find the layers and tensors of the model again."""
-        self._tensors = ModelTensors(self.model)
+        self._tensors = ModelTensors(self.model, self._is_replicated)
         self._outputs = LayerOutputs(self.model) if self._by_layer else None
 
     def record_initial_weights(self, step: int, epoch: int) -> None:
         """Record the weights before the first batch."""
         self.writer.start_row(step, epoch, -1)
-        self._add("weights", self._tensors())
+        self._add_weights()
         self.writer.end_row()
 
     def on_batch_start(self, step: int, epoch: int, number: int, batch: Any) -> None:
@@ -73,6 +75,8 @@ class StepRecorder:
         """Record the gradients of an optimizer."""
         if self.writer.has_open_row:
             self._stepped = True
+            if self._is_replicated is not None:
+                self.writer.add("rate", [group.get("lr") for group in optimizer.param_groups])
             own = set(map(id, parameters_of(optimizer)))
             tensors = self._tensors().items()
             self._add("gradient", {name: t.grad for name, t in tensors if id(t) in own and t.grad is not None})
@@ -89,7 +93,7 @@ class StepRecorder:
         if loss is not None and not self.writer.has("loss"):
             self.writer.add("loss", loss)
         if self._stepped or may_have_stepped:
-            self._add("weights", self._tensors())
+            self._add_weights()
         self.writer.end_row()
 
     def on_exception(self) -> None:
@@ -105,6 +109,11 @@ class StepRecorder:
     def close(self) -> None:
         """Remove the hooks from the layers."""
         self._installed.close()
+
+    def _add_weights(self) -> None:
+        for kind, are_replicated in (("replicated", True), ("weights", False)):
+            if tensors := self._tensors(are_replicated):
+                self._add(kind, tensors)
 
     def _add(self, kind: str, values: Mapping[str, Any]) -> None:
         if not self._by_layer:
@@ -123,11 +132,13 @@ class RowWriter:
 
     Attributes:
         num_rows: How many rows were ended, written or not.
+        watchers: Look at the rows that were written.
     """
 
     def __init__(self, path: Path, header: RecordHeader) -> None:
         self.path, self.header = path, header
         self.num_rows = 0
+        self.watchers: list[RepeatedBatches | RankExchange] = []
         self._file: IO[str] | None = None  # stays this run's where another one moves it aside
         self._digest = FingerprintRecord(header).digest()
         self._columns: dict[Column, None] = {}  # in the order of a step
@@ -214,6 +225,8 @@ class RowWriter:
         self._append(on_disk.format_rows(columns, table, self._written_columns))
         self._digest.update(table.astype(on_disk.INTEGER).tobytes())
         self._written_columns = columns
+        for watcher in self.watchers:
+            watcher.watch(columns, table)
 
     def add_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
         """Append the names of state that a resume could not restore.
@@ -249,25 +262,28 @@ class ModelTensors:
 
     Args:
         model: The model.
+        is_replicated: Whether a parameter should be equal on all ranks, by its name in the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._holders: list[tuple[str, dict[str, Any], str]] = []
+    def __init__(self, model: nn.Module, is_replicated: Callable[[str], bool] | None = None) -> None:
+        self._holders: list[tuple[str, dict[str, Any], str, bool]] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules():
-            for holder in (own_parameters(module), own_buffers(module)):
+            parameters = own_parameters(module)
+            for holder in (parameters, own_buffers(module)):
                 for name, value in holder.items():
                     if value is not None and id(value) not in seen:
                         seen.add(id(value))
-                        label = strip_compile_prefix(f"{prefix}.{name}" if prefix else name)
-                        self._holders.append((label, holder, name))
+                        path = f"{prefix}.{name}" if prefix else name
+                        replicated = is_replicated is not None and holder is parameters and is_replicated(path)
+                        self._holders.append((strip_compile_prefix(path), holder, name, replicated))
 
-    def __call__(self) -> dict[str, Tensor]:
-        """Return qualified name -> tensor, without those that are None or lazy by now."""
+    def __call__(self, are_replicated: bool | None = None) -> dict[str, Tensor]:
+        """Return qualified name -> tensor, without those that are None or lazy by now; of all, or of one sort."""
         return {
             name: tensor
-            for name, holder, key in self._holders
-            if (tensor := holder.get(key)) is not None and not is_lazy(tensor)
+            for name, holder, key, replicated in self._holders
+            if are_replicated in (None, replicated) and (tensor := holder.get(key)) is not None and not is_lazy(tensor)
         }
 
 

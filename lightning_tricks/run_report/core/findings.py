@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
-from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Reliability
+from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Facts, Reliability
 from lightning_tricks._shared.text import format_number, format_percent, list_names
 from lightning_tricks.run_report.core import curves
 from lightning_tricks.run_report.core.loss_findings import loss_not_finite, loss_rises, overfitting, still_improving
@@ -44,6 +44,11 @@ def ended_early(record: RunRecord) -> Iterator[Finding]:
         yield warning(f"The run failed at step {record.step:,}, in epoch {record.epochs}: {record.message}")
     if record.status == "stopped":
         yield note(f"The run was stopped at step {record.step:,}, in epoch {record.epochs}.")
+
+
+def told_by_callbacks(record: RunRecord) -> Iterator[Finding]:
+    """What callbacks have found themselves."""
+    yield from (warning(said) for part in record.parts_of(Facts) for said in part.warnings)
 
 
 def skipped_steps(record: RunRecord) -> Iterator[Finding]:
@@ -281,9 +286,82 @@ def limited_data(record: RunRecord) -> Iterator[Finding]:
         yield note(f"Only a part of the data was used in {' and '.join(found)}.")
 
 
+def validation_never_ran(record: RunRecord) -> Iterator[Finding]:
+    """The fit had data for validation, and ended without one."""
+    data, facts = dict(record.data), dict(record.trainer)
+    if record.status != "finished" or not record.step or "validation batches" not in data or record.validation_seconds:
+        return
+    promised, read = _training_batches(record), record.batches / max(record.epochs, 1)
+    if record.batches < (promised or 0) and facts.get("max_epochs") != str(record.epochs):
+        return  # it ended within the first epoch
+    why = f"{record.epochs:,} epochs with check_val_every_n_epoch={facts.get('check_val_every_n_epoch')} and "
+    why += f"val_check_interval={facts.get('val_check_interval')}"
+    if promised is not None and read < promised:
+        why = f"an epoch had {format_number(read)} batches, and validation waits for the last of the {promised:,} that "
+        why += "the length of the training loader promises. Correct that length"
+    yield warning(f"Validation never ran: {why}.")
+
+
+def accumulation(record: RunRecord) -> Iterator[Finding]:
+    """Gradients were to be accumulated over more batches than an epoch has."""
+    asked, promised = dict(record.trainer).get("accumulate_grad_batches", ""), _training_batches(record)
+    read = record.batches / max(record.epochs, 1)
+    is_finished = record.status == "finished" and 0 < record.step == record.epochs
+    if is_finished and asked.isdecimal() and max(read, promised or 0) < int(asked):
+        yield warning(
+            f"accumulate_grad_batches={asked} is more than the {format_number(read)} batches of an epoch, which ends "
+            "with a step: no step was of that many."
+        )
+
+
+def monitors(record: RunRecord) -> Iterator[Finding]:
+    """A callback or a scheduler decides by a value that was never logged, or more often than there was a new one.
+
+    It is also told where the value was missing at the end, for twice as long as ever before.
+    """
+    settings = dict(record.settings)
+    for owner, key, is_known, steps in record.monitors:
+        rows, every = (
+            [row for row in record.rows if key in row.values],
+            settings.get(f"{owner}.every_n_train_steps", ""),
+        )
+        epochs, values = [row.epoch for row in rows], sum(row.count for row in rows)
+        if every.isdecimal() and int(every) and rows:
+            steps = record.step // int(every) - rows[0].step // int(every)
+        elif rows:
+            steps = min(steps, record.epochs - epochs[0])
+        if not is_known:
+            logged = f"Keys that were logged: {list_names(record.logged_keys(), 6)}"
+            yield warning(f"{owner} monitors {key!r}, which was never logged: it had no effect. {logged}.")
+        elif steps > values and all(row.kind == "epoch" for row in rows):
+            said = f"{owner} decided {steps:,} times by {key!r}, of which there were {values:,} values"
+            yield warning(f"{said}: it compared old ones again. Let it decide after each validation alone.")
+        elif epochs and record.epochs - 1 - epochs[-1] >= 2 * max(b - a for a, b in pairwise([-1, *epochs])):
+            said = f"{owner} monitors {key!r}, which was last logged in epoch {epochs[-1]} of {record.epochs:,}"
+            yield warning(f"{said}: since then it saw an old value, or none.")
+
+
+def schedules(record: RunRecord) -> Iterator[Finding]:
+    """A cosine went past its end, or a schedule that counts batches was stepped once an epoch."""
+    for name, interval, made, total in record.schedules:
+        passed = name == "CosineAnnealingLR" and made > total + 1
+        if passed and (made < 2 * total or (interval == "step" and total <= record.epochs)):
+            said = f"{name} went past its T_max={total:,} to {made:,} {interval}s: the learning rate rose again"
+            yield warning(f"{said}. Set T_max to the number of {interval}s.")
+        elif interval == "epoch" and total >= record.step > 2 * record.epochs >= 2 * made:
+            said = f"{name} made {made:,} of its {total:,} steps, one each epoch"
+            yield warning(f'{said}. Return it with "interval": "step" to step it after each optimizer step.')
+
+
+def _training_batches(record: RunRecord) -> int | None:
+    """Return the batches of an epoch that the Trainer expected, or None if unknown."""
+    number = dict(record.data).get("training batches", "").partition(" ")[0].replace(",", "")
+    return int(number) if number.isdecimal() else None
+
+
 # One entry for each sentence that a report may say, in the order in which it says them
 CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
-    *(ended_early, loss_not_finite, loss_rises, overfitting, still_improving, skipped_steps, clipped_steps),
-    *(weak_classes, learning_rate, calibration, data_wait, memory_grows, low_utilization, resumes),
-    *(not_seeded, uncommitted_changes, limited_data),
+    *(ended_early, told_by_callbacks, validation_never_ran, monitors, loss_not_finite, loss_rises, overfitting),
+    *(still_improving, skipped_steps, clipped_steps, accumulation, schedules, weak_classes, learning_rate, calibration),
+    *(data_wait, memory_grows, low_utilization, resumes, not_seeded, uncommitted_changes, limited_data),
 )

@@ -168,6 +168,10 @@ class RunRecord:
         defaults: The names of the settings and hyper-parameters that have the default of their argument, or None.
         not_recorded: Settings that may differ between runs and were not recorded, in words.
         git: The git checkout, or None.
+        monitors: Of a run that has finished, the callbacks and schedulers that monitor a value: the name, the key,
+            whether it was logged, and the steps of a scheduler.
+        schedules: Of a run that has finished, the classes of schedulers, "step" or "epoch", the steps that they made,
+            and those that they were made for.
         resumes: The resumes of the run.
         parts: The report parts of the callbacks.
         rows: The logged values.
@@ -197,6 +201,8 @@ class RunRecord:
     defaults: list[str] = field(default_factory=list)
     not_recorded: list[str] = field(default_factory=list)
     git: GitState | None = None
+    monitors: list[tuple[str, str, bool, int]] = field(default_factory=list)
+    schedules: list[tuple[str, str, int, int]] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     parts: list[ReportPart] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
