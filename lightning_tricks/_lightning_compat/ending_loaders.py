@@ -68,7 +68,7 @@ def _set_up(
     plain()
     with needs_private("EndTogether"):
         combined = loop._combined_loader
-        now = getattr(loop, limits, None)
+        now: Any = getattr(loop, limits, None)
     if combined is None:
         return
     if now is not before:  # new loaders of an evaluation

@@ -1,13 +1,13 @@
 """Ranks with different numbers of batches end an epoch together, where the rank with the fewest ends.
 
-When to use it: the ranks read streams or files of their own, so one runs out of batches before the others. Without it DDP
-averages gradients of different epochs, and the run hangs at its end.
+When to use it: the ranks read streams or files of their own, so one runs out of batches before the others. Without it
+DDP averages gradients of different epochs, and the run hangs at its end.
 
 How it works: lengths that are certain are compared where an epoch begins, and the smallest counts. Otherwise the ranks
 ask each other before each batch whether all have one, by one number on the CPU.
 
-Caveats: batches that only some ranks have are left out, which a line tells you. A rank without batches does not take empty
-steps: DDP divides by the number of all ranks, so the gradient of the others would shrink.
+Caveats: batches that only some ranks have are left out, which a line tells you. A rank without batches does not take
+empty steps: DDP divides by the number of all ranks, so the gradient of the others would shrink.
 
 Source: PyTorch, "Distributed Training with Uneven Inputs Using the Join Context Manager"; Lightning issue 3325.
 """

@@ -9,7 +9,12 @@ from torch import distributed
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.ending_loaders import loaders_ending_together
-from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer, rank_zero_info
+from lightning_tricks._lightning_compat.flavor import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_info,
+)
 from lightning_tricks._shared.checks import check_choices
 from lightning_tricks.end_together.functional import SharedEnd, has_certain_length
 
@@ -60,8 +65,8 @@ class EndTogether(TrickCallback):
             return
         if not (distributed.is_available() and distributed.is_initialized()):
             raise MisconfigurationException(
-                f"EndTogether: {type(trainer.strategy).__name__} has {trainer.world_size} ranks that do not communicate "
-                "by torch.distributed: use another strategy, or remove this callback."
+                f"EndTogether: {type(trainer.strategy).__name__} has {trainer.world_size} ranks that do not "
+                "communicate by torch.distributed: use another strategy, or remove this callback."
             )
         group = None
         if distributed.get_backend() != "gloo":  # the only one that communicates on the CPU

@@ -3,8 +3,8 @@
 `ValidateFirst` runs the whole validation of a fit once before its first step, as loggers see it, at step 0. Weights,
 random states and the rest of the run are those of a run without it.
 
-Use it to see where a pretrained model starts, and how much training adds. Lightning's sanity check runs a few batches and
-discards what they log.
+When to use it: to see where a pretrained model starts, and how much training adds. Lightning's sanity check runs a few
+batches and discards what they log.
 
 Caveats: what a module or a data set counts in its own attributes during a validation, it counts here as well.
 """

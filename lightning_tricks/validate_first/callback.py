@@ -7,7 +7,13 @@ from typing import Any
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.first_validation import call_after_train_start, validate_unseen
-from lightning_tricks._lightning_compat.flavor import Checkpoint, EarlyStopping, LightningModule, Trainer, rank_zero_warn
+from lightning_tricks._lightning_compat.flavor import (
+    Checkpoint,
+    EarlyStopping,
+    LightningModule,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import isolated_rng
 
@@ -21,8 +27,8 @@ class ValidateFirst(TrickCallback):
     `RestoreBest`, are not called at its end.
 
     Afterwards the global random states, those of the generators of the validation loaders, and their persistent workers
-    are as before, so the rest of the run is bit-identical to a run without it. A fit that continues does not run it: one
-    that was resumed by `AutoResume` or `ckpt_path`, or a second `fit` of the same Trainer, which counts its steps on.
+    are as before, so the rest of the run is bit-identical to a run without it. A fit that continues does not run it:
+    one that was resumed by `AutoResume` or `ckpt_path`, or a second `fit` of the same Trainer, which counts on.
 
     Without validation it has nothing to do and says why. `limit_val_batches` and `fast_dev_run` limit it as any other;
     `check_val_every_n_epoch` and `val_check_interval` do not.
@@ -53,7 +59,9 @@ class ValidateFirst(TrickCallback):
         has_begun = self._has_run or trainer.fit_loop.total_batch_idx >= 0
         if is_tuning or has_begun or not trainer.enable_validation:
             return
-        others = [c for c in callbacks_of(trainer) if isinstance(c, Checkpoint | EarlyStopping) or hasattr(c, "monitor")]
+        others = [
+            c for c in callbacks_of(trainer) if isinstance(c, Checkpoint | EarlyStopping) or hasattr(c, "monitor")
+        ]
         with isolated_rng():
             self._has_run = validate_unseen(trainer, others)
         if not self._has_run:

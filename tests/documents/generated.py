@@ -60,9 +60,10 @@ All names in this reference are public: each stays for at least one minor releas
 # In the order of the features in the README; each name of the top level is in one of them
 _GROUPS = {
     "Reproduce and resume": "AutoResume SeedEverything seed_everything RunFingerprint",
-    "Stable training": "GradientClipping Microbatching SpikeGuard OptimizerSpec ScheduleSpec RestoreBest",
+    "Stable training": "GradientClipping Microbatching SpikeGuard OptimizerSpec ScheduleSpec RestoreBest EndTogether",
     "See and measure": (
-        "RunReport HangWatch MetricsMonitor PredictionWriter ImageLogger FlopsReport count_flops ModelReport"
+        "RunReport HangWatch ValidateFirst MetricsMonitor PredictionWriter ImageLogger FlopsReport count_flops "
+        "ModelReport"
     ),
     "Weights and fine-tuning": (
         "load_weights save_weights read_checkpoint CheckpointRemapping replace_head "

@@ -287,7 +287,8 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
 
 @pytest.mark.parametrize("together_first", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "at", "workers"), [("stream", 4, 0), ("stream", 7, 2), ("stored", 4, 0), ("stream", 9, 0), ("sized", 13, 0)]
+    ("kind", "at", "workers"),
+    [("stream", 4, 0), ("stream", 7, 2), ("stored", 4, 0), ("stream", 9, 0), ("sized", 13, 0)],
 )
 @pytest.mark.sampled(4)
 def test_it_resumes_in_the_middle_of_an_epoch(tmp_path, kind, at, workers, together_first):
@@ -387,7 +388,7 @@ def test_another_backend_gets_a_group_on_the_cpu(tmp_path, monkeypatch):
 
 def test_ranks_that_do_not_communicate_are_refused(monkeypatch):
     monkeypatch.setattr(Trainer, "world_size", 2)
-    with pytest.raises(MisconfigurationException, match="has 2 ranks that do not communicate by torch.distributed"):
+    with pytest.raises(MisconfigurationException, match=r"has 2 ranks that do not communicate by torch\.distributed"):
         Trainer(callbacks=[EndTogether()], max_epochs=1, **QUIET).fit(Net(), DataLoader(digits(), 4))
 
 

@@ -105,7 +105,9 @@ def test_certain_lengths_are_compared_once(monkeypatch):
             iter(combined)
             assert len(combined) == 4
         assert not asked
-        assert said == ["EndTogether: an epoch ends with the fewest batches, those of rank 0. Left out: 3 of rank 1, 6 of rank 2."]
+        assert said == [
+            "EndTogether: an epoch ends with the fewest batches, those of rank 0. Left out: 3 of rank 1, 6 of rank 2."
+        ]
 
     on_ranks(test)
 
@@ -121,7 +123,9 @@ def test_an_error_of_one_rank_is_one_of_all():
         combined.__class__ = _ending_class(CombinedLoader, SharedEnd("it", None, print), lambda _: False)
         batches = iter(combined)
         next(batches)
-        with pytest.raises(ZeroDivisionError if rank == 1 else RuntimeError, match=None if rank == 1 else "another rank"):
+        with pytest.raises(
+            ZeroDivisionError if rank == 1 else RuntimeError, match=None if rank == 1 else "another rank"
+        ):
             next(batches)
 
     on_ranks(test)
@@ -142,7 +146,10 @@ def test_what_is_said_names_ranks_and_numbers():
     end._tell(["", "2", ""])
     end._tell(["", "", ""])
     end._tell(["at least 1"] * 20 + [""])
-    assert said[0] == "EndTogether: validation ends with the fewest batches, those of rank 0, rank 2. Left out: 2 of rank 1."
+    assert (
+        said[0]
+        == "EndTogether: validation ends with the fewest batches, those of rank 0, rank 2. Left out: 2 of rank 1."
+    )
     assert len(said) == 2
     assert said[1].endswith("at least 1 of rank 7 and 12 more.")
 

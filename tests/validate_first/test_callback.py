@@ -225,7 +225,7 @@ def test_others_take_it_for_a_validation(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         *_, rows, _ = train(callbacks, tmp_path)
-    first = next(values(row) for row in rows if "val/acc" in row and row["val/acc"])
+    first = next(values(row) for row in rows if row.get("val/acc"))
     assert first["step"] == "0"
     assert sum(bool(row["val/acc"]) for row in rows) == 3
 
