@@ -202,6 +202,12 @@ CLAIMS = (
         ("host reads", "more host reads in a step", _MONITOR),
     ),
     _claim(
+        "end_together",
+        "EndTogether takes {0} times the time with two ranks and steps of 2 ms, where it asks at each batch",
+        ("a stream, asked at each batch", "two ranks, steps of 2 ms", "a stream"),
+        ("stored samples, compared at the start", "two ranks, steps of 2 ms", "stored samples"),
+    ),
+    _claim(
         "hang_watch",
         "HangWatch takes {0} times the bare Trainer's time with steps of one linear layer",
         ("300 steps of a linear layer", "300 steps of a linear layer", "HangWatch"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_tricks.devices import NvtxRanges as NvtxRanges
     from lightning_tricks.devices import list_gpus as list_gpus
     from lightning_tricks.devices import select_gpus as select_gpus
+    from lightning_tricks.end_together import EndTogether as EndTogether
     from lightning_tricks.finetuning import Adapters as Adapters
     from lightning_tricks.finetuning import GradualUnfreezing as GradualUnfreezing
     from lightning_tricks.finetuning import LoRA as LoRA
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_tricks.seeding import seed_everything as seed_everything
     from lightning_tricks.spike_guard import SpikeGuard as SpikeGuard
     from lightning_tricks.tricks import Tricks as Tricks
+    from lightning_tricks.validate_first import ValidateFirst as ValidateFirst
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

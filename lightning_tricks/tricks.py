@@ -76,6 +76,8 @@ class Tricks:
         nvtx_ranges: `NvtxRanges`: marks of the parts of a step for Nsight Systems.
         restore_best: `RestoreBest`: the value whose smallest one is the best; the module ends with the weights of then.
         hang_watch: `HangWatch`: after what time without a move each rank writes where it is, as `"10 minutes"`.
+        end_together: `EndTogether`: True ends an epoch of training where the first rank has no more batches.
+        validate_first: `ValidateFirst`: True validates once before the first step.
         optimizer: The optimizer, of a module without `configure_optimizers`.
         schedule: The learning rate schedule of this optimizer.
         verbose: Whether the callbacks print their tables. None leaves that to them, and to the variable
@@ -114,6 +116,8 @@ class Tricks:
     nvtx_ranges: bool | dict[str, Any] | None = None
     restore_best: str | bool | dict[str, Any] | None = None
     hang_watch: str | bool | dict[str, Any] | None = None
+    end_together: bool | list[str] | dict[str, Any] | None = None
+    validate_first: bool | dict[str, Any] | None = None
     optimizer: OptimizerSpec | bool | dict[str, Any] | None = None
     schedule: ScheduleSpec | bool | dict[str, Any] | None = None
     verbose: bool | None = None

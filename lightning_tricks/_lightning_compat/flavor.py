@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import BasePredictionWriter as BasePredictionWriter
     from lightning.pytorch.callbacks import BatchSizeFinder as BatchSizeFinder
     from lightning.pytorch.callbacks import Checkpoint as Checkpoint
+    from lightning.pytorch.callbacks import EarlyStopping as EarlyStopping
     from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
     from lightning.pytorch.callbacks import LearningRateFinder as LearningRateFinder
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
@@ -72,6 +73,7 @@ _HOMES = {  # as above, for those that run
         "BasePredictionWriter",
         "BatchSizeFinder",
         "Checkpoint",
+        "EarlyStopping",
         "GradientAccumulationScheduler",
         "LearningRateFinder",
         "ModelCheckpoint",

@@ -33,6 +33,7 @@ SEVERAL = {  # (ranks, workers), where that makes a difference
     "data_noisy_in_the_first_epoch": (1, 2),
     "stacking": (2, 0),
     "mean_over_targets": (2, 0),
+    "ranks_that_end_together": (2, 0),
 }
 CASES = [(name, 1, 0) for name, one in SCENARIOS.items() if one.workers[0] == 0]
 CASES += [(name, *way) for name, way in SEVERAL.items()]

@@ -61,9 +61,10 @@ All names in this reference are public: each stays for at least one minor releas
 _GROUPS = {
     "Reproduce and resume": "AutoResume SeedEverything seed_everything RunFingerprint assert_resumable",
     "Stable training": "GradientClipping Microbatching SpikeGuard OptimizerSpec ScheduleSpec "
-    "ExponentialMovingAverage RestoreBest",
+    "ExponentialMovingAverage RestoreBest EndTogether",
     "See and measure": (
-        "RunReport HangWatch MetricsMonitor PredictionWriter ImageLogger FlopsReport count_flops ModelReport"
+        "RunReport HangWatch ValidateFirst MetricsMonitor PredictionWriter ImageLogger FlopsReport count_flops "
+        "ModelReport"
     ),
     "Weights and fine-tuning": (
         "load_weights save_weights read_checkpoint CheckpointRemapping replace_head "

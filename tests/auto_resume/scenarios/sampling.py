@@ -1,12 +1,15 @@
 """Samplers, data sets and streams that draw, count or keep their place."""
 
+import itertools
 import random
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
+from lightning_tricks import EndTogether
 from tests.auto_resume.scenarios.frame import BATCHES, Job, Net, scenario
 
 
@@ -176,3 +179,16 @@ def endless_stream_that_keeps_its_place(job: Job) -> None:
 
     train = job.loader(Endless(job.samples()), persistent_workers=True)
     job.fit(Net(), train=train, limit_train_batches=BATCHES)
+
+
+@scenario(ranks=(2,), workers=(0, 2))
+def ranks_that_end_together(job: Job) -> None:
+    class Longer(ShuffleBuffer):
+        """Has three batches more on one rank."""
+
+        def __iter__(self):
+            more = 12 * distributed.is_initialized() and 12 * (distributed.get_rank() == 0)
+            yield from itertools.islice(itertools.cycle(super().__iter__()), 36 + more)
+
+    train = job.loader(Longer(job.samples(), random.Random(5)))
+    job.fit(Net(), EndTogether(["train", "val"]), train=train, accumulate_grad_batches=2)

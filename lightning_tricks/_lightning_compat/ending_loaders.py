@@ -1,0 +1,146 @@
+"""Loaders of a Trainer that end on all ranks where the first rank has no more batches."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
+
+from lightning_tricks._lightning_compat.flavor import sized_len
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from lightning_tricks._lightning_compat.flavor import Trainer
+
+_UNKNOWN = float("inf")
+
+
+class End(Protocol):
+    """What the ranks agree on."""
+
+    asks: bool
+
+    def shortest(self, lengths: Sequence[float], is_certain: bool) -> list[float]:
+        """Return the smallest lengths of all ranks, and note whether the ranks have to ask at each batch."""
+
+    def compare(self, position: int) -> tuple[int, int]:
+        """Return the smallest and the largest position of all ranks."""
+
+
+@contextmanager
+def loaders_ending_together(
+    trainer: Trainer, ends: Mapping[str, End], is_certain: Callable[[Any], bool]
+) -> Iterator[None]:
+    """Let the loaders of a run end on all ranks together, until the context is left.
+
+    Args:
+        trainer: The Trainer, which has not asked for its loaders yet.
+        ends: What the ranks agree on, for each of "train", "val", "test" and "predict" that is to end together.
+        is_certain: Whether a loader gives as many batches as its length says.
+    """
+    with ExitStack() as stack:
+        with needs_private("EndTogether"):
+            fit: Any = trainer.fit_loop
+            # of training, a method between the creation of the loaders and that of their iterators
+            loops = (
+                ("train", fit, "_load_combined_loader_states", ""),
+                ("val", fit.epoch_loop.val_loop, "setup_data", "_max_batches"),
+                ("val", trainer.validate_loop, "setup_data", "_max_batches"),
+                ("test", trainer.test_loop, "setup_data", "_max_batches"),
+                ("predict", trainer.predict_loop, "setup_data", "max_batches"),
+            )
+            for stage, loop, method, limits in loops:
+                if stage in ends:
+                    plain = getattr(loop, method)
+                    set_up = partial(_set_up, loop, plain, limits, ends[stage], is_certain, stack)
+                    stack.enter_context(overriding(loop, **{method: set_up}))
+        yield
+
+
+def _set_up(
+    loop: Any, plain: Callable[[], None], limits: str, end: End, is_certain: Callable[[Any], bool], stack: ExitStack
+) -> None:
+    """Set up the loaders of a loop, let them end together, and the loop know how many batches come."""
+    before = getattr(loop, limits, None)
+    plain()
+    with needs_private("EndTogether"):
+        combined = loop._combined_loader
+        now: Any = getattr(loop, limits, None)
+    if combined is None:
+        return
+    if now is not before:  # new loaders of an evaluation
+        set_private(loop, **{limits: end.shortest(now, is_certain=True)})
+    kind = type(combined)
+    if not issubclass(kind, _Ending):
+        combined.__class__ = _ending_class(kind, end, is_certain)
+        stack.callback(_restore_class, ref(combined), kind)
+
+
+def _restore_class(reference: Any, kind: type) -> None:
+    if (combined := reference()) is not None:
+        combined.__class__ = kind
+
+
+class _Ending:
+    """The mark of a class that `_ending_class` made."""
+
+    __slots__ = ()
+
+
+def _ending_class(kind: Any, end: End, is_certain: Callable[[Any], bool]) -> type:
+    """Return the subclass of a `CombinedLoader`'s class that ends on all ranks together."""
+
+    class EndingTogether(kind, _Ending):  # type: ignore[misc]  # in this order, objects of `kind` can become its own
+        def __iter__(self) -> Any:
+            """Create the iterators, with the limits of the shortest rank."""
+            super().__iter__()
+            parts = self.flattened
+            with needs_private("EndTogether"):
+                is_sequential, limits = self._mode == "sequential", self._iterator.limits or [_UNKNOWN] * len(parts)
+            if is_sequential:
+                lengths = [min(_length(part), limit) for part, limit in zip(parts, limits, strict=True)]
+                shortest = end.shortest(lengths, all(map(is_certain, parts)))
+            else:
+                shortest = end.shortest([_length(self)], all(map(is_certain, parts))) * len(parts)
+            set_private(self._iterator, limits=shortest)
+            return self
+
+        def __next__(self) -> Any:
+            """Return the next batch if each rank has one of the same part."""
+            if not end.asks:
+                return super().__next__()
+            item, num_parts = self._fetch(), len(self.flattened)
+            while True:
+                least, furthest = end.compare(item[2])
+                if least < 0:
+                    raise RuntimeError("EndTogether: the loader of another rank raised an error; see its output.")
+                if furthest == num_parts:
+                    raise StopIteration
+                if least == furthest:
+                    return item
+                if item[2] < furthest:
+                    with needs_private("EndTogether"):
+                        while self._iterator._iterator_idx < furthest:
+                            self._iterator._use_next_iterator()
+                    item = self._fetch()
+
+        def _fetch(self) -> Any:
+            """Return a batch, its index and that of its part; at the end of this rank, the number of parts."""
+            try:
+                return super().__next__()
+            except StopIteration:
+                return None, 0, len(self.flattened)
+            except Exception:
+                end.compare(-1)
+                raise
+
+    EndingTogether.__name__ = EndingTogether.__qualname__ = kind.__qualname__
+    return EndingTogether
+
+
+def _length(loader: Any) -> float:
+    length = sized_len(loader)
+    return _UNKNOWN if length is None else length

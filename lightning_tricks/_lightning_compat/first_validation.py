@@ -1,0 +1,79 @@
+"""A validation between the start of a fit and its first epoch."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from lightning_tricks._shared.rng import kept_generators
+from lightning_tricks._torch_compat.loaders import persistent_iterator, set_persistent_iterator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from lightning_tricks._lightning_compat.flavor import Callback, Trainer
+
+
+@contextmanager
+def call_after_train_start(trainer: Trainer, function: Callable[[], None]) -> Iterator[None]:
+    """Call a function after the `on_train_start` of all callbacks, module and strategy, until the context is left."""
+    with needs_private("ValidateFirst"):
+        fit: Any = trainer.fit_loop
+        on_run_start = fit.on_run_start
+
+    def on_run_start_then_call() -> None:
+        on_run_start()
+        function()
+
+    with overriding(fit, on_run_start=on_run_start_then_call):
+        yield
+
+
+@needs_private("ValidateFirst")
+def validate_unseen(trainer: Trainer, unaware: Iterable[Callback]) -> bool:
+    """Run a whole validation within a fit, after which the loops and loaders are as before; return if it had batches.
+
+    Args:
+        trainer: The Trainer, between two epochs.
+        unaware: The callbacks that are not told of its end.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    names = ("_combined_loader", "_max_batches", "_last_val_dl_reload_epoch")
+    before = {name: getattr(loop, name) for name in names}
+    before["_seen_batches_per_dataloader"] = loop._seen_batches_per_dataloader.copy()
+    progress = loop.batch_progress.state_dict()
+    trainer.validating = True  # as the training loop does around a validation
+    if loop._combined_loader is not None:  # it is used, even if it is about to be reloaded
+        set_private(loop, _last_val_dl_reload_epoch=trainer.current_epoch)
+    loop.setup_data()
+    with ExitStack() as stack:
+        for callback in unaware:
+            stack.enter_context(overriding(callback, on_validation_end=None))  # the Trainer calls what is callable
+        for loader in loop._combined_loader.flattened:
+            stack.enter_context(kept_generators(loader))
+            stack.enter_context(_own_workers(loader))
+        outputs = loop.run()
+        if loop._data_fetcher is not None:
+            loop._data_fetcher.teardown()  # ends the workers
+            set_private(loop, _data_fetcher=None)
+    trainer.training = True
+    loop.batch_progress.load_state_dict(progress)
+    set_private(loop, **before)
+    return bool(outputs)
+
+
+@contextmanager
+def _own_workers(loader: Any) -> Iterator[None]:
+    """Let a loader with persistent workers start others, and give those that it has back."""
+    if not isinstance(loader, DataLoader):
+        yield
+        return
+    workers = persistent_iterator(loader)
+    set_persistent_iterator(loader, None)
+    try:
+        yield
+    finally:
+        set_persistent_iterator(loader, workers)
