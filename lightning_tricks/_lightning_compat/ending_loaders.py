@@ -4,41 +4,29 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from lightning_tricks._lightning_compat.flavor import sized_len
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from lightning_tricks._lightning_compat.flavor import Trainer
 
 _UNKNOWN = float("inf")
 
 
-class End(Protocol):
-    """What the ranks agree on."""
-
-    asks: bool
-
-    def shortest(self, lengths: Sequence[float], is_certain: bool) -> list[float]:
-        """Return the smallest lengths of all ranks, and note whether the ranks have to ask at each batch."""
-
-    def compare(self, position: int) -> tuple[int, int]:
-        """Return the smallest and the largest position of all ranks."""
-
-
 @contextmanager
 def loaders_ending_together(
-    trainer: Trainer, ends: Mapping[str, End], is_certain: Callable[[Any], bool]
+    trainer: Trainer, ends: Mapping[str, Any], is_certain: Callable[[Any], bool]
 ) -> Iterator[None]:
     """Let the loaders of a run end on all ranks together, until the context is left.
 
     Args:
         trainer: The Trainer, which has not asked for its loaders yet.
-        ends: What the ranks agree on, for each of "train", "val", "test" and "predict" that is to end together.
+        ends: A `SharedEnd` of `end_together`, for each of "train", "val", "test" and "predict" that is to end together.
         is_certain: Whether a loader gives as many batches as its length says.
     """
     with ExitStack() as stack:
@@ -61,7 +49,7 @@ def loaders_ending_together(
 
 
 def _set_up(
-    loop: Any, plain: Callable[[], None], limits: str, end: End, is_certain: Callable[[Any], bool], stack: ExitStack
+    loop: Any, plain: Callable[[], None], limits: str, end: Any, is_certain: Callable[[Any], bool], stack: ExitStack
 ) -> None:
     """Set up the loaders of a loop, let them end together, and the loop know how many batches come."""
     before = getattr(loop, limits, None)
@@ -74,26 +62,20 @@ def _set_up(
     if now is not before:  # new loaders of an evaluation
         set_private(loop, **{limits: end.shortest(now, is_certain=True)})
     kind = type(combined)
-    if not issubclass(kind, _Ending):
+    if not hasattr(kind, "fetch_own"):
         combined.__class__ = _ending_class(kind, end, is_certain)
         stack.callback(_restore_class, ref(combined), kind)
 
 
 def _restore_class(reference: Any, kind: type) -> None:
-    if (combined := reference()) is not None:
+    if (combined := reference()) is not None:  # not one that was reloaded since
         combined.__class__ = kind
 
 
-class _Ending:
-    """The mark of a class that `_ending_class` made."""
-
-    __slots__ = ()
-
-
-def _ending_class(kind: Any, end: End, is_certain: Callable[[Any], bool]) -> type:
+def _ending_class(kind: Any, end: Any, is_certain: Callable[[Any], bool]) -> type:
     """Return the subclass of a `CombinedLoader`'s class that ends on all ranks together."""
 
-    class EndingTogether(kind, _Ending):  # type: ignore[misc]  # in this order, objects of `kind` can become its own
+    class EndingTogether(kind):  # type: ignore[misc]
         def __iter__(self) -> Any:
             """Create the iterators, with the limits of the shortest rank."""
             super().__iter__()
@@ -112,7 +94,7 @@ def _ending_class(kind: Any, end: End, is_certain: Callable[[Any], bool]) -> typ
             """Return the next batch if each rank has one of the same part."""
             if not end.asks:
                 return super().__next__()
-            item, num_parts = self._fetch(), len(self.flattened)
+            item, num_parts = self.fetch_own(), len(self.flattened)
             while True:
                 least, furthest = end.compare(item[2])
                 if least < 0:
@@ -125,9 +107,9 @@ def _ending_class(kind: Any, end: End, is_certain: Callable[[Any], bool]) -> typ
                     with needs_private("EndTogether"):
                         while self._iterator._iterator_idx < furthest:
                             self._iterator._use_next_iterator()
-                    item = self._fetch()
+                    item = self.fetch_own()
 
-        def _fetch(self) -> Any:
+        def fetch_own(self) -> Any:
             """Return a batch, its index and that of its part; at the end of this rank, the number of parts."""
             try:
                 return super().__next__()

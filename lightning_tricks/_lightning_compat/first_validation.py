@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_tricks._lightning_compat.flavor import Callback, Trainer
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from lightning_tricks._shared.rng import kept_generators
 from lightning_tricks._torch_compat.loaders import persistent_iterator, set_persistent_iterator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from lightning_tricks._lightning_compat.flavor import Callback, Trainer
-
-
-@contextmanager
-def call_after_train_start(trainer: Trainer, function: Callable[[], None]) -> Iterator[None]:
-    """Call a function after the `on_train_start` of all callbacks, module and strategy, until the context is left."""
-    with needs_private("ValidateFirst"):
-        fit: Any = trainer.fit_loop
-        on_run_start = fit.on_run_start
-
-    def on_run_start_then_call() -> None:
-        on_run_start()
-        function()
-
-    with overriding(fit, on_run_start=on_run_start_then_call):
-        yield
 
 
 @needs_private("ValidateFirst")
@@ -41,8 +23,7 @@ def validate_unseen(trainer: Trainer, unaware: Iterable[Callback]) -> bool:
         unaware: The callbacks that are not told of its end.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    names = ("_combined_loader", "_max_batches", "_last_val_dl_reload_epoch")
-    before = {name: getattr(loop, name) for name in names}
+    before = {name: getattr(loop, name) for name in ("_combined_loader", "_max_batches", "_last_val_dl_reload_epoch")}
     before["_seen_batches_per_dataloader"] = loop._seen_batches_per_dataloader.copy()
     progress = loop.batch_progress.state_dict()
     trainer.validating = True  # as the training loop does around a validation
@@ -54,7 +35,9 @@ def validate_unseen(trainer: Trainer, unaware: Iterable[Callback]) -> bool:
             stack.enter_context(overriding(callback, on_validation_end=None))  # the Trainer calls what is callable
         for loader in loop._combined_loader.flattened:
             stack.enter_context(kept_generators(loader))
-            stack.enter_context(_own_workers(loader))
+            if isinstance(loader, DataLoader):  # it starts other workers, and gets those back that it has
+                stack.callback(set_persistent_iterator, loader, persistent_iterator(loader))
+                set_persistent_iterator(loader, None)
         outputs = loop.run()
         if loop._data_fetcher is not None:
             loop._data_fetcher.teardown()  # ends the workers
@@ -63,17 +46,3 @@ def validate_unseen(trainer: Trainer, unaware: Iterable[Callback]) -> bool:
     loop.batch_progress.load_state_dict(progress)
     set_private(loop, **before)
     return bool(outputs)
-
-
-@contextmanager
-def _own_workers(loader: Any) -> Iterator[None]:
-    """Let a loader with persistent workers start others, and give those that it has back."""
-    if not isinstance(loader, DataLoader):
-        yield
-        return
-    workers = persistent_iterator(loader)
-    set_persistent_iterator(loader, None)
-    try:
-        yield
-    finally:
-        set_persistent_iterator(loader, workers)

@@ -159,20 +159,26 @@ _FLAG_SINCE_2_5_3 = "_resuming_from_checkpoint"
 
 
 @contextmanager
-def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Iterator[None]:
-    """Call a function after the `on_train_end` of all callbacks and the module, until the context is left.
+def call_after_train_hook(trainer: Trainer, when: str, function: Callable[[], None]) -> Iterator[None]:
+    """Call a function after the `on_train_start` or `on_train_end` of all callbacks and the module.
 
-    Some of them change the weights there, such as those that average them, and no hook comes after all of them.
+    It is called until the context is left. Some callbacks change the weights in `on_train_end`, such as those that
+    average them, and no hook comes after all of them.
+
+    Args:
+        trainer: The Trainer.
+        when: "start" or "end".
+        function: What is called.
     """
-    with needs_private("AutoResume"):
-        fit: Any = trainer.fit_loop
-        on_run_end = fit.on_run_end
+    name = f"on_run_{when}"
+    with needs_private("AutoResume or ValidateFirst"):
+        plain: Callable[[], None] = getattr(trainer.fit_loop, name)
 
-    def on_run_end_then_call() -> None:
-        on_run_end()
+    def run_then_call() -> None:
+        plain()
         function()
 
-    with overriding(fit, on_run_end=on_run_end_then_call):
+    with overriding(trainer.fit_loop, **{name: run_then_call}):
         yield
 
 

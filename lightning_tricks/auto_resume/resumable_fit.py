@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from lightning_tricks._lightning_compat.fit import (
     call_after_teardown,
-    call_after_train_end,
+    call_after_train_hook,
     clear_restart_flags,
     disable_finders,
     is_at_step_boundary,
@@ -96,7 +96,7 @@ class ResumableFit(FitObserver):
         self._installed = installed
         for close in (self.writer.finish_sending, self.stop_request.close, self.loaders.close, self.writer.close):
             installed.callback(close)
-        installed.enter_context(call_after_train_end(trainer, self.after_train_end))
+        installed.enter_context(call_after_train_hook(trainer, "end", self.after_train_end))
         self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
         installed.enter_context(override_resume_checkpoint(trainer, self._select_checkpoint))

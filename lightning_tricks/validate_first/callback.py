@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.first_validation import call_after_train_start, validate_unseen
+from lightning_tricks._lightning_compat.first_validation import validate_unseen
+from lightning_tricks._lightning_compat.fit import call_after_train_hook
 from lightning_tricks._lightning_compat.flavor import (
     Checkpoint,
     EarlyStopping,
@@ -45,7 +46,7 @@ class ValidateFirst(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._has_run = False
-            self._installed.enter_context(call_after_train_start(trainer, partial(self._validate, trainer)))
+            self._installed.enter_context(call_after_train_hook(trainer, "start", partial(self._validate, trainer)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say why nothing will be validated, if that is known."""

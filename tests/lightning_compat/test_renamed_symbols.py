@@ -150,7 +150,7 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
         ("epoch", "_on_before_fetch", lambda trainer: observers.observe_fetches(trainer, print, print, "Probe")),
         ("fit", "run", lambda trainer: observers.observe_errors(trainer, print, "Probe")),
         ("validation", "_on_evaluation_epoch_end", lambda trainer: observers.observe_validation_ends(trainer, print)),
-        ("fit", "on_run_end", lambda trainer: fit.call_after_train_end(trainer, lambda: None)),
+        ("fit", "on_run_end", lambda trainer: fit.call_after_train_hook(trainer, "end", lambda: None)),
         ("signals", "teardown", lambda trainer: fit.call_after_teardown(trainer, print)),
         *(
             (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
