@@ -33,7 +33,7 @@ def some_record(**known):
         Row("epoch", 1, 0, {"b": -math.inf}, 2, {"b": 0.1}, {"b": 2.0}),
     ]
     parts = [
-        Facts(title="Seed", facts=[("seed", "1")], sentences=["yes"]),
+        Facts(title="Seed", facts=[("seed", "1")], sentences=["yes"], warnings=["It differs."]),
         ClippedSteps(optimizer=0, steps=3, clipped=1, skipped=0, max_norm=None),
         Pictures(title="worst", captions=["!a"], pictures=["iVBORw0KGgo="]),
     ]
