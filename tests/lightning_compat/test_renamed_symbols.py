@@ -31,7 +31,7 @@ from lightning_tricks._lightning_compat import (
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from tests.small import QUIET, Hooks, Net, loader
 
-_TRICKS = "Probe|AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest"
+_TRICKS = "Probe|AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest|ExponentialMovingAverage"
 MATCH = f"^({_TRICKS}) does not work with lightning {lightning.__version__}.*install"
 
 
