@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from lightning_tricks._lightning_compat.flavor import Callback, Trainer
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
-from lightning_tricks._shared.rng import kept_generators
-from lightning_tricks._torch_compat.loaders import persistent_iterator, set_persistent_iterator
 
 
 @needs_private("ValidateFirst")
-def validate_unseen(trainer: Trainer, unaware: Iterable[Callback]) -> bool:
+def validate_unseen(trainer: Trainer, unaware: Iterable[Callback], around: Callable[[list[Any]], Any]) -> bool:
     """Run a whole validation within a fit, after which the loops and loaders are as before; return if it had batches.
 
     Args:
         trainer: The Trainer, between two epochs.
         unaware: The callbacks that are not told of its end.
+        around: Makes a context manager of the loaders, in which the validation runs.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     before = {name: getattr(loop, name) for name in ("_combined_loader", "_max_batches", "_last_val_dl_reload_epoch")}
@@ -33,11 +30,7 @@ def validate_unseen(trainer: Trainer, unaware: Iterable[Callback]) -> bool:
     with ExitStack() as stack:
         for callback in unaware:
             stack.enter_context(overriding(callback, on_validation_end=None))  # the Trainer calls what is callable
-        for loader in loop._combined_loader.flattened:
-            stack.enter_context(kept_generators(loader))
-            if isinstance(loader, DataLoader):  # it starts other workers, and gets those back that it has
-                stack.callback(set_persistent_iterator, loader, persistent_iterator(loader))
-                set_persistent_iterator(loader, None)
+        stack.enter_context(around(loop._combined_loader.flattened))
         outputs = loop.run()
         if loop._data_fetcher is not None:
             loop._data_fetcher.teardown()  # ends the workers

@@ -9,9 +9,11 @@ batches and discards what they log.
 Caveats: what a module or a data set counts in its own attributes during a validation, it counts here as well.
 """
 
-TYPE_CHECKING = False  # as type checkers take it: `typing` would be most of what importing the package costs
+from typing import TYPE_CHECKING
+
 if TYPE_CHECKING:
     from lightning_tricks.validate_first.callback import ValidateFirst as ValidateFirst
+    from lightning_tricks.validate_first.functional import unseen_iteration as unseen_iteration
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -17,6 +17,7 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.validate_first.functional import unseen_iteration
 
 
 class ValidateFirst(TrickCallback):
@@ -63,8 +64,8 @@ class ValidateFirst(TrickCallback):
         others = [
             c for c in callbacks_of(trainer) if isinstance(c, Checkpoint | EarlyStopping) or hasattr(c, "monitor")
         ]
-        with isolated_rng():
-            self._has_run = validate_unseen(trainer, others)
+        with isolated_rng():  # loaders may be created
+            self._has_run = validate_unseen(trainer, others, unseen_iteration)
         if not self._has_run:
             rank_zero_warn("ValidateFirst: the validation loaders have no batches, so nothing was validated.")
 

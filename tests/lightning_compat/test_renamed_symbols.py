@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 from lightning_tricks._lightning_compat import (
     callbacks,
     checkpoints,
+    ending_loaders,
     fit,
     fit_observer,
     loaders,
@@ -31,7 +32,10 @@ from lightning_tricks._lightning_compat import (
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from tests.small import QUIET, Hooks, Net, loader
 
-_TRICKS = "Probe|AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint|RestoreBest|ExponentialMovingAverage"
+_TRICKS = (
+    "Probe|AutoResume|AutoResume or CheckpointRemapping|AutoResume or ValidateFirst|EndTogether|TrainableCheckpoint|"
+    "RestoreBest|ExponentialMovingAverage"
+)
 MATCH = f"^({_TRICKS}) does not work with lightning {lightning.__version__}.*install"
 
 
@@ -151,6 +155,11 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
         ("fit", "run", lambda trainer: observers.observe_errors(trainer, print, "Probe")),
         ("validation", "_on_evaluation_epoch_end", lambda trainer: observers.observe_validation_ends(trainer, print)),
         ("fit", "on_run_end", lambda trainer: fit.call_after_train_hook(trainer, "end", lambda: None)),
+        ("fit", "on_run_start", lambda trainer: fit.call_after_train_hook(trainer, "start", lambda: None)),
+        *(
+            (owner, name, lambda trainer: ending_loaders.loaders_ending_together(trainer, {"train": 0, "val": 0}, bool))
+            for owner, name in (("fit", "_load_combined_loader_states"), ("validation", "setup_data"))
+        ),
         ("signals", "teardown", lambda trainer: fit.call_after_teardown(trainer, print)),
         *(
             (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
