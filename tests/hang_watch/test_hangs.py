@@ -66,7 +66,7 @@ def test_a_rank_whose_loader_has_a_batch_less(tmp_path, capsys):
     hang("shorter", tmp_path / "hang")
     said = said_of(tmp_path / "hang", capsys)
     assert "Batches started: " in said
-    assert "If rank 1 had no more batches: EndTogether() ends each epoch on all ranks together." in said
+    assert "If their loaders have different numbers of batches: EndTogether() ends each epoch on all ranks." in said
 
 
 def test_a_rank_that_logs_another_value(tmp_path, capsys):

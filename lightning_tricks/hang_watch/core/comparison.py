@@ -16,7 +16,6 @@ from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.text import list_names, printable
 from lightning_tricks.hang_watch.core.record import ENDED, MOVED_ON, PREVIOUS, RECORD_SUFFIX, STACKS_SUFFIX, read_record
 
-_FETCHES = "fetch of"  # begins what a rank does that waits for a batch
 _MAX_BYTES = 2**20  # of a file of stacks, from its end
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _TRAINER = re.compile(r"lightning/(pytorch/)?(loops|trainer|strategies)/")
@@ -81,10 +80,10 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
         values = sorted({rank[name] for rank in ranks})
         counts = (f"{value} on {_ranks(rank['rank'] for rank in ranks if rank[name] == value)}" for value in values)
         findings += [f"{what}: {', '.join(counts)}."] if len(values) > 1 else []
-    fewest = [rank for rank in ranks if rank["batches"] == min(one["batches"] for one in ranks)]
-    if len(fewest) < len(ranks) and not any(rank["hook"].startswith(_FETCHES) for rank in fewest):
-        who = _ranks(rank["rank"] for rank in fewest)
-        findings.append(f"If {who} had no more batches: EndTogether() ends each epoch on all ranks together.")
+    if len({rank["batches"] for rank in ranks}) > 1:
+        findings.append(
+            "If their loaders have different numbers of batches: EndTogether() ends each epoch on all ranks."
+        )
     return HangReport(ranks, findings + _differing_keys(ranks))
 
 
