@@ -24,8 +24,7 @@ def has_certain_length(loader: Any) -> bool:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    batches = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)  # Lightning's, of a prediction
-    if batches is not None and type(batches) is not BatchSampler:
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         return False
     kind = type(loader.sampler)
     return issubclass(kind, Sampler) and kind.__module__ in (Sampler.__module__, DistributedSampler.__module__)

@@ -81,7 +81,7 @@ CASES = (
         opens_addresses=("dirpath",),
         when_idle={"every_n_train_steps": None, "every_n_epochs": None},
         looks_between_epochs=True,
-        waits={"on_run_end_then_call": 2},
+        waits={"run_then_call": 2},
         verify=verify,
     ),
 )
