@@ -153,7 +153,7 @@ class RunFiles:
             rank_zero_warn(
                 f"AutoResume: {'; '.join(others)} as before. Values that were logged before are not removed."
             )
-        if records:
+        if manifests or start:
             allow_existing_config(self.trainer)
         if not manifests:
             self._start = {RNG_STATE_KEY: raw_rng_state()}

@@ -171,7 +171,7 @@ def test_each_value_of_a_command_is_a_path_or_listed_as_none():
         if action.type in (None, Path, str) and action.choices is None:
             texts.setdefault(command, set()).add((action.option_strings or [action.dest])[-1])
     assert texts == TEXTS
-    assert len(_PATHS) == 11
+    assert len(_PATHS) == 12
     opened = {command for command, action in _COMMANDS if action.type is file_argument}  # by read_checkpoint, or Mirror
     assert opened == {"ckpt align", "ckpt remap", "ckpt show", "resume fetch", "resume status", "resume verify"}
 

@@ -159,14 +159,16 @@ def test_later_fits_continue_the_rows_of_the_first(tmp_path, kind):
     assert killed == whole
 
 
+@pytest.mark.parametrize("logger", ["CSVLogger", "false"])
 @pytest.mark.parametrize("step", [4, 13])
-def test_lightning_cli_finds_its_config_there(tmp_path, step, monkeypatch):
+def test_lightning_cli_finds_its_config_there(tmp_path, step, logger, monkeypatch):
     """It refuses a directory that has one."""
     monkeypatch.setattr(sys, "argv", ["train"])
 
     def command(*callbacks):
         folder = f"--trainer.default_root_dir={tmp_path}"
-        arguments = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}", folder]
+        arguments = [f"--trainer.logger={logger}", folder]
+        arguments += [f"--trainer.logger.save_dir={tmp_path}"] * (logger != "false")
         defaults = {**QUIET, "max_epochs": 2, "log_every_n_steps": 1, "logger": None}
         defaults["callbacks"] = [AutoResume(tmp_path / "runs"), *callbacks]
         cli = LightningCLI(Net, seed_everything_default=3, run=False, trainer_defaults=defaults, args=arguments)
@@ -175,9 +177,9 @@ def test_lightning_cli_finds_its_config_there(tmp_path, step, monkeypatch):
     with pytest.raises(SystemExit):
         command(Interrupts(step))
     command()
-    versions = [path.name for path in (tmp_path / "lightning_logs").iterdir()]
-    assert versions == ["version_0"]
-    assert (tmp_path / "lightning_logs" / "version_0" / "config.yaml").exists()
+    assert [*tmp_path.rglob("config.yaml")] == [
+        tmp_path / ("config.yaml" if logger == "false" else "lightning_logs/version_0/config.yaml")
+    ]
 
 
 # -- loggers of servers: injected objects stand for libraries that are not installed

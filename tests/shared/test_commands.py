@@ -33,6 +33,7 @@ _COMMANDS = {
     "ckpt remap": ("w.pt -o out.pt", "w.pt -r none.yaml -o out.pt", 1, "w.pt -r rules.yaml -o out.pt"),
     "env": ("--json=1", None, 1, ""),
     "fingerprint diff": ("a", "a b", 2, None),
+    "fingerprint ranks": ("", "none", 2, None),
     "flops": ("torch.nn:Identity --input 3 --depth -1", "torch.nn:Linear --input 3", 1, "torch.nn:Identity --input 3"),
     "gpus": ("--prefer cool", "", 1, ""),
     "hang": ("", "none", 1, None),
@@ -175,6 +176,7 @@ _JSON = {
             "last_equal_layer last_equal_step",
         },
     ),
+    "fingerprint ranks": ("two.jsonl", {"": "two.jsonl", "two.jsonl": "found compared"}),
     "flops": ("torch.nn:Identity --input 3", {"": "macs flops other_flops params", "rows": "name kind macs flops"}),
     "gpus": ("", {"": "index memory_used"}),
     "resume fetch": ("sent copy", {"": "folder state mirror", "checkpoints": _CHECKPOINT}),
@@ -212,6 +214,7 @@ def recorded(tmp_path_factory):
     with isolated_seeding():
         record(folder / "a.jsonl")
         record(folder / "b.jsonl", [at_step(5, draw)])
+        record(folder / "two.jsonl", accelerator="cpu", devices=2, strategy="ddp_fork")
     return folder
 
 
