@@ -62,7 +62,7 @@ def check_not_negative(name: str, value: object) -> float:
     return number
 
 
-def check_dropout(name: str, value: object) -> float:
+def check_fraction(name: str, value: object) -> float:
     """Return `value` as a float, or raise an error if it is not a number >= 0 and < 1."""
     number = check_number(name, value)
     if not 0 <= number < 1:

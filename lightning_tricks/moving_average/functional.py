@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.checks import check_count, check_dropout
+from lightning_tricks._shared.checks import check_count, check_fraction
 from lightning_tricks._shared.tensors import outside_inference_mode, to_double
 from lightning_tricks._torch_compat.foreach import foreach_add_, foreach_lerp_, foreach_mul_, foreach_sub
 
@@ -64,7 +64,7 @@ class MovingAverage(nn.Module):
 
     def __init__(self, decay: float, *, warmup: bool = True, every_n_steps: int = 1) -> None:
         super().__init__()
-        self.decay, self.warmup = check_dropout("decay", decay), warmup
+        self.decay, self.warmup = check_fraction("decay", decay), warmup
         self.every_n_steps = check_count("every_n_steps", every_n_steps)
         self.held: dict[str, Tensor] | None = None
         self.load_counts({"steps": {}, "skipped": {}, "starts": {}})

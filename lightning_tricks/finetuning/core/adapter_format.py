@@ -21,7 +21,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
-from lightning_tricks._shared.checks import check_count, check_dropout, check_number, check_path
+from lightning_tricks._shared.checks import check_count, check_fraction, check_number, check_path
 from lightning_tricks._shared.files import atomic_write, open_file
 from lightning_tricks._shared.patterns import as_patterns, check_repeats
 from lightning_tricks._shared.read_budget import Budget, parse_json
@@ -151,7 +151,7 @@ def _read_config(path: Path, *, by_peft: bool) -> AdapterConfig:
         _check_alpha("lora_alpha", config.get("lora_alpha")),
         {text: _check_alpha(f"alpha_pattern[{text!r}]", alpha) for text, alpha in alphas.items()},
         bool(config.get("use_rslora")),
-        check_dropout("lora_dropout", config.get("lora_dropout", 0.0)),
+        check_fraction("lora_dropout", config.get("lora_dropout", 0.0)),
         saved,
         is_old,
         by_peft,

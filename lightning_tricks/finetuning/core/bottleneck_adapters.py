@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_tricks._shared.added_parameters import AddedParameters
-from lightning_tricks._shared.checks import check_choice, check_count, check_dropout, check_number
+from lightning_tricks._shared.checks import check_choice, check_count, check_fraction, check_number
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.class_extension import class_below, extend
 from lightning_tricks.finetuning.core.injection import (
@@ -64,7 +64,7 @@ class AdapterSettings:
             check_choice("nonlinearity", self.nonlinearity, NONLINEARITIES)
         if self.scale is not None:
             check_number("scale", self.scale, above=0, at_most=1e9)
-        check_dropout("dropout", self.dropout)
+        check_fraction("dropout", self.dropout)
         check_selection(self)
 
     @property

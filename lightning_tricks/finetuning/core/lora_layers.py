@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_tricks._shared.added_parameters import AddedParameters
-from lightning_tricks._shared.checks import check_count, check_dropout, check_number
+from lightning_tricks._shared.checks import check_count, check_fraction, check_number
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import (
@@ -64,7 +64,7 @@ class LoRASettings:
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
         check_number("alpha", self.alpha, above=0, at_most=1e9)
-        check_dropout("dropout", self.dropout)
+        check_fraction("dropout", self.dropout)
         check_selection(self)
         for pattern, rank in (self.rank_pattern or {}).items():
             Pattern(pattern)
