@@ -3,8 +3,10 @@
 import gc
 import inspect
 import logging
+import multiprocessing
 import os
 import shutil
+import signal
 import zlib
 from collections import Counter, defaultdict
 from contextlib import nullcontext
@@ -53,6 +55,22 @@ _IN_MEMORY = Path("/dev/shm")
 if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > 4 << 30:
     # Where tests write: what they flush to a disk takes as long as all they compute
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))
+
+
+@pytest.fixture(autouse=True)
+def _end_in_time():
+    """Let a test whose ranks wait for ever fail after a quarter of an hour, and the others run."""
+
+    def end(*args):
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise TimeoutError("This test takes more than 15 minutes: above is where it was after 5.")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(900)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(autouse=True, scope="module")

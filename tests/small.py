@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -183,6 +184,9 @@ def _rank(rank: int, function: Callable[[int], None], port: int) -> None:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     function(rank)
     if torch.distributed.is_initialized():
+        # In torch 2.6 a thread of the group may wait for the interpreter's lock, to free a tensor that was sent, and
+        # the end of the group for this thread, with that lock
+        time.sleep(0.02)
         torch.distributed.destroy_process_group()
 
 
