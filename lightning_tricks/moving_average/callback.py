@@ -113,11 +113,11 @@ class ExponentialMovingAverage(TrickCallback):
         self._installed.enter_context(checkpoint_contents_changed(trainer, average, lambda _: None))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a fit without optimizers, and replicas that differ."""
+        """Refuse a fit without optimizers, and replicas that differ, as in local SGD."""
         if not {*pl_module.parameters()} & {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}:
             _refuse("it follows the steps of optimizers: return those that the module steps from configure_optimizers")
         if model_averager(trainer) is not None:
-            _refuse("it would have another average on each rank of local SGD: use DDP without it")
+            _refuse("ranks would have different averages: leave out the `model_averaging_period` of DDPStrategy")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue with the weights of training that a checkpoint has beside the average."""

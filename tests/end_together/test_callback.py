@@ -13,7 +13,7 @@ from torch import distributed
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from lightning_tricks import AutoResume, EndTogether, HangWatch
+from lightning_tricks import AutoResume, EndTogether, HangWatch, Microbatching
 from tests.contract.checks import Interrupts
 from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, fork, real_fp16, same
 
@@ -259,6 +259,19 @@ def test_ways_to_train(tmp_path, setting):
 
     cut = run(tmp_path / "cut", (), module(True), **options)
     assert same(run(tmp_path / "together", [EndTogether()], module(False), **options), cut)
+
+
+@pytest.mark.parametrize("together_first", [True, False])
+def test_windows_weighted_by_targets(tmp_path, together_first):
+    """Microbatching counts the targets of a window, the last of which is partial, before its first backward pass."""
+    counts = (8, 5)
+
+    def train(name, *callbacks):
+        module = lambda: Own(lambda rank: DataLoader(Stream(rank, counts, cut=not callbacks), batch_size=4))  # noqa: E731
+        both = [*callbacks, Microbatching(2, count=lambda batch: len(batch[1]))]
+        return run(tmp_path / name, both if together_first else both[::-1], module, accumulate_grad_batches=2)
+
+    assert same(train("together", EndTogether()), train("cut"))
 
 
 def stopped_and_resumed(folder, make, callbacks, at, **options):

@@ -12,8 +12,10 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_tricks import (
     AutoResume,
@@ -580,6 +582,23 @@ def test_lightnings_average_beside_it_is_refused():
         MisconfigurationException, match="WeightAveraging would replace the weights as well: remove one"
     ):
         fit(made(), EMA(), lightning_callbacks.EMAWeightAveraging())
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
+def test_shards_are_refused(strategy):
+    # not each can be made on a machine without a GPU: the Trainer is a mock, the strategy's type is real
+    trainer = SimpleNamespace(strategy=object.__new__(strategy), callbacks=[])
+    with pytest.raises(MisconfigurationException, match=f"the shards of {strategy.__name__}: use DDP"):
+        EMA().setup(trainer, Net(), "fit")
+
+
+def test_local_sgd_is_refused():
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
+    strategy = DDPStrategy(
+        start_method="fork", ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
+    )
+    with pytest.raises(Exception, match="leave out the `model_averaging_period` of DDPStrategy"):
+        fit(made(), EMA(), strategy=strategy, devices=2)
 
 
 def test_a_wrong_rule_for_buffers():

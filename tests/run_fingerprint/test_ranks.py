@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import warnings
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -18,7 +19,7 @@ from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_tricks import RunFingerprint, RunReport
+from lightning_tricks import AutoResume, RunFingerprint, RunReport
 from lightning_tricks.cli import main
 from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.run_fingerprint import FingerprintRecordError, compare, read_ranks
@@ -26,7 +27,7 @@ from lightning_tricks.run_fingerprint.core import ranks as core
 from lightning_tricks.run_fingerprint.core.ranks import RankComparison, RankExchange, RepeatedBatches, compare_ranks
 from lightning_tricks.run_fingerprint.core.record import Column
 from lightning_tricks.run_report import find_all, read_record
-from tests.run_fingerprint.test_callback import ConvNet, at_step, saving
+from tests.run_fingerprint.test_callback import ConvNet, at_step, saving, stopping
 from tests.small import QUIET, Hooks, Net, digits, fork
 
 DDP = {"strategy": "ddp_fork", "devices": 2}
@@ -251,6 +252,21 @@ def test_a_finding_outlives_a_resume_and_is_warned_of_once(tmp_path):
         before = train(2, saving(tmp_path / "mid.ckpt", 40))
     assert len(before) == 1
     assert train(3, ckpt_path=tmp_path / "mid.ckpt") == before, "a second warning would be an error"
+
+
+def test_a_finding_outlives_a_stop_of_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
+
+    def start(*callbacks):
+        return found_in(tmp_path, [AutoResume(tmp_path / "saved"), at_step(5, drift, rank=1), *callbacks])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RunFingerprint")
+        with pytest.raises(SystemExit):
+            start(stopping(9, rank=0))
+    after = start()
+    assert len(after) == 1, "a second warning would have been an error"
+    assert after[0].startswith("The weights of rank 1 differ from those of rank 0 after step 5 (epoch 0, batch 5).")
 
 
 @pytest.mark.parametrize("stops", [0, 1])
