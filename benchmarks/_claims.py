@@ -42,6 +42,7 @@ _CPU_TIME, _MONITOR = "CPU time of a fit, {} hidden units, over a fit without", 
 _METRICS, _FORWARD = "perceptron, batch 32, 313 steps", "{}, relative to a forward pass"
 _PREDICTIONS, _WEIGHTS = "2,000 batches of 8 rows of 10 scores", "ResNet-18's weights, over reading them"
 _DETAIL = 'detail="{}"'
+_COUNTED = "4 batches of 16, accumulated by their targets"
 _CNN, _NET = "8 convolutional nets", "8 perceptrons, 784-512-512-10"
 
 # In the order of the page
@@ -68,6 +69,7 @@ CLAIMS = (
         "Six callbacks together take {0} times the bare Trainer's time with steps of 2 ms, {1} times with ResNet-18",
         ("steps of 2 ms", _STEPS, "all six"),
         ("steps of ResNet-18", "steps, ResNet-18", "all six"),
+        ("steps of 2 ms, with RunFingerprint and SpikeGuard", _STEPS, "all six, RunFingerprint and SpikeGuard"),
         ("epoch and its checkpoint, 2 ms", _EPOCH, "all six"),
         ("epoch and its checkpoint, ResNet-18", "an epoch with its checkpoint, ResNet-18", "all six"),
         ("first epoch, with reports, 2 ms", _FIRST, "all six"),
@@ -82,6 +84,7 @@ CLAIMS = (
                 "FlopsReport",
                 "ModelReport",
                 "RunReport",
+                "ExponentialMovingAverage",
             )
         ),
     ),
@@ -179,6 +182,8 @@ CLAIMS = (
         "Four microbatches take {0} of the time of four accumulated batches",
         ("small steps, over 4 accumulated batches", "small steps, 4 parts", "Microbatching(16), 4 parts"),
         ("large steps, over 4 accumulated batches", "large steps, 4 parts", "Microbatching(16), 4 parts"),
+        ("small steps, `count`, over 4 accumulated batches", "small steps, 4 parts", _COUNTED),
+        ("large steps, `count`, over 4 accumulated batches", "large steps, 4 parts", _COUNTED),
         ("small steps, 1 part, automatic size", "small steps", "Microbatching(), 1 part"),
         ("large steps, 1 part, automatic size", "large steps", "Microbatching(), 1 part"),
         ("large steps, 1 part of 64", "large steps", "Microbatching(64), 1 part"),
