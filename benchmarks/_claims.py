@@ -70,6 +70,7 @@ CLAIMS = (
         ("steps of 2 ms", _STEPS, "all six"),
         ("steps of ResNet-18", "steps, ResNet-18", "all six"),
         ("steps of 2 ms, with RunFingerprint and SpikeGuard", _STEPS, "all six, RunFingerprint and SpikeGuard"),
+        ("steps of a GAN of 3 ms, nine callbacks", "steps, GAN of 3 ms", "nine callbacks at their most"),
         ("epoch and its checkpoint, 2 ms", _EPOCH, "all six"),
         ("epoch and its checkpoint, ResNet-18", "an epoch with its checkpoint, ResNet-18", "all six"),
         ("first epoch, with reports, 2 ms", _FIRST, "all six"),
@@ -84,6 +85,8 @@ CLAIMS = (
                 "FlopsReport",
                 "ModelReport",
                 "RunReport",
+                "RunFingerprint",
+                "SpikeGuard",
                 "ExponentialMovingAverage",
             )
         ),

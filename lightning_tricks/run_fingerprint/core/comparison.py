@@ -150,10 +150,9 @@ def compare(run_a: Sequence[FingerprintRecord], run_b: Sequence[FingerprintRecor
     Raises:
         FingerprintRecordError: If the runs were recorded with different settings, or have no batch in common.
     """
-    for name in ("version", "world_size", "detail", "compare_ranks"):
-        of_a, of_b = (
-            getattr(record if name == "compare_ranks" else record.header, name) for record, *_ in (run_a, run_b)
-        )
+    a, b = run_a[0], run_b[0]
+    pairs = [(name, getattr(a.header, name), getattr(b.header, name)) for name in ("version", "world_size", "detail")]
+    for name, of_a, of_b in [*pairs, ("compare_ranks", a.compare_ranks, b.compare_ranks)]:
         if of_a != of_b:
             raise FingerprintRecordError(
                 f"A has {name}={of_a!r} and B has {name}={of_b!r}: record both with the same settings, and the same "

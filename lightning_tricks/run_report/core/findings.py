@@ -321,10 +321,8 @@ def monitors(record: RunRecord) -> Iterator[Finding]:
     """
     settings = dict(record.settings)
     for owner, key, is_known, steps in record.monitors:
-        rows, every = (
-            [row for row in record.rows if key in row.values],
-            settings.get(f"{owner}.every_n_train_steps", ""),
-        )
+        rows = [row for row in record.rows if key in row.values]
+        every = settings.get(f"{owner}.every_n_train_steps", "")
         epochs, values = [row.epoch for row in rows], sum(row.count for row in rows)
         if every.isdecimal() and int(every) and rows:
             steps = record.step // int(every) - rows[0].step // int(every)
