@@ -14,9 +14,11 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.multiprocessing import ProcessExitedException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -188,6 +190,19 @@ def _rank(rank: int, function: Callable[[int], None], port: int) -> None:
         # the end of the group for this thread, with that lock
         time.sleep(0.02)
         torch.distributed.destroy_process_group()
+
+
+def ranks_agree_at_once() -> Any:
+    """Let ranks ask each other after each step whether one is to stop; a short run may be over before else."""
+    return patch("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
+
+
+def local_sgd() -> DDPStrategy:
+    """A strategy for forked ranks that average their weights every other step."""
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
+    return DDPStrategy(
+        start_method="fork", ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
+    )
 
 
 class HostReads(TorchDispatchMode):

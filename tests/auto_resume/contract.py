@@ -3,7 +3,6 @@
 import os
 import signal
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lightning.pytorch import Callback
 from lightning_tricks import AutoResume
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting
-from tests.small import same
+from tests.small import ranks_agree_at_once, same
 
 
 class StopsOnce(Callback):
@@ -37,10 +36,7 @@ def verify(lab: Lab, setting: Setting, callback: type = AutoResume) -> None:
     whole = lab.fit_bare(setting, **net)
     runs = lab.folder / f"{setting.name} guarded"
     marker = lab.folder / f"{setting.name} stopped"
-    with (
-        pytest.raises(SystemExit) as left,
-        patch("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0),
-    ):
+    with pytest.raises(SystemExit) as left, ranks_agree_at_once():
         lab.fit([callback(runs), StopsOnce(batch, marker)], setting, net=net)
     assert left.value.code == 75
     again = lab.fit([callback(runs), StopsOnce(batch, marker)], setting, net=net, start=9 if setting.ranks == 1 else 0)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from lightning_tricks import AutoResume, EndTogether, HangWatch, Microbatching
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, fork, real_fp16, same
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, fork, ranks_agree_at_once, real_fp16, same
 
 TWO = {**QUIET, "strategy": "ddp_fork", "devices": 2, "max_epochs": 2, "use_distributed_sampler": False}
 
@@ -267,7 +267,9 @@ def test_windows_weighted_by_targets(tmp_path, together_first):
     counts = (8, 5)
 
     def train(name, *callbacks):
-        module = lambda: Own(lambda rank: DataLoader(Stream(rank, counts, cut=not callbacks), batch_size=4))  # noqa: E731
+        def module():
+            return Own(lambda rank: DataLoader(Stream(rank, counts, cut=not callbacks), batch_size=4))
+
         both = [*callbacks, Microbatching(2, count=lambda batch: len(batch[1]))]
         return run(tmp_path / name, both if together_first else both[::-1], module, accumulate_grad_batches=2)
 
@@ -292,7 +294,7 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
         return rank
 
     folder.mkdir()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit), ranks_agree_at_once():
         fork(start(True), 2)
     fork(start(False), 2)
     return [torch.load(file, weights_only=False) for file in sorted(folder.glob("*.pt"))]
@@ -304,10 +306,8 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
     [("stream", 4, 0), ("stream", 7, 2), ("stored", 4, 0), ("stream", 9, 0), ("sized", 13, 0)],
 )
 @pytest.mark.sampled(4)
-def test_it_resumes_in_the_middle_of_an_epoch(tmp_path, monkeypatch, kind, at, workers, together_first):
+def test_it_resumes_in_the_middle_of_an_epoch(tmp_path, kind, at, workers, together_first):
     """Also at its last batch, and in the second one; the ranks go on with the same rows."""
-    # of a run that ends so soon
-    monkeypatch.setattr("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
     counts = (12, 9)
 
     def make(rank):

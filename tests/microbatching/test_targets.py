@@ -11,13 +11,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.utils.data import DataLoader
 
 from lightning_tricks import AutoResume, GradientClipping, Microbatching, SpikeGuard
 from lightning_tricks.microbatching.core.targets import TargetMean, count_targets
 from tests.microbatching.models import Memory, difference
-from tests.small import QUIET, Hooks, HostReads, real_fp16
+from tests.small import QUIET, Hooks, HostReads, local_sgd, real_fp16
 
 LENGTH, CLASSES = 9, 5
 
@@ -242,12 +241,8 @@ def test_memory_runs_out_on_one_rank_alone(tmp_path):
 
 
 def test_local_sgd_is_refused(tmp_path):
-    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
-    strategy = DDPStrategy(
-        start_method="fork", ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
-    )
     with pytest.raises(Exception, match="leave out the `model_averaging_period`"):
-        fit_ranks(tmp_path, Tokens(), sentences(), 3, Microbatching(count="labels"), strategy=strategy)
+        fit_ranks(tmp_path, Tokens(), sentences(), 3, Microbatching(count="labels"), strategy=local_sgd())
 
 
 # -- what is logged

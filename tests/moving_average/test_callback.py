@@ -12,10 +12,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_tricks import (
     AutoResume,
@@ -32,7 +31,7 @@ from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.lr_schedules import CombinedOptimizer
 from tests.contract.checks import Interrupts
 from tests.moving_average.contract import average_of
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, loader, same
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, loader, local_sgd, same
 from tests.spike_guard.oracle import Rows
 from tests.spike_guard.oracle import loader as loader_of_rows
 
@@ -593,12 +592,8 @@ def test_shards_are_refused(strategy):
 
 
 def test_local_sgd_is_refused():
-    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
-    strategy = DDPStrategy(
-        start_method="fork", ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
-    )
     with pytest.raises(Exception, match="leave out the `model_averaging_period` of DDPStrategy"):
-        fit(made(), EMA(), strategy=strategy, devices=2)
+        fit(made(), EMA(), strategy=local_sgd(), devices=2)
 
 
 def test_a_wrong_rule_for_buffers():

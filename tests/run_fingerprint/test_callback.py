@@ -4,7 +4,6 @@ import os
 import resource
 import signal
 from itertools import groupby
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import AutoResume, FlopsReport, RunFingerprint
 from lightning_tricks.run_fingerprint import compare, read_ranks
 from lightning_tricks.seeding import isolated_rng
-from tests.small import QUIET, Hooks, HostReads, Net, digits
+from tests.small import QUIET, Hooks, HostReads, Net, digits, ranks_agree_at_once
 
 DDP = {"strategy": "ddp_fork", "devices": 2}
 
@@ -307,8 +306,7 @@ def test_what_a_resume_could_not_restore_is_recorded(tmp_path):
 
 def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
     whole = record(tmp_path / "whole.jsonl", **DDP)
-    at_each_step = patch("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
-    with pytest.raises(SystemExit), at_each_step:
+    with pytest.raises(SystemExit), ranks_agree_at_once():
         record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved"), stopping(7, rank=1)], **DDP)
     assert rows(record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved")], **DDP)) == rows(whole)
 

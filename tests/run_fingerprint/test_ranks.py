@@ -28,7 +28,7 @@ from lightning_tricks.run_fingerprint.core.ranks import RankComparison, RankExch
 from lightning_tricks.run_fingerprint.core.record import Column
 from lightning_tricks.run_report import find_all, read_record
 from tests.run_fingerprint.test_callback import ConvNet, at_step, saving, stopping
-from tests.small import QUIET, Hooks, Net, digits, fork
+from tests.small import QUIET, Hooks, Net, digits, fork, ranks_agree_at_once
 
 DDP = {"strategy": "ddp_fork", "devices": 2}
 WARNED = "ignore:RunFingerprint:UserWarning"  # by rank zero, in a process of its own: the report tells what it said
@@ -254,9 +254,7 @@ def test_a_finding_outlives_a_resume_and_is_warned_of_once(tmp_path):
     assert train(3, ckpt_path=tmp_path / "mid.ckpt") == before, "a second warning would be an error"
 
 
-def test_a_finding_outlives_a_stop_of_two_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES", 0.0)
-
+def test_a_finding_outlives_a_stop_of_two_ranks(tmp_path):
     def start(*callbacks):
         # rank zero has the rows of the other one that were written at the save before, if no later ones
         resume = AutoResume(tmp_path / "saved", every_n_train_steps=3)
@@ -264,7 +262,7 @@ def test_a_finding_outlives_a_stop_of_two_ranks(tmp_path, monkeypatch):
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "RunFingerprint")
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit), ranks_agree_at_once():
             start(stopping(9, rank=0))
     after = start()
     assert len(after) == 1, "a second warning would have been an error"

@@ -12,14 +12,13 @@ from contextlib import redirect_stdout
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.contract.cases import CASES
-from tests.small import same
+from tests.small import ranks_agree_at_once, same
 from tests.together.everything import STOPPED, TogetherNet, changers, make_all, write_pretrained
 from tests.together.fits import VALIDATED, Fits, Left, Way, logged_rows, stops_at
 
@@ -99,8 +98,7 @@ class _Together:
     def resume_stopped(self) -> list[Left]:
         """Let a signal stop the last rank in the second epoch, and run the same again."""
         batch = 13 if self.way.num_ranks == 1 else 8  # of 20, or of 10 on each rank
-        exchanges = "lightning_tricks.auto_resume.core.signals._SECONDS_BETWEEN_EXCHANGES"
-        with pytest.raises(SystemExit) as left, patch(exchanges, 0.0):
+        with pytest.raises(SystemExit) as left, ranks_agree_at_once():
             self.fit(self.names, "stopped", stops_at(batch))
         assert left.value.code == STOPPED
         return self.fit(self.names, "stopped", start=0 if self.way.num_ranks > 1 else 9)
