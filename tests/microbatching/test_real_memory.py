@@ -66,14 +66,15 @@ def _limited_gpu(more: int):
 )
 def test_a_batch_is_cut_until_it_fits(accelerator, limited):
     generator = torch.Generator().manual_seed(1)
-    rows = TensorDataset(torch.randn(160, 8, generator=generator), torch.randint(0, 3, (160,), generator=generator))
-    given = {"data": DataLoader(rows, 64), "max_epochs": 1, "accelerator": accelerator, "devices": 1}
+    rows = TensorDataset(torch.randn(320, 8, generator=generator), torch.randint(0, 3, (320,), generator=generator))
+    given = {"data": DataLoader(rows, 256), "max_epochs": 1, "accelerator": accelerator, "devices": 1}
     whole, cut, microbatching = Wide(), Wide(), Microbatching()
     fit(whole, **given)
-    with limited(130 * _MIB):
+    # far from the GiB of a whole batch and from what a process that ran other tests takes without being asked
+    with limited(350 * _MIB):
         with pytest.raises(RuntimeError, match="memory"):
             fit(Wide(), **given)
         gc.collect()
         fit(cut, microbatching, **given)
-    assert microbatching.current_size in (8, 16, 32)
+    assert microbatching.current_size < 256
     assert difference(whole, cut) < 1e-5
