@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import time
 from datetime import timedelta
@@ -79,25 +80,27 @@ def test_other_values_that_are_no_time(timeout, words):
 
 
 def test_hooks_that_move_give_no_alarm(tmp_path):
-    waits = Lasts("on_validation_batch_end", 0.2, times=10)
-    fit([HangWatch("1 second", tmp_path / "hang"), waits])
+    waits = Lasts("on_validation_batch_end", 0.3, times=10)
+    fit([HangWatch("2 seconds", tmp_path / "hang"), waits])
     assert waits.left == 0
     assert not (tmp_path / "hang").exists()
 
 
 def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
     with pytest.warns(
-        UserWarning, match=r"the run stood still for 1 s and now continues; `lightning-tricks hang .*hang` shows"
+        UserWarning, match=r"the run stood still for [2-9] s and now continues; `lightning-tricks hang .*hang` shows"
     ):
-        fit([HangWatch({"seconds": 0.4}, tmp_path / "hang"), Lasts("on_validation_batch_start", 1.2)])
+        fit([HangWatch("1 second", tmp_path / "hang"), Lasts("on_validation_batch_start", 1.6)])
     stacks = (tmp_path / "hang" / "rank0.stacks").read_text(encoding="utf-8")
     assert "in wait\n" in stacks
-    assert "The rank moved on after 1 s, at on_validation_batch_start." in stacks
+    assert re.search(r"The rank moved on after [2-9] s, at on_validation_batch_start\.", stacks)
     assert main(["hang", str(tmp_path / "hang")]) == 0
     said = capsys.readouterr().out
-    assert "0 of 1 ranks stood still for 0.4 s, 1 did before." in said
+    assert "0 of 1 ranks stood still for 1 s, 1 did before." in said
     assert "the end of its run, epoch 0, step" in said, "the batch of a validation is no place in the training"
-    assert "; stood still earlier for 1 s, at on_validation_batch_start, in wait (test_callback.py:" in said
+    assert re.search(
+        r"; stood still earlier for [2-9] s, at on_validation_batch_start, in wait \(test_callback\.py:", said
+    )
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
@@ -110,7 +113,8 @@ def test_what_stands_still_at_the_very_end_is_said(tmp_path, monkeypatch, hook):
     with pytest.warns(UserWarning, match="now continues; `lightning-tricks hang 'a b'` shows"):
         fit([HangWatch({"seconds": 0.3}, "a b"), Leaves(), Lasts(hook, 0.7)], limit_val_batches=0)
     (rank,) = compare_ranks(tmp_path / "a b").ranks
-    assert (rank["hook"], rank["frames"], rank["lasted"]) == ("the end of its run", [], "1 s, at on_train_end")
+    assert (rank["hook"], rank["frames"]) == ("the end of its run", [])
+    assert re.fullmatch("[1-9] s, at on_train_end", rank["lasted"])
 
 
 def test_an_outer_watch_goes_on_after_an_inner_one(tmp_path, monkeypatch):
@@ -120,7 +124,8 @@ def test_an_outer_watch_goes_on_after_an_inner_one(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 0.0)  # somebody sets the clock
     assert outer.move("later") >= 0.6
     outer.close()
-    assert [rank["lasted"] for rank in compare_ranks(tmp_path / "outer").ranks] == ["1 s, at start"]
+    (rank,) = compare_ranks(tmp_path / "outer").ranks
+    assert re.fullmatch("[1-9] s, at start", rank["lasted"])
 
 
 def test_a_thread_that_trains_is_told_from_the_main_one(tmp_path):
